@@ -1,0 +1,172 @@
+"""The command ``lowtri``: finds the verb, runs it, and turns every ending into one clear line and an exit code.
+
+How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` and add its line to ``VERBS`` below.
+
+    \"\"\"lowtri mask: what a mask shows and hides.\"\"\"
+    from __future__ import annotations
+    from typing import Annotated
+    import typer
+    from lowtri.cli.options import Json, MaskText           # options that every verb spells alike
+
+    def command(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
+        \"\"\"lowtri mask "causal & window(3)"
+        lowtri mask "causal - window(3)" --json
+
+        What a mask shows and hides, as a picture.
+        \"\"\"
+        from lowtri import mask                              # heavy imports inside: numpy, torch, lowtri's rooms
+        print(mask(text).draw(8))
+
+- The docstring is the help. Its first paragraph is two examples, one a line, kept as written; the others are wrapped.
+- The module's top imports only typer and cli.options; a verb is imported when it is called, and ``lowtri --help`` imports none.
+- stdout carries the result, stderr the rest (``cli.options.note``). Bad input: raise ``DataError`` (or any ``LowtriError``).
+  A check that failed: print the result, then ``raise typer.Exit(1)``.
+
+Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 130 interrupted. Never a traceback:
+an error that nobody foresaw ends in one line as well, with code 3, and ``LOWTRI_TRACEBACK=1`` shows where it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from lowtri._version import __version__
+from lowtri.errors import LowtriError
+
+__all__ = ["VERBS", "main"]
+
+# verb -> its line in `lowtri --help`. The module is lowtri.cli.<verb>.
+VERBS = {
+    "demo": "Everything in one run, in acts, each with a check and its files.",
+    "explain": "Every step of masked attention for a sentence, with numbers.",
+    "mask": "What a mask shows and hides: a picture, counts, or a file.",
+    "train": "Train a decoder on text files; the folder loads in transformers.",
+    "generate": "Let a trained model continue a text.",
+    "eval": "Loss on text files, all at once and step by step.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit code.
+
+    >>> main(["--version"])
+    lowtri ...
+    0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _survive_narrow_encodings()
+    try:
+        command = get_command(_app)
+        with command.make_context("lowtri", arguments or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except BaseException as error:
+        if os.environ.get("LOWTRI_TRACEBACK"):
+            raise
+        return _answer(error)
+    return 0
+
+
+def _answer(error: BaseException) -> int:
+    """Say in one line what ended the run, and give the exit code."""
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 2
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("interrupted")
+        return 130
+    if isinstance(error, BrokenPipeError):
+        # The reader went away (`lowtri generate ... | head`): nothing to say, and nobody to say it to. What is still
+        # buffered goes to the null device, or the interpreter would complain at its own end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as the shell's own tools end
+    if isinstance(error, LowtriError):
+        _say(str(error))
+        return error.exit_code
+    if hasattr(error, "format_message"):  # typer's usage errors, whichever click they stand on
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "lowtri"
+        _say(f"{error.format_message()} (see: {path} --help)")
+        return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        _say(f"{error.filename}: {error.strerror or error}")
+        return 2
+    # str(error) may be pages long (torch prints C++ frames): its first line says what happened.
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    _say(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
+    return 3
+
+
+def _say(message: str) -> None:
+    print(f"lowtri: {message}", file=sys.stderr, flush=True)
+
+
+def _survive_narrow_encodings() -> None:
+    """Pictures use block characters; a terminal that has none gets question marks instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if "utf" not in (stream.encoding or "utf").lower() and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+class _Verbs(TyperGroup):
+    """The list of verbs is known beforehand; a verb's own module is imported only when that verb is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        verb, _, rest = super().resolve_command(ctx, args)
+        return verb, verb and _load(verb), rest
+
+
+def _load(verb: str) -> Any:
+    """The real command of a verb, from its module."""
+    function = importlib.import_module(f"lowtri.cli.{verb}").command
+    one = typer.Typer(add_completion=False, rich_markup_mode=None)
+    # \b keeps the lines of the paragraph that follows: the two examples.
+    one.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
+    return get_command(one)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"lowtri {__version__}")
+        raise typer.Exit
+
+
+_app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None)
+
+
+@_app.callback()
+def _lowtri(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Masked self-attention: say once who may see whom.
+
+    Each verb has its own --help, which opens with two examples. The result goes to stdout, everything else to stderr.
+
+    Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 130 interrupted.
+    """
+
+
+def _place_of(verb: str) -> None:
+    @_app.command(name=verb, help=VERBS[verb])
+    def stands_for_the_verb() -> None:
+        """Only its line in the list is used: resolve_command puts the real command in its place."""
+
+
+for _verb in VERBS:
+    _place_of(_verb)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Options that every verb spells alike, and the two ways to speak: a result on stdout, a note on stderr.
+
+A verb takes what it needs: ``def command(..., mask: MaskText = "causal", seed: Seed = 0, json: Json = False)``.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["Json", "MaskText", "Out", "Seed", "Threads", "note", "print_json", "use_threads"]
+
+MaskText = Annotated[
+    str, typer.Option("--mask", metavar="TEXT", help='Who may see whom, as text: "causal", "causal & window(64)", ...')
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads to compute with.", show_default="torch's own choice")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="PATH", help="Where to write. A file is replaced whole or not at all.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def note(message: str) -> None:
+    """A line for the person who watches; the result stays alone on stdout."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def print_json(result: Any) -> None:
+    """The result on stdout as JSON. Not-a-number and infinity have no JSON spelling: they raise."""
+    print(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def use_threads(threads: int | None) -> None:
+    """Compute with this many threads from now on; None leaves torch's own choice."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
