@@ -1,0 +1,68 @@
+"""lowtri: say once who may see whom, and get the attention, the cache, the check and the picture that follow.
+
+The rooms, in the order of reading (imports run upward in this list only):
+
+    errors        the family of errors
+    masks         who may see whom: formulas over positions, the three-answer tile question, plans, pictures
+    plain         attention as it is taught, under the names that notebooks use
+    ops           what attention is: one checked call, and its float64 definition
+    kernels       the CPU kernels
+    engines       ways to run a call, and `attention` itself
+    nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
+    decoding      the cache that asks the mask what is dead, and the generating loop
+    training      from text files to a folder that transformers can load
+    auditing      does a model peek?
+    explaining    every step of attention, with numbers
+    integrations  other libraries' formats and doors
+    cli           the command `lowtri`, one file a verb
+
+Everything public is found here. Nothing is loaded before it is used: neither torch nor numba comes with `import lowtri`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lowtri._version import __version__
+
+if TYPE_CHECKING:
+    from lowtri import nn as nn
+    from lowtri import plain as plain
+
+# Public name -> the room that holds it.
+_ROOMS = {
+    "lowtri.masks": (
+        *("Mask", "Tile", "EMPTY", "PARTIAL", "FULL", "END", "mask"),
+        *("causal", "full", "window", "band", "first", "documents", "chunks", "strided", "keys", "table", "hidden"),
+        *("where", "heads"),
+    ),
+    "lowtri.engines.attend": ("attention", "merge", "scaled_dot_product_attention", "which_engine"),
+    "lowtri.decoding.cache": ("KVCache",),
+    "lowtri.decoding.generate": ("generate",),
+    "lowtri.auditing.audit": ("audit", "assert_causal"),
+    "lowtri.auditing.report": ("AuditReport",),
+    "lowtri.explaining.steps": ("explain",),
+    "lowtri.errors": (
+        *("LowtriError", "MaskError", "CallError", "EngineError", "DataError", "LeakError", "UndecidedError"),
+    ),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_PACKAGES = ("nn", "plain")
+
+__all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"lowtri.{name}")
+    else:
+        raise AttributeError(f"module 'lowtri' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,52 @@
+"""Who may see whom: formulas over positions, and what follows from them. NumPy only.
+
+mask      Mask: the call, the three-answer tile question, & | ~ -, dense and additive tables
+formulas  causal, window, first, ...: one short formula each
+held      documents, keys, table, where, heads: what holds an array, a function, other masks
+atoms     the public doors to both
+text      a mask from text, and back
+plan      what kernels read: runs of tiles, and the bits of the partial ones
+draw      pictures, as text and as SVG
+"""
+
+from lowtri.masks.atoms import (
+    band,
+    causal,
+    chunks,
+    documents,
+    first,
+    full,
+    heads,
+    hidden,
+    keys,
+    strided,
+    table,
+    where,
+    window,
+)
+from lowtri.masks.mask import EMPTY, END, FULL, PARTIAL, Mask, Tile
+from lowtri.masks.text import as_mask, mask
+
+__all__ = [
+    "EMPTY",
+    "END",
+    "FULL",
+    "PARTIAL",
+    "Mask",
+    "Tile",
+    "as_mask",
+    "band",
+    "causal",
+    "chunks",
+    "documents",
+    "first",
+    "full",
+    "heads",
+    "hidden",
+    "keys",
+    "mask",
+    "strided",
+    "table",
+    "where",
+    "window",
+]

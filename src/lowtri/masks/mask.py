@@ -1,0 +1,432 @@
+"""A mask is a formula over positions: who may see whom.
+
+``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. Everything else in lowtri is built
+on one question with three answers, asked of a rectangle of positions: does nobody see anything there (EMPTY), does everybody
+see everything (FULL), or must one look closer (PARTIAL)? The law: EMPTY and FULL never lie.
+
+A subclass writes two formulas, ``_sees`` and ``_tile``, for positions that exist. What holds for every mask stands here, once:
+negative positions (no token there), empty rectangles, the end of time, and one answer for each batch row and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import MaskError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["EMPTY", "END", "FULL", "PARTIAL", "And", "Mask", "Not", "Or", "Tile", "default_positions", "verdict"]
+
+END = 2**62
+"""The end of time: later than any position, and small enough that sums of two stay inside int64."""
+
+Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
+Answer: TypeAlias = Any  # 0, 1, 2 or an array of them
+
+
+class Tile(IntEnum):
+    """The three answers about a rectangle of positions. ``&`` of masks is their minimum, ``|`` their maximum."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+EMPTY, PARTIAL, FULL = Tile.EMPTY, Tile.PARTIAL, Tile.FULL
+_TILES = (EMPTY, PARTIAL, FULL)  # a look-up is five times faster than Tile(answer)
+
+
+def verdict(full: Any, empty: Any) -> Answer:
+    """The answer from two facts that exclude each other; ints and arrays alike."""
+    return 1 + full - empty
+
+
+class Mask:
+    """Who may see whom. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
+
+    >>> from lowtri import causal, window, first
+    >>> sinks = causal() & (window(2) | first(1))
+    >>> sinks(5, 0), sinks(5, 3), sinks(5, 4)
+    (True, False, True)
+    >>> sinks.tile(4, 8, 1, 3)
+    <Tile.EMPTY: 0>
+    >>> print(sinks.draw(5))
+    █····
+    ██···
+    ███··
+    █·██·
+    █··██
+
+    Masks are values: immutable, equal when they are built alike, hashable, picklable. ``m.batch`` is ``()``, ``(B,)`` or
+    ``(B, H)``; the answers of a batched mask carry it in front.
+    """
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
+        return ()
+
+    @property
+    def asks_query(self) -> bool:
+        """Whether the answer depends on where the query stands (``full``, ``first`` and ``keys`` do not ask)."""
+        return True
+
+    # What a subclass writes, for non-negative positions and non-empty rectangles.
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        raise TypeError(f"{type(self).__name__} has no formula")
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        raise TypeError(f"{type(self).__name__} has no tile formula")
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where nothing is known."""
+        return None
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self
+
+    # Asking.
+
+    def __call__(self, q: Positions, k: Positions) -> Any:
+        """True where the query at ``q`` may see the key at ``k``.
+
+        Args:
+            q, k: positions, ints or integer arrays that broadcast against each other. A negative position holds no token:
+                it sees nothing and is seen by nobody, under any mask.
+
+        Returns:
+            a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
+        """
+        if self.batch:
+            return self._each(lambda one: one(q, k))
+        return self._sees(q, k) & (q >= 0) & (k >= 0)
+
+    def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
+        """The question with three answers, for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
+
+        >>> from lowtri import causal, END
+        >>> causal().tile(0, 4, 4, 8), causal().tile(4, 8, 0, 5), causal().tile(0, 4, 0, 4)
+        (<Tile.EMPTY: 0>, <Tile.FULL: 2>, <Tile.PARTIAL: 1>)
+
+        Args:
+            q0, q1, k0, k1: ints, or integer arrays that broadcast: many tiles at once. ``END`` and ``inf`` mean for ever.
+
+        Returns:
+            a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.
+        """
+        if self.batch:
+            return self._each(lambda one: one.tile(q0, q1, k0, k1)).astype(np.int8)
+        if type(q0) is int and type(q1) is int and type(k0) is int and type(k1) is int:
+            if q0 < 0 or k0 < 0:  # the negative part holds no token, so the rest cannot be FULL
+                return min(self.tile(max(q0, 0), q1, max(k0, 0), k1), PARTIAL)
+            if q1 <= q0 or k1 <= k0:
+                return EMPTY
+            return _TILES[self._tile(q0, q1, k0, k1)]
+        edges = [_door(edge) for edge in (q0, q1, k0, k1)]
+        if all(edge.ndim == 0 for edge in edges):
+            return self.tile(*(int(edge) for edge in edges))
+        q0, q1, k0, k1 = np.broadcast_arrays(*edges)
+        missing = (q0 < 0) | (k0 < 0)
+        q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
+        none = (q1 <= q0) | (k1 <= k0)
+        # Formulas may look at the last position of a rectangle: give the empty ones a position to look at.
+        answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
+        answer = np.where(missing, np.minimum(answer, 1), answer)
+        return np.where(none, 0, answer).astype(np.int8)
+
+    def at(self, b: int = 0, h: int = 0) -> Mask:
+        """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
+        if not self.batch:
+            return self
+        rows, heads = (*self.batch, 1)[:2]
+        if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
+            raise MaskError(f"at: batch row {b}, head {h} asked of a mask with batch {self.batch}.")
+        return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
+
+    def _each(self, ask: Callable[[Mask], Any]) -> NDArray[Any]:
+        """Ask every batch row (and head) alone and put the answers side by side."""
+        if len(self.batch) == 1:
+            return np.stack([ask(self.at(b)) for b in range(self.batch[0])])
+        rows, heads = self.batch
+        return np.stack([np.stack([ask(self.at(b, h)) for h in range(heads)]) for b in range(rows)])
+
+    # Tables.
+
+    def dense(self, nq: int, nk: int | None = None) -> NDArray[np.bool_]:
+        """The table of all pairs, True = may see.
+
+        >>> from lowtri import causal
+        >>> causal().dense(2, 3).astype(int)
+        array([[1, 1, 0],
+               [1, 1, 1]])
+
+        Args:
+            nq, nk: how many queries and keys; ``nk`` defaults to ``nq``. Keys stand at ``0 .. nk-1``, queries at the last
+                ``nq`` of them, as in a call of attention.
+
+        Returns:
+            bool array, ``m.batch + (nq, nk)``.
+        """
+        q, k = default_positions(self, nq, nk)
+        return np.broadcast_to(self(q[:, None], k[None, :]), (*self.batch, len(q), len(k))).copy()
+
+    def additive(
+        self, nq: int, nk: int | None = None, *, dtype: Any = np.float32, hidden: float = -np.inf, like: Any = None
+    ) -> Any:
+        """The table to add to scores: 0 where visible, ``hidden`` where not.
+
+        >>> from lowtri import causal
+        >>> causal().additive(2, hidden=-1e9)
+        array([[ 0.e+00, -1.e+09],
+               [ 0.e+00,  0.e+00]], dtype=float32)
+
+        Args:
+            nq, nk: as in :meth:`dense`.
+            dtype: a NumPy floating dtype.
+            hidden: what stands at hidden pairs: -inf, or a large negative number.
+            like: a torch tensor; the table then comes as a tensor of its dtype on its device.
+
+        Raises:
+            MaskError: if ``hidden`` is not negative, or is a number that the dtype does not have (-1e9 in float16).
+        """
+        if not hidden < 0:
+            raise MaskError(
+                f"additive: hidden is {hidden}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
+            )
+        values = np.where(self.dense(nq, nk), 0.0, hidden)
+        if like is not None:
+            kind, out = like.dtype, like.new_tensor(values)
+        else:
+            try:
+                kind = np.dtype(dtype)
+            except TypeError:
+                raise MaskError(f"additive: dtype is {dtype}; it takes NumPy dtypes. Fix: like=tensor.") from None
+            with np.errstate(over="ignore"):
+                out = values.astype(kind)
+        if np.isfinite(hidden) and bool((abs(out) == float("inf")).any()):
+            raise MaskError(f"additive: {kind} has no {hidden:g}: it would become -inf. Fix: hidden=-inf, or -1e4.")
+        return out
+
+    def pairs(self, nq: int, nk: int | None = None) -> Any:
+        """How many pairs are visible among ``nq`` queries and ``nk`` keys; an array over ``m.batch`` if there is one.
+
+        >>> from lowtri import causal
+        >>> causal().pairs(1_000_000)
+        500000500000
+        """
+        from lowtri.masks.plan import plan
+
+        def count(one: Mask) -> int:
+            q, k = default_positions(one, nq, nk)
+            return plan(one, q, k).pairs
+
+        return self._each(count) if self.batch else count(self)
+
+    def is_causal(self, n: int) -> bool:
+        """Whether no query among the first ``n`` positions sees a later key, in any batch row and head.
+
+        >>> from lowtri import first, window
+        >>> window(4).is_causal(100), first(4).is_causal(100)
+        (True, False)
+        """
+        from lowtri.masks.atoms import causal
+
+        return not np.any((self - causal()).pairs(n))
+
+    # Pictures.
+
+    def draw(self, nq: int, nk: int | None = None, **options: Any) -> str:
+        """The mask as text, a line for each query: see :func:`lowtri.masks.draw.draw`."""
+        from lowtri.masks.draw import draw
+
+        return draw(self, nq, nk, **options)
+
+    def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
+        """The mask as an SVG picture in the file ``path``: see :func:`lowtri.masks.draw.save`."""
+        from lowtri.masks.draw import save
+
+        save(self, path, nq, nk, **options)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.draw(12)}"
+
+    # Set operations.
+
+    def __and__(self, other: object) -> Mask:
+        return And(self, _operand(other, "&"))
+
+    def __or__(self, other: object) -> Mask:
+        return Or(self, _operand(other, "|"))
+
+    def __sub__(self, other: object) -> Mask:
+        return And(self, Not(_operand(other, "-")))
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __rand__(self, other: object) -> Mask:
+        return And(_operand(other, "&"), self)
+
+    def __ror__(self, other: object) -> Mask:
+        return Or(_operand(other, "|"), self)
+
+    def __rsub__(self, other: object) -> Mask:
+        return And(_operand(other, "-"), Not(self))
+
+    __array_ufunc__ = None  # array & mask comes here and is refused, instead of being tried element by element
+
+    def __bool__(self) -> bool:
+        raise MaskError(
+            "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would drop a mask in silence.\n"
+            "Fix: write m & n, m | n, ~m; `m is None` asks whether there is one."
+        )
+
+
+@dataclass(frozen=True)
+class Join(Mask):
+    """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
+
+    left: Mask
+    right: Mask
+
+    def __post_init__(self) -> None:
+        _common_batch(self.left, self.right)  # raises where the two do not fit together
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return _common_batch(self.left, self.right)
+
+    @property
+    def asks_query(self) -> bool:
+        return self.left.asks_query or self.right.asks_query
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        one, two = self.left._signature(q0, k0, nq, nk), self.right._signature(q0, k0, nq, nk)
+        return None if one is None or two is None else one + two
+
+    def _at(self, b: int, h: int) -> Mask:
+        return type(self)(self.left.at(b, h), self.right.at(b, h))
+
+
+class And(Join):
+    """Seen when both see: the minimum of two answers."""
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) & self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return min(left, right) if type(q0) is int else np.minimum(left, right)
+
+    def __repr__(self) -> str:
+        left = f"({self.left!r})" if isinstance(self.left, Or) else repr(self.left)
+        right = f"({self.right!r})" if isinstance(self.right, Join) else repr(self.right)
+        return f"{left} & {right}"
+
+
+class Or(Join):
+    """Seen when either sees: the maximum of two answers."""
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) | self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return max(left, right) if type(q0) is int else np.maximum(left, right)
+
+    def __repr__(self) -> str:
+        right = f"({self.right!r})" if isinstance(self.right, Or) else repr(self.right)
+        return f"{self.left!r} | {right}"
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """Seen when the other does not see: EMPTY and FULL change places."""
+
+    inner: Mask
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.inner.batch
+
+    @property
+    def asks_query(self) -> bool:
+        return self.inner.asks_query
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        seen = self.inner._sees(q, k)
+        return not seen if isinstance(seen, bool) else ~seen
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        return 2 - self.inner._tile(q0, q1, k0, k1)
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        return self.inner._signature(q0, k0, nq, nk)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return Not(self.inner.at(b, h))
+
+    def __repr__(self) -> str:
+        return f"~({self.inner!r})" if isinstance(self.inner, Join) else f"~{self.inner!r}"
+
+
+def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where ``nq`` queries and ``nk`` keys stand when nobody says: keys at 0 .. nk-1, queries at the last nq of them.
+
+    More queries than keys have no such place. Where the mask does not ask for the query's place they count from 0; else it
+    has to be said, since two libraries mean two things by it.
+    """
+    nk = nq if nk is None else nk
+    if nq < 0 or nk < 0:
+        raise MaskError(f"{nq} queries and {nk} keys: a number of positions cannot be negative.")
+    if nq > nk and mask.asks_query:
+        raise MaskError(
+            f"{nq} queries and {nk} keys under {mask!r}: the queries cannot stand at the last {nq} of {nk} keys.\n"
+            "Fix: say where they stand, q_positions=range(nq) if query i stands beside key i."
+        )
+    start = max(nk - nq, 0)
+    return np.arange(start, start + nq), np.arange(nk)
+
+
+def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
+    """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
+    a, b = left.batch, right.batch
+    if not a or not b:
+        return a or b
+    long = max(len(a), len(b))
+    sizes = []
+    for m, n in zip(a + (1,) * (long - len(a)), b + (1,) * (long - len(b)), strict=True):
+        if m != n and 1 not in (m, n):
+            raise MaskError(f"{left!r} with {right!r}: their batches {a} and {b} do not fit together.")
+        sizes.append(max(m, n))
+    return tuple(sizes)
+
+
+def _operand(other: object, sign: str) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    raise MaskError(
+        f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
+        "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."
+    )
+
+
+def _door(edge: Any) -> NDArray[np.int64]:
+    """One edge of a rectangle as int64; here, and only here, infinity is accepted and becomes END."""
+    array = np.asarray(edge)
+    if array.dtype.kind == "f":
+        array = np.where(np.isposinf(array), END, array)
+        if not np.all(array == np.floor(array)):
+            raise MaskError(f"tile: an edge is {edge}, but positions are whole numbers (or inf).")
+    elif array.dtype.kind not in "iu":
+        raise MaskError(f"tile: an edge is {edge!r}, but positions are whole numbers (or inf).")
+    return array.astype(np.int64)
