@@ -18,9 +18,9 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
         print(mask(text).draw(8))
 
 - The docstring is the help. Its first paragraph is two examples, one a line, kept as written; the others are wrapped.
-- The module's top imports only typer and cli.options; a verb is imported when it is called, and ``lowtri --help`` imports none.
-- stdout carries the result, stderr the rest (``cli.options.note``). Bad input: raise ``DataError`` (or any ``LowtriError``).
-  A check that failed: print the result, then ``raise typer.Exit(1)``.
+- The module's top imports only typer and cli.options; a verb is imported when called, and by ``--help`` never.
+- stdout carries the result, stderr the rest (``cli.options.note``). Bad input: raise ``DataError`` or another
+  ``LowtriError``. A check that failed: print the result, then ``raise typer.Exit(1)``.
 
 Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 130 interrupted. Never a traceback:
 an error that nobody foresaw ends in one line as well, with code 3, and ``LOWTRI_TRACEBACK=1`` shows where it was.
