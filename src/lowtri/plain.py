@@ -1,0 +1,203 @@
+"""Attention as it is taught: short formulas under the names that notebooks use, in NumPy and torch.
+
+Notebooks disagree about what ``True`` means, so the first line of every docstring says it:
+
+    name                       the mask it makes or takes
+    make_causal_mask           a number that is added: 0 where visible, -1e9 where hidden        (NumPy)
+    create_causal_mask         a number that is added: 0 where visible, -inf where hidden        (torch)
+    create_causal_mask_bool    True = attend                                                     (torch)
+    masked_attention_bool      True = attend                                                     (torch)
+    masked_self_attention      numbers are added; True = attend                                  (NumPy and torch)
+    MaskedSelfAttention        True = hidden                                                     (torch)
+
+Nothing here is fast, and nothing here is guarded: a query that sees nothing gives the mean of all values with -1e9 and
+NaN with -inf. ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has lowtri's own words for each of these.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lowtri.errors import CallError
+
+__all__ = [
+    "make_causal_mask",
+    "softmax",
+    "create_causal_mask",
+    "create_causal_mask_bool",
+    "masked_attention_bool",
+    "masked_self_attention",
+    "self_attention",
+    "MaskedSelfAttention",
+    "AutoRegressiveModel",
+]
+
+Array = TypeVar("Array", NDArray[Any], Tensor)
+
+
+def make_causal_mask(T: int, neg_large: float = -1e9) -> NDArray[np.float64]:
+    """A number to add to the scores: 0 where a token may look, ``neg_large`` above the diagonal. (T, T), NumPy.
+
+    >>> print(make_causal_mask(3, neg_large=-9.0))
+    [[ 0. -9. -9.]
+     [ 0.  0. -9.]
+     [ 0.  0.  0.]]
+    """
+    row, column = np.indices((T, T))
+    return np.where(column <= row, 0.0, neg_large)  # (T, T)
+
+
+def softmax(x: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+    """No mask here: a score of -inf, or far below the others, gets weight 0. Weights along ``axis`` sum to 1. NumPy.
+
+    The row's maximum is subtracted first: ``exp`` then never overflows, and the result is the same.
+
+    >>> print(softmax(np.array([1000.0, 1000.0, -1e9])))
+    [0.5 0.5 0. ]
+    """
+    raised = np.exp(x - x.max(axis=axis, keepdims=True))
+    weights: NDArray[Any] = raised / raised.sum(axis=axis, keepdims=True)
+    return weights
+
+
+def create_causal_mask(size: int, device: torch.device | str | None = None) -> Tensor:
+    """A number to add to the scores: 0 where a token may look, -inf above the diagonal. (size, size), torch.
+
+    >>> create_causal_mask(3)
+    tensor([[0., -inf, -inf],
+            [0., 0., -inf],
+            [0., 0., 0.]])
+    """
+    return torch.full((size, size), -math.inf, device=device).triu(diagonal=1)  # (size, size)
+
+
+def create_causal_mask_bool(size: int, device: torch.device | str | None = None) -> Tensor:
+    """True = attend: the lower triangle with its diagonal. (size, size), torch.
+
+    >>> create_causal_mask_bool(3).int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril()  # (size, size)
+
+
+def masked_attention_bool(scores: Tensor, mask: Tensor) -> Tensor:
+    """True = attend: scores (..., Nq, Nk) and a boolean mask to the weights (..., Nq, Nk); hidden ones are 0. torch.
+
+    >>> masked_attention_bool(torch.zeros(2, 2), create_causal_mask_bool(2))
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    return torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
+
+
+def masked_self_attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> tuple[Array, Array]:
+    """Numbers are added to the scores (0 = visible); in a boolean mask True = attend; with no mask all see all.
+
+    Q, K (..., T, d_h) and V (..., T, d_v), usually with (batch, heads) in front, NumPy or torch; the mask broadcasts to
+    (..., T, T). Returns the output (..., T, d_v) and the weights (..., T, T). The formula is that of Vaswani et al.
+    2017, "Attention Is All You Need", section 3.2.1.
+
+    >>> Q = K = np.zeros((2, 1)); V = np.array([[1.0], [3.0]])
+    >>> output, weights = masked_self_attention(Q, K, V, make_causal_mask(2))
+    >>> print(weights.tolist(), output.tolist())
+    [[1.0, 0.0], [0.5, 0.5]] [[1.0], [2.0]]
+    """
+    scores: Any = Q @ K.swapaxes(-1, -2) / math.sqrt(Q.shape[-1])  # (..., T, T)
+    is_torch = isinstance(scores, Tensor)
+    if mask is not None and mask.dtype in (np.bool_, torch.bool):
+        scores = scores.masked_fill(~mask, -math.inf) if is_torch else np.where(mask, scores, -np.inf)
+    elif mask is not None:
+        scores = scores + mask
+    weights: Any = torch.softmax(scores, dim=-1) if is_torch else softmax(scores)
+    return weights @ V, weights
+
+
+def self_attention(x: Array) -> tuple[Array, Array]:
+    """No mask: every token sees every token. Q = K = V = x, without learned maps; (..., T, d) to output and weights.
+
+    The masked form is ``masked_self_attention(x, x, x, mask)``.
+
+    >>> output, weights = self_attention(torch.zeros(1, 2, 4))
+    >>> weights
+    tensor([[[0.5000, 0.5000],
+             [0.5000, 0.5000]]])
+    """
+    return masked_self_attention(x, x, x)
+
+
+class MaskedSelfAttention(nn.Module):
+    """True = hidden: where the mask is True the score becomes -1e9. With ``mask=None`` all see all. torch.
+
+    Three linear maps without bias, W_q, W_k and W_v, made in this order, so that a seed gives the notebooks' figures.
+    ``embed_dim`` is another name for ``d_model``. ``row_dim`` and ``col_dim`` say where tokens and features stand:
+    0 and 1 for encodings (T, d_model), 1 and 2 for (batch, T, d_model). Returns the output, shaped like the encodings.
+
+    >>> _ = torch.manual_seed(42)
+    >>> module = MaskedSelfAttention(d_model=2)
+    >>> encodings = torch.tensor([[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]])
+    >>> hidden = torch.ones(3, 3, dtype=torch.bool).triu(diagonal=1)
+    >>> module(encodings, hidden).detach()
+    tensor([[ 0.6038,  0.7434],
+            [-0.0062,  0.6072],
+            [ 3.4989,  2.2427]])
+    """
+
+    def __init__(
+        self, d_model: int | None = None, row_dim: int = 0, col_dim: int = 1, *, embed_dim: int | None = None
+    ) -> None:
+        super().__init__()
+        if (d_model is None) == (embed_dim is None):
+            raise CallError(
+                f"MaskedSelfAttention: d_model={d_model}, embed_dim={embed_dim}: they are two names for one size.\n"
+                "Fix: give exactly one, as in MaskedSelfAttention(d_model=2)."
+            )
+        size = d_model or embed_dim or 0
+        self.W_q = nn.Linear(size, size, bias=False)
+        self.W_k = nn.Linear(size, size, bias=False)
+        self.W_v = nn.Linear(size, size, bias=False)
+        self.row_dim, self.col_dim = row_dim, col_dim
+
+    def forward(self, encodings: Tensor, mask: Tensor | None = None) -> Tensor:
+        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the output is shaped alike."""
+        q, k, v = self.W_q(encodings), self.W_k(encodings), self.W_v(encodings)
+        scores = q @ k.transpose(self.row_dim, self.col_dim)  # (..., T, T)
+        scaled = scores / math.sqrt(k.size(self.col_dim))
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise CallError(
+                    f"MaskedSelfAttention: mask is {mask.dtype}; expected torch.bool with True = hidden.\n"
+                    "Fix: mask == 0 of a lower triangle of ones, or torch.ones(T, T, dtype=torch.bool).triu(1)."
+                )
+            scaled = scaled.masked_fill(mask, -1e9)
+        weights = torch.softmax(scaled, dim=self.col_dim)
+        output: Tensor = weights @ v
+        return output
+
+
+class AutoRegressiveModel(nn.Module):
+    """No mask here: the step from hidden states to the next token, the argmax of softmax(linear(hidden)). torch.
+
+    >>> model = AutoRegressiveModel(embed_dim=4, vocab_size=10_000)
+    >>> model(torch.zeros(1, 1, 4)).shape
+    torch.Size([1, 1])
+    """
+
+    def __init__(self, embed_dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(embed_dim, vocab_size)
+
+    def probabilities(self, hidden: Tensor) -> Tensor:
+        """No mask here: hidden states (..., embed_dim) to the probability of each word (..., vocab_size)."""
+        return torch.softmax(self.linear(hidden), dim=-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """No mask here: hidden states (batch, T, embed_dim) to the likeliest next words, as indices (batch, T)."""
+        return self.probabilities(hidden).argmax(dim=-1)
