@@ -1,0 +1,309 @@
+"""The plan: what a kernel reads of a mask.
+
+A row of the plan is a tile of 64 queries. It holds *runs* of key tiles: EMPTY ones are not there at all, FULL ones need no mask,
+and each tile of a PARTIAL one has its bits, stored once however often the same bits occur.
+
+    Plan for causal, tiles of 2 x 2:     row 0   PARTIAL [0, 1)                      one pattern of bits,
+        █···                             row 1   FULL    [0, 1)  PARTIAL [1, 2)      used twice
+        ██··
+        ███·
+        ████
+
+The runs are found from large rectangles down: a rectangle that is EMPTY or FULL is settled by one question, a PARTIAL one is
+cut in four. So the cost grows with the boundary of the mask and not with the number of tiles. Positions may stand in any
+order: a rectangle of *indices* is asked about through the least box of *positions* around it, which can only be too careful,
+and the bits of the smallest tiles are read pair by pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.masks.mask import END, FULL, PARTIAL, Mask
+
+__all__ = ["TILE_Q", "Plan", "plan"]
+
+TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
+_AT_ONCE = 1024  # tiles whose pairs are read together: 8 million pairs, about 8 MB
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Runs of key tiles for each row of 64 queries; one *sheet* of rows for each distinct mask and positions in the batch.
+
+    Attributes:
+        nq, nk, tile_k: queries, keys, and keys in a tile.
+        sheet: (B, H) int32, the sheet that serves a batch row and head; size 1 means all of them.
+        row_start: (sheets * rows + 1,) int64; the runs of row r of sheet s are ``runs[row_start[s * rows + r] : ...]``.
+        runs: (R, 4) int32: first key tile, one past the last, FULL or PARTIAL, and for PARTIAL the place of its first tile in
+            ``tile_bits``.
+        tile_bits: (P,) int32, for each partial tile the index of its pattern.
+        bits: (U, tile_k) uint64, a word for each key of a pattern; bit i is query i.
+        sheet_pairs: visible pairs of each sheet.
+    """
+
+    nq: int
+    nk: int
+    tile_k: int
+    sheet: NDArray[np.int32]
+    row_start: Ints
+    runs: NDArray[np.int32]
+    tile_bits: NDArray[np.int32]
+    bits: NDArray[np.uint64]
+    sheet_pairs: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of query tiles in a sheet."""
+        return -(-self.nq // TILE_Q)
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs, summed over ``sheet``."""
+        return sum(self.sheet_pairs[s] for s in self.sheet.flat)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.sheet, self.row_start, self.runs, self.tile_bits, self.bits))
+
+    def row(self, r: int, sheet: int = 0) -> NDArray[np.int32]:
+        """The runs of one row of query tiles, (n, 4)."""
+        at = sheet * self.rows + r
+        return self.runs[self.row_start[at] : self.row_start[at + 1]]
+
+    def dense(self, sheet: int = 0) -> NDArray[np.bool_]:
+        """The table that the plan says, (nq, nk): slow, for tests and for the curious."""
+        out = np.zeros((self.rows * TILE_Q, -(-self.nk // self.tile_k) * self.tile_k), bool)
+        for r in range(self.rows):
+            for first, last, kind, place in self.row(r, sheet).tolist():
+                for tile in range(first, last):
+                    here = out[r * TILE_Q : (r + 1) * TILE_Q, tile * self.tile_k : (tile + 1) * self.tile_k]
+                    if kind == FULL:
+                        here[:] = True
+                    else:
+                        words = self.bits[self.tile_bits[place + tile - first]]
+                        here[:] = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").T
+        return out[: self.nq, : self.nk]
+
+
+def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128) -> Plan:
+    """The plan of a mask for queries and keys at the given positions.
+
+    >>> import numpy as np
+    >>> from lowtri import causal
+    >>> p = plan(causal(), np.arange(256), np.arange(256), tile_k=64)
+    >>> p.row(2)  # two tiles without any mask, then the diagonal
+    array([[0, 2, 2, 0],
+           [2, 3, 1, 2]], dtype=int32)
+    >>> len(p.bits), p.pairs
+    (1, 32896)
+
+    Args:
+        mask: any mask.
+        q_positions, k_positions: (N,) or (B, N) int64, in any order; -1 where there is no token.
+        tile_k: keys in a tile.
+    """
+    q, k = np.atleast_2d(q_positions), np.atleast_2d(k_positions)
+    shape = (max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1])
+    pool = _Patterns(tile_k)
+    known: dict[tuple[Mask, bytes, bytes], int] = {}
+    sheets: list[_Sheet] = []
+    sheet = np.zeros(shape, np.int32)
+    for b, h in np.ndindex(shape):
+        one, qb, kb = mask.at(b, h), q[b % len(q)], k[b % len(k)]
+        key = (one, b"", b"") if len(q) == len(k) == 1 else (one, qb.tobytes(), kb.tobytes())
+        if key not in known:
+            known[key] = len(sheets)
+            sheets.append(_sheet(one, qb, kb, pool))
+        sheet[b, h] = known[key]
+    runs = [one.runs for one in sheets]
+    for place, one in zip(np.cumsum([0] + [len(one.tile_bits) for one in sheets[:-1]]), sheets, strict=True):
+        one.runs[one.runs[:, 2] == PARTIAL, 3] += place
+    counts = np.concatenate([one.row_counts for one in sheets])
+    return Plan(
+        nq=q.shape[1],
+        nk=k.shape[1],
+        tile_k=tile_k,
+        sheet=sheet,
+        row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        runs=np.concatenate(runs),
+        tile_bits=np.concatenate([one.tile_bits for one in sheets]).astype(np.int32),
+        bits=np.array(pool.words, np.uint64).reshape(-1, tile_k),
+        sheet_pairs=tuple(one.pairs for one in sheets),
+    )
+
+
+class _Sheet(NamedTuple):
+    row_counts: Ints  # (rows,) runs in each row
+    runs: NDArray[np.int32]  # (R, 4)
+    tile_bits: Ints  # (P,)
+    pairs: int
+
+
+def _sheet(mask: Mask, q: Ints, k: Ints, pool: _Patterns) -> _Sheet:
+    """The rows of one unbatched mask over one line of positions."""
+    rows, columns = -(-len(q) // TILE_Q), -(-len(k) // pool.tile_k)
+    full, partial = _descend(mask, q, k, pool.tile_k)
+    # Full rectangles, a run for each of their rows: (row, first, last).
+    height = full[:, 1] - full[:, 0]
+    row = np.repeat(full[:, 0], height) + _count_up(height)
+    first, last = np.repeat(full[:, 2], height), np.repeat(full[:, 3], height)
+    kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
+    if len(partial):
+        found = pool.of_tiles(mask, q, k, partial)
+        kept = found != _Patterns.EMPTY
+        tile, found = partial[kept], found[kept]
+        row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
+        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, found])
+        kind = np.concatenate([kind, np.where(found == _Patterns.FULL, int(FULL), int(PARTIAL))])
+    order = np.argsort(row * (columns + 1) + first, kind="stable")
+    row, first, last, kind, pattern = row[order], first[order], last[order], kind[order], pattern[order]
+    # Neighbours of one kind become one run.
+    opens = np.ones(len(row), bool)
+    opens[1:] = (row[1:] != row[:-1]) | (first[1:] != last[:-1]) | (kind[1:] != kind[:-1])
+    starts = np.flatnonzero(opens)
+    ends = np.append(starts[1:], len(row)) - 1 if len(starts) else starts
+    is_partial = kind == PARTIAL
+    place = np.concatenate([[0], np.cumsum(is_partial)])[starts]
+    runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], place, 0)], axis=1)
+    queries = np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q
+    keys = np.minimum(last * pool.tile_k, len(k)) - first * pool.tile_k
+    seen = int((queries * keys)[~is_partial].sum()) + sum(pool.counts[p] for p in pattern[is_partial].tolist())
+    return _Sheet(np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial], seen)
+
+
+def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
+    """From one rectangle over everything down: FULL ones (rows first, last, columns first, last) and PARTIAL tiles (row, column)."""
+    queries, keys = _boxes(q, TILE_Q), _boxes(k, tile_k)
+    levels = max(len(queries), len(keys))
+    queries += [queries[-1]] * (levels - len(queries))
+    keys += [keys[-1]] * (levels - len(keys))
+    rows, columns = len(queries[0].low), len(keys[0].low)
+    full: list[Ints] = [np.empty((0, 4), np.int64)]
+    i, j = np.zeros(min(rows, columns, 1), np.int64), np.zeros(min(rows, columns, 1), np.int64)
+    for level in range(levels - 1, -1, -1):
+        of_q, of_k = queries[level], keys[level]
+        answer = mask.tile(of_q.low[i], of_q.stop[i], of_k.low[j], of_k.stop[j])
+        settled = (answer == FULL) & of_q.real[i] & of_k.real[j]
+        a, b = i[settled], j[settled]
+        edges = [a << level, np.minimum((a + 1) << level, rows), b << level, np.minimum((b + 1) << level, columns)]
+        full.append(np.stack(edges, axis=1))
+        open_ = (answer != 0) & ~settled
+        i, j = i[open_], j[open_]
+        if level:
+            i, j = (i[:, None] * 2 + [0, 0, 1, 1]).ravel(), (j[:, None] * 2 + [0, 1, 0, 1]).ravel()
+            inside = (i < len(queries[level - 1].low)) & (j < len(keys[level - 1].low))
+            i, j = i[inside], j[inside]
+    return np.concatenate(full), np.stack([i, j], axis=1)
+
+
+class _Boxes(NamedTuple):
+    low: Ints  # least position in each block
+    stop: Ints  # one past the greatest
+    real: NDArray[np.bool_]  # whether every position holds a token
+
+
+def _boxes(positions: Ints, tile: int) -> list[_Boxes]:
+    """The least box of positions around each tile, each two tiles, each four, ... up to all."""
+    if len(positions) == 0:
+        return [_Boxes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
+    edges = np.arange(0, len(positions), tile)
+    least = np.minimum.reduceat(positions, edges)
+    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, END, positions), edges)
+    boxes = [_Boxes(low, np.maximum.reduceat(positions, edges) + 1, least >= 0)]
+    while len(boxes[-1].low) > 1:
+        below = boxes[-1]
+        edges = np.arange(0, len(below.low), 2)
+        low, stop = np.minimum.reduceat(below.low, edges), np.maximum.reduceat(below.stop, edges)
+        boxes.append(_Boxes(low, stop, np.logical_and.reduceat(below.real, edges)))
+    return boxes
+
+
+class _Patterns:
+    """The bits of partial tiles, equal ones stored once."""
+
+    EMPTY, FULL = -1, -2  # what bits turned out to be that need not be stored
+
+    def __init__(self, tile_k: int) -> None:
+        self.tile_k = tile_k
+        self.words: list[NDArray[np.uint64]] = []
+        self.counts: list[int] = []  # visible pairs of each pattern
+        self._known: dict[bytes, int] = {}
+
+    def of_tiles(self, mask: Mask, q: Ints, k: Ints, tiles: Ints) -> Ints:
+        """The pattern of each tile (row, column); tiles that must be alike are read once."""
+        group, sample = _alike(mask, q, k, tiles, self.tile_k)
+        q_tiles, k_tiles = _tiles_of(q, TILE_Q), _tiles_of(k, self.tile_k)
+        found = np.empty(len(sample), np.int64)
+        for at in range(0, len(sample), _AT_ONCE):
+            row, column = tiles[sample[at : at + _AT_ONCE]].T
+            seen = mask(q_tiles[row][:, None, :], k_tiles[column][:, :, None])  # (n, tile_k, 64)
+            exists = (np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q) * (
+                np.minimum((column + 1) * self.tile_k, len(k)) - column * self.tile_k
+            )
+            found[at : at + _AT_ONCE] = list(self._store(np.asarray(seen), exists))
+        return found[group]
+
+    def _store(self, seen: NDArray[np.bool_], exists: Ints) -> Iterator[int]:
+        counts = np.count_nonzero(seen, axis=(1, 2))
+        words = np.packbits(seen, axis=2, bitorder="little").view(np.uint64)[:, :, 0]  # (n, tile_k)
+        for word, count, everything in zip(words, counts.tolist(), exists.tolist(), strict=True):
+            if count == 0:
+                yield self.EMPTY
+            elif count == everything:
+                yield self.FULL
+            else:
+                content = word.tobytes()
+                if content not in self._known:
+                    self._known[content] = len(self.words)
+                    self.words.append(word)
+                    self.counts.append(count)
+                yield self._known[content]
+
+
+def _alike(mask: Mask, q: Ints, k: Ints, tiles: Ints, tile_k: int) -> tuple[Ints, Ints]:
+    """Tiles that must hold the same bits, by the mask's signature: the group of each tile, and one tile of each group."""
+    each = np.arange(len(tiles))
+    q0, k0 = tiles[:, 0] * TILE_Q, tiles[:, 1] * tile_k
+    signature = mask._signature(q[q0], k[k0], TILE_Q, tile_k)
+    if signature is None:
+        return each, each
+    # A signature speaks of whole tiles of consecutive positions; the others stand for themselves.
+    alone = ~(_consecutive(q, TILE_Q)[tiles[:, 0]] & _consecutive(k, tile_k)[tiles[:, 1]])
+    group = np.where(alone, each + 1, 0)
+    for column in signature:
+        _, number = np.unique(np.broadcast_to(column, each.shape), return_inverse=True)
+        _, group = np.unique(group * (number.max() + 1) + number, return_inverse=True)
+    _, sample, group = np.unique(group, return_index=True, return_inverse=True)
+    return group, sample
+
+
+def _consecutive(positions: Ints, tile: int) -> NDArray[np.bool_]:
+    """For each tile, whether it is whole and its positions count up by one."""
+    steps = np.ones(len(positions), bool)
+    steps[1:] = np.diff(positions) == 1
+    edges = np.arange(0, len(positions), tile)
+    steps[edges] = positions[edges] >= 0
+    good = np.logical_and.reduceat(steps, edges)
+    good[-1] &= len(positions) % tile == 0
+    return good
+
+
+def _tiles_of(positions: Ints, tile: int) -> Ints:
+    """(tiles, tile) positions; the last tile is filled up with -1: no token, so nothing seen."""
+    filled = np.full(-(-len(positions) // tile) * tile, -1, np.int64)
+    filled[: len(positions)] = positions
+    return filled.reshape(-1, tile)
+
+
+def _count_up(sizes: Ints) -> Ints:
+    """0 .. n-1 for each n in sizes, one after the other."""
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
