@@ -1,0 +1,8 @@
+"""Ways to run a call of attention. Each engine is a module with a ``name``, ``why_not(call)`` (None where it can run) and
+``run(call)``; none imports another.
+
+    reference  NumPy, float64, the definition itself
+    formula    the formula in torch, query tile by query tile: every option, any device, gradients to any order
+    sdpa       torch's own fused attention
+    attend     attention(): check once, choose, run
+"""

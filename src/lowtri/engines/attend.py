@@ -1,0 +1,278 @@
+"""``attention``: check the call once, choose an engine, run it.
+
+The engines are asked in order, each for a reason why it cannot run; the first that has none runs. One that is asked for by name
+runs or raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lowtri.errors import CallError, EngineError
+from lowtri.masks.atoms import causal, full, table
+from lowtri.masks.mask import Mask
+from lowtri.ops.call import Call, Result, describe
+
+__all__ = ["Choice", "attention", "merge", "scaled_dot_product_attention", "which_engine"]
+
+ENGINES = ("sdpa", "formula", "reference")
+_TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
+_SMALL = 2**18  # pairs over all heads: below it NumPy answers before torch is loaded
+
+
+class Engine(Protocol):
+    name: str
+
+    def why_not(self, call: Call) -> str | None: ...
+    def run(self, call: Call) -> Result: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What :func:`which_engine` found: the engine that would run, and what every other said."""
+
+    engine: str
+    answers: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<10} {answer}" for name, answer in self.answers.items())
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Mask | str,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+) -> Any:
+    """Masked attention: each query's mean of the values it may see, weighted by softmax(q k^T * scale).
+
+    >>> import numpy as np, lowtri
+    >>> x = np.eye(3)
+    >>> output, weights = lowtri.attention(x, x, x, "causal", return_weights=True)
+    >>> weights.round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.36, 0.64, 0.  ],
+           [0.26, 0.26, 0.47]])
+
+    Args:
+        q: (..., Hq, Nq, D), or (H, N, D), or (N, D); NumPy array or torch tensor.
+        k: (..., Hkv, Nk, D); Hq is a multiple of Hkv, and each key/value head serves neighbouring query heads.
+        v: (..., Hkv, Nk, Dv).
+        mask: who may see whom, a mask or its text. It has no default.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        softcap: c > 0 caps the scaled scores at c * tanh(score / c).
+        bias: numbers added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); never read where hidden.
+        sinks: (Hq,), a logit for each head that takes part in the softmax and has no value.
+        dropout: the probability with which a weight is dropped.
+        q_positions, k_positions: (N,) or (B, N) places in the sequence, in any order; -1 where there is no token. By default
+            keys stand at 0 .. Nk-1 and queries at the last Nq of them.
+        return_weights: also return the weights (..., Hq, Nq, Nk), exactly 0 where hidden, before dropout.
+        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included, -inf where it sees nothing.
+        engine: "auto", or one of "sdpa", "formula", "reference", which then runs or raises.
+
+    Returns:
+        what was asked for, in this order: output (..., Hq, Nq, Dv), weights, lse. A query that sees nothing gives 0.
+
+    Raises:
+        CallError: if the arguments do not fit together.
+        MaskError: if the mask is none; a bare tensor is refused, since True means opposite things in two libraries.
+        EngineError: if the engine asked for by name cannot run the call.
+
+    Source: Vaswani et al. 2017, section 3.2.
+    """
+    call = describe(
+        *_autocast(q, k, v),
+        mask,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        dropout=dropout,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        return_weights=return_weights,
+        return_lse=return_lse,
+    )
+    found = _engine(_choose(call, engine)).run(call)
+    output = call.restore(found.output)
+    if not (return_weights or return_lse):
+        return output
+    extra = [found.weights] * return_weights + [found.lse] * return_lse
+    return (output, *(call.restore(x) for x in extra))
+
+
+def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
+    """Which engine :func:`attention` would run for these arguments, and for each other why not.
+
+    >>> import numpy as np, lowtri
+    >>> x = np.eye(3)
+    >>> choice = lowtri.which_engine(x, x, x, "causal")
+    >>> choice.engine, choice.answers["sdpa"]
+    ('reference', "no: the arrays are NumPy's")
+
+    Args: those of :func:`attention`.
+    """
+    call = describe(*_autocast(q, k, v), mask, **options)
+    return Choice(_choose(call, engine), _answers(call))
+
+
+def merge(outputs: Any, lses: Any) -> Any:
+    """Join attention over disjoint sets of keys into attention over all of them.
+
+    >>> import numpy as np, lowtri
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 4, 8))
+    >>> parts = [lowtri.attention(q, k[half], v[half], "full", return_lse=True) for half in (slice(0, 2), slice(2, 4))]
+    >>> output, lse = lowtri.merge([out for out, _ in parts], [lse for _, lse in parts])
+    >>> bool(np.allclose(output, lowtri.attention(q, k, v, "full")))
+    True
+
+    Args:
+        outputs: list of (..., Nq, Dv), one for each set of keys.  lses: list of (..., Nq), from ``return_lse=True``.
+
+    Returns:
+        (output, lse) over all keys, so that joins can be joined again. Without sinks, which would be counted twice.
+
+    Source: the split softmax of FlashAttention (Dao et al. 2022) and ring attention (Liu et al. 2023).
+    """
+    outputs, lses = list(outputs), list(lses)
+    if not outputs or len(outputs) != len(lses):
+        raise CallError(
+            f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."
+        )
+    for out, lse in zip(outputs, lses, strict=True):
+        if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:
+            raise CallError(
+                f"merge: an output {tuple(out.shape)} stands beside an lse {tuple(lse.shape)}; shapes differ."
+            )
+    if isinstance(outputs[0], np.ndarray):
+        stacked, lse = np.stack(outputs), np.stack(lses)  # (parts, ..., Nq, Dv), (parts, ..., Nq)
+        greatest = lse.max(axis=0)
+        shift = np.where(np.isneginf(greatest), 0, greatest)
+        with np.errstate(divide="ignore"):
+            total = np.exp(lse - shift).sum(axis=0)
+            joined = shift + np.log(total)
+        share = np.exp(lse - shift) / np.where(total == 0, 1, total)
+        return (stacked * share[..., None]).sum(axis=0).astype(outputs[0].dtype), joined
+    import torch
+
+    parts, lse = torch.stack(outputs), torch.stack(lses)
+    nothing = (lse == -torch.inf).all(dim=0)
+    share = torch.softmax(lse.masked_fill(nothing, 0), dim=0).masked_fill(nothing, 0)
+    joined = torch.logsumexp(lse.masked_fill(nothing, 0), dim=0).masked_fill(nothing, -torch.inf)
+    return (parts * share[..., None]).sum(dim=0).to(outputs[0].dtype), joined
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """torch's function with torch's meanings exactly, on lowtri's engines; for code that cannot be changed yet.
+
+    >>> import numpy as np, lowtri
+    >>> x = np.eye(3)
+    >>> bool(np.allclose(lowtri.scaled_dot_product_attention(x, x, x, is_causal=True), lowtri.attention(x, x, x, "causal")))
+    True
+
+    Args:
+        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev).
+        attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S).
+        is_causal: query i sees keys 0 .. i: aligned at the top left, also where L and S differ.
+
+    One difference: a query that sees nothing gives 0 on every device and in every dtype.
+
+    Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
+    """
+    if attn_mask is not None and is_causal:
+        raise CallError("scaled_dot_product_attention: attn_mask and is_causal exclude each other, as in torch.")
+    if query.ndim > 2 and not enable_gqa and query.shape[-3] != key.shape[-3]:
+        raise CallError(
+            f"scaled_dot_product_attention: query has {query.shape[-3]} heads and key {key.shape[-3]}. Fix: enable_gqa=True."
+        )
+    lead, (nq, nk) = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None] for x in (query, key, value))
+    mask, bias = (causal() if is_causal else full()), None
+    if attn_mask is not None:
+        if attn_mask.ndim > 4:
+            attn_mask = attn_mask.reshape(-1, *attn_mask.shape[-3:])
+        if "bool" in str(attn_mask.dtype):
+            wide = np.asarray(attn_mask.cpu() if hasattr(attn_mask, "cpu") else attn_mask)
+            mask = table(np.broadcast_to(wide, (*wide.shape[:-2], nq, nk)))
+            if wide.ndim == 3:  # torch's third dimension from the end is our heads
+                mask = table(np.broadcast_to(wide[None], (1, wide.shape[0], nq, nk)))
+        else:
+            bias = attn_mask
+    # Index is place: what torch means by is_causal, and a table's own rows.
+    start = max(nk - nq, 0) if attn_mask is not None else 0
+    places = np.arange(start, start + nq)
+    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=places)
+    return output.reshape(*lead, nq, value.shape[-1])
+
+
+def _engine(name: str) -> Engine:
+    return importlib.import_module(f"lowtri.engines.{name}")
+
+
+def _choose(call: Call, engine: str) -> str:
+    if engine == "auto":
+        return _automatic(call)
+    if engine not in ENGINES:
+        raise EngineError(f"attention: there is no engine {engine!r}. There are: auto, {', '.join(ENGINES)}.")
+    if _engine(engine).why_not(call) is None:
+        return engine
+    answers = "\n".join(f"  {name:<10} {answer}" for name, answer in _answers(call).items())
+    raise EngineError(
+        f'attention: engine "{engine}" cannot run this call, and it was asked for by name.\n  {call}\n{answers}\n'
+        f'Fix: drop engine="{engine}", or change what it names.'
+    )
+
+
+def _automatic(call: Call) -> str:
+    pairs = call.q.shape[2] * call.k.shape[2]
+    if (
+        call.is_numpy
+        and pairs * call.q.shape[0] * call.q.shape[1] <= _SMALL
+        and _engine("reference").why_not(call) is None
+    ):
+        return "reference"
+    if call.is_numpy:
+        return "formula"
+    fits = pairs <= _TABLE_LIMIT or call.mask in (causal(), full())
+    return "sdpa" if fits and _engine("sdpa").why_not(call) is None else "formula"
+
+
+def _answers(call: Call) -> dict[str, str]:
+    reasons = {name: _engine(name).why_not(call) for name in ENGINES}
+    return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}
+
+
+def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under torch.autocast float32 inputs are cast as torch casts those of its own attention."""
+    if isinstance(q, np.ndarray) or not hasattr(q, "device"):
+        return q, k, v
+    import torch
+
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    kind = torch.get_autocast_dtype(q.device.type)
+    return tuple(x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))  # type: ignore[return-value]

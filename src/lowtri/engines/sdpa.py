@@ -1,0 +1,70 @@
+"""The engine ``sdpa``: torch's own fused attention, told the mask by ``is_causal`` where that says exactly the same.
+
+torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; where it is hidden
+from *everyone* (pads, cache tails) it is set to 0 before the call. Queries that see nothing give 0 here, whatever torch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lowtri.masks.atoms import causal, full
+from lowtri.ops.call import Call, Result
+
+__all__ = ["name", "run", "why_not"]
+
+name = "sdpa"
+
+
+def why_not(call: Call) -> str | None:
+    """What torch's function has no argument for."""
+    missing = {
+        "the arrays are NumPy's": call.is_numpy,
+        "it has no softcap": call.softcap is not None,
+        "it has no sinks": call.sinks is not None,
+        "it does not return weights": call.return_weights,
+        "it does not return log-sum-exp": call.return_lse,
+        "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
+    }
+    return next((reason for reason, holds in missing.items() if holds), None)
+
+
+def run(call: Call) -> Result:
+    """Run torch's function; the mask is a table of bools unless it is exactly causal or full."""
+    q, k, v = call.q, call.k, call.v
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "enable_gqa": call.group > 1}
+    if call.bias is None and _is_torch_causal(call):
+        return Result(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+    if call.bias is None and not call.positions_given and call.mask == full():
+        return Result(scaled_dot_product_attention(q, k, v, **options))
+    visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
+    nothing = torch.from_numpy(~visible.any(axis=3, keepdims=True)).to(q.device)
+    unseen = torch.from_numpy(~_by_kv_head(call, np.any(visible, axis=2))[..., None]).to(
+        q.device
+    )  # (B|1, Hkv|1, Nk, 1)
+    # Hidden from everyone: set to 0, so that 0 * NaN never happens. A query that sees nothing looks at all, and is set to 0 after.
+    q, k, v = q.masked_fill(nothing, 0), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    table = torch.from_numpy(visible).to(q.device) | nothing
+    if call.bias is not None:
+        table = torch.where(table, call.bias.to(q.dtype), -torch.inf)
+        nothing = nothing | (table == -torch.inf).all(dim=3, keepdim=True)
+        table = table.masked_fill(nothing, 0)
+    output = scaled_dot_product_attention(q, k, v, attn_mask=table, **options)
+    return Result(output.masked_fill(nothing, 0))
+
+
+def _is_torch_causal(call: Call) -> bool:
+    """torch's is_causal means key index <= query index: ours, when both stand at the same places."""
+    same = not call.positions_given and call.q.shape[2] == call.k.shape[2]
+    return same and call.mask == causal()
+
+
+def _by_kv_head(call: Call, seen: Any) -> Any:
+    """(B|1, Hq|1, Nk) -> (B|1, Hkv|1, Nk): whether any head of the group sees the key."""
+    if seen.shape[1] == 1:
+        return seen
+    return np.any(seen.reshape(seen.shape[0], -1, call.group, seen.shape[2]), axis=2)

@@ -1,0 +1,288 @@
+"""One call of attention, checked once and frozen: what every engine reads.
+
+Whatever the user passed, here ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has four
+dimensions that broadcast against (B, Hq, Nq, Nk), and the positions are NumPy integers, (1, N) or (B, N).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.plan import Plan, plan
+from lowtri.masks.text import as_mask
+
+__all__ = ["Call", "Result", "describe"]
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked call. Arrays are NumPy arrays or torch tensors, all of one kind, dtype and device."""
+
+    q: Any  # (B, Hq, Nq, D)
+    k: Any  # (B, Hkv, Nk, D)
+    v: Any  # (B, Hkv, Nk, Dv)
+    mask: Mask
+    scale: float
+    softcap: float | None
+    bias: Any  # None or (B|1, Hq|1, Nq|1, Nk|1)
+    sinks: Any  # None or (Hq,)
+    dropout: float
+    q_positions: NDArray[np.int64]  # (B|1, Nq)
+    k_positions: NDArray[np.int64]  # (B|1, Nk)
+    positions_given: bool
+    return_weights: bool
+    return_lse: bool
+    lead: tuple[int, ...]  # the dimensions that the user had before (Hq, Nq, D); what restores the rank
+    rank: int
+
+    @property
+    def is_numpy(self) -> bool:
+        return isinstance(self.q, np.ndarray)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.q.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.is_numpy else str(self.q.device.type)
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring query heads one key/value head serves."""
+        return int(self.q.shape[1] // self.k.shape[1])
+
+    @property
+    def needs_grad(self) -> bool:
+        if self.is_numpy:
+            return False
+        import torch
+
+        inputs = (self.q, self.k, self.v, self.bias, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan(self.mask, self.q_positions, self.k_positions)
+
+    def visible(self, start: int = 0, stop: int | None = None, k0: int = 0, k1: int | None = None) -> NDArray[np.bool_]:
+        """Who sees whom among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
+        q, k, mask = self.q_positions[:, start:stop], self.k_positions[:, k0:k1], self.mask
+        if len(q) == len(k) == 1 and not mask.batch:
+            return np.asarray(mask(q[0][:, None], k[0][None, :]))[None, None]
+        rows, heads = max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1]
+        out = np.empty((rows, heads, q.shape[1], k.shape[1]), bool)
+        for b, h in np.ndindex(rows, heads):
+            out[b, h] = mask.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
+        return out
+
+    def key_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
+        found = self.plan
+        first, last = found.nk, 0
+        for sheet in range(len(found.sheet_pairs)):
+            top, bottom = sheet * found.rows + start // 64, sheet * found.rows + -(-stop // 64)
+            runs = found.runs[found.row_start[top] : found.row_start[bottom]]
+            if len(runs):
+                first = min(first, int(runs[:, 0].min()) * found.tile_k)
+                last = max(last, int(runs[:, 1].max()) * found.tile_k)
+        return (first, min(last, found.nk)) if last else (0, 0)
+
+    def restore(self, x: Any) -> Any:
+        """A result (B, Hq, ...) in the rank that the user's q had."""
+        if self.rank == 2:
+            return x[0, 0]
+        return x.reshape(*self.lead, *x.shape[1:])
+
+    def __str__(self) -> str:
+        shapes = f"q {tuple(self.q.shape)}   k {tuple(self.k.shape)}   {self.dtype}   {self.device}"
+        text = repr(self.mask)
+        return f"{shapes}   mask {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What an engine gives back, in four dimensions; ``weights`` and ``lse`` where they were asked for."""
+
+    output: Any  # (B, Hq, Nq, Dv), the dtype of q
+    weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
+    lse: Any = None  # (B, Hq, Nq), at least float32
+
+
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Call:
+    """Check the arguments of a call and freeze them.
+
+    Raises:
+        CallError: where they do not fit together; the message names the argument, what came, and the fix.
+        MaskError: where the mask is none.
+    """
+    mask = as_mask(mask, "attention: mask")
+    rank, lead = _check_arrays(q, k, v)
+    if rank == 2:
+        q, k, v = q[None, None], k[None, None], v[None, None]
+    elif rank != 4:
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    (rows, heads, nq, size), nk = q.shape, k.shape[2]
+    _check_batch(mask, rank, rows, heads)
+    if bias is not None:
+        bias = _check_bias(bias, q, (rows, heads, nq, nk), rank, lead)
+    if sinks is not None:
+        _check_kind("sinks", sinks, q)
+        if tuple(sinks.shape) != (heads,):
+            raise CallError(
+                f"attention: sinks is {tuple(sinks.shape)}, but it holds one logit for each query head: ({heads},)."
+            )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise CallError(
+            f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
+        )
+    if not 0 <= dropout < 1:
+        raise CallError(f"attention: dropout is {dropout}, but it is a probability below 1.")
+    given = q_positions is not None or k_positions is not None
+    if q_positions is None:
+        if nq > nk and mask.asks_query:
+            default_positions(mask, nq, nk)  # raises with the fix
+        # The last nq of the keys, wherever those are indexed: the rule of decoding and of training at once.
+        start = max(nk - nq, 0)
+        places = np.arange(start, start + nq)[None]
+    else:
+        places = _check_positions("q_positions", q_positions, rows, nq)
+    keys = np.arange(nk)[None] if k_positions is None else _check_positions("k_positions", k_positions, rows, nk)
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        scale=1 / math.sqrt(size) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        bias=bias,
+        sinks=sinks,
+        dropout=float(dropout),
+        q_positions=places,
+        k_positions=keys,
+        positions_given=given,
+        return_weights=return_weights,
+        return_lse=return_lse,
+        lead=lead,
+        rank=rank,
+    )
+
+
+def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
+    if not isinstance(q, np.ndarray) and not _is_tensor(q):
+        raise CallError(
+            f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
+        )
+    kind = str(q.dtype).removeprefix("torch.")
+    if kind not in _FLOATS:
+        raise CallError(
+            f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
+        )
+    rank = q.ndim
+    if rank < 2:
+        raise CallError(f"attention: q is {tuple(q.shape)}, but it is (N, D), (H, N, D) or (..., H, N, D).")
+    for name, x in (("k", k), ("v", v)):
+        _check_kind(name, x, q)
+        if x.dtype != q.dtype:
+            raise CallError(
+                f"attention: q is {kind} and {name} is {str(x.dtype).removeprefix('torch.')}. Fix: cast them to one dtype."
+            )
+        if x.ndim != rank:
+            raise CallError(
+                f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
+            )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise CallError(f"attention: q and k differ in head size D, or it is 0: {shapes}.")
+    if k.shape[-2] != v.shape[-2]:
+        raise CallError(f"attention: k and v differ in length Nk: {shapes}.")
+    if rank > 2 and (k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        raise CallError(
+            f"attention: {shapes}: each key/value head serves a whole number of query heads.\n"
+            "Fix: the heads stand third from the end, (..., H, N, D); Hq is a multiple of Hkv."
+        )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise CallError(f"attention: the batch dimensions differ: {shapes}. Fix: expand them to one size.")
+    return rank, tuple(q.shape[:-3])
+
+
+def _check_kind(name: str, x: Any, q: Any) -> None:
+    """x is of the same library as q, and on the same device."""
+    if isinstance(q, np.ndarray) != isinstance(x, np.ndarray) or not (isinstance(x, np.ndarray) or _is_tensor(x)):
+        raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
+    if not isinstance(q, np.ndarray) and x.device != q.device:
+        raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
+
+
+def _check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
+    if not mask.batch:
+        return
+    if rank < 4 and mask.batch[0] > 1:
+        raise CallError(
+            f"attention: mask has batch {mask.batch}, but q, k and v have none. Fix: x[None] for q, k and v, or mask.at(row)."
+        )
+    if mask.batch[0] not in (1, rows) or (len(mask.batch) == 2 and mask.batch[1] not in (1, heads)):
+        raise CallError(f"attention: mask has batch {mask.batch}, but q has {rows} rows and {heads} heads.")
+
+
+def _check_bias(bias: Any, q: Any, shape: tuple[int, ...], rank: int, lead: tuple[int, ...]) -> Any:
+    _check_kind("bias", bias, q)
+    kind = str(bias.dtype).removeprefix("torch.")
+    if kind not in _FLOATS:
+        fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
+        raise CallError(f"attention: bias is {kind}, but numbers are added to the scores.{fix}")
+    came = tuple(bias.shape)
+    if rank > 4 and bias.ndim == rank:  # the user's own leading dimensions become rows here as they do for q
+        bias = bias.reshape(-1, *came[-3:]) if came[:-3] == lead else bias.reshape(*came[-4:])
+    bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
+    if bias.ndim != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
+        raise CallError(f"attention: bias is {came}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}.")
+    return bias
+
+
+def _check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:
+    if _is_tensor(positions):
+        positions = positions.detach().cpu().numpy()
+    array = np.asarray(positions)
+    if array.size == 0 and n == 0:
+        return np.zeros((1, 0), np.int64)
+    if array.dtype.kind not in "iu" or array.shape not in ((n,), (rows, n), (1, n)):
+        raise CallError(
+            f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
+            "the place of each in the sequence, -1 where there is no token."
+        )
+    return np.atleast_2d(array).astype(np.int64, copy=False)
+
+
+def _is_tensor(x: Any) -> bool:
+    """Whether x is a torch tensor, without loading torch to find out."""
+    return any(base.__module__.startswith("torch") and base.__name__ == "Tensor" for base in type(x).__mro__)
+
+
+def _kind(x: Any) -> str:
+    return "a torch tensor" if _is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__

@@ -1,0 +1,136 @@
+"""The definition of attention: NumPy, float64, one step a line, every step kept; and its gradients.
+
+Slow on purpose, and the oracle for everything else. Hidden pairs are never multiplied: 0 * NaN is NaN, and what a mask hides
+must leave no trace.
+
+Source: Vaswani et al. 2017, section 3.2.1; the softcap of Gemma 2 (2024); sinks as in gpt-oss (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Steps", "attend", "gradients"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Every step of one attention, all float64."""
+
+    q: Floats  # (B, Hq, Nq, D)
+    k: Floats  # (B, Hq, Nk, D), each key head written out for every query head it serves
+    v: Floats  # (B, Hq, Nk, Dv)
+    visible: NDArray[np.bool_]  # (B, Hq, Nq, Nk)
+    scores: Floats  # (B, Hq, Nq, Nk), q k^T
+    scaled: Floats  # times scale
+    capped: Floats  # softcap * tanh(scaled / softcap)
+    masked: Floats  # plus bias; -inf where hidden
+    weights: Floats  # softmax over the keys; exactly 0 where hidden
+    lse: Floats  # (B, Hq, Nq), log-sum-exp of a row of masked (and its sink)
+    output: Floats  # (B, Hq, Nq, Dv)
+    scale: float
+    softcap: float | None
+
+
+def attend(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    visible: NDArray[np.bool_],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Floats | None = None,
+    sinks: Floats | None = None,
+) -> Steps:
+    """Attention, step by step.
+
+    >>> x = np.eye(2)[None, None]
+    >>> attend(x, x, x, np.tri(2, dtype=bool), scale=1.0).weights[0, 0].round(4)
+    array([[1.    , 0.    ],
+           [0.2689, 0.7311]])
+
+    Args:
+        q: (B, Hq, Nq, D).  k: (B, Hkv, Nk, D).  v: (B, Hkv, Nk, Dv).
+        visible: True = may see; broadcasts to (B, Hq, Nq, Nk).  bias: the same, numbers.  sinks: (Hq,).
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    visible = np.broadcast_to(visible, (*q.shape[:3], k.shape[2]))
+    with np.errstate(all="ignore"):  # what is hidden may hold anything
+        scores = q @ k.swapaxes(2, 3)
+        scaled = scores * scale
+        capped = scaled if softcap is None else softcap * np.tanh(scaled / softcap)
+        masked = np.where(visible, capped if bias is None else capped + bias, -np.inf)
+        # A row that bias hides whole is a row that sees nothing.
+        visible = visible & (masked.max(axis=3, keepdims=True, initial=-np.inf) != -np.inf)
+        row = masked if sinks is None else np.concatenate([masked, _column(sinks, masked)], axis=3)
+        greatest = row.max(axis=3, keepdims=True, initial=-np.inf)
+        greatest = np.where(greatest == -np.inf, 0, greatest)  # a query that sees nothing: all weights come out 0
+        exps = np.exp(row - greatest)
+        total = exps.sum(axis=3, keepdims=True)
+        weights = np.where(visible, (exps / np.where(total == 0, 1, total))[..., : k.shape[2]], 0)
+        lse = (greatest + np.log(total))[..., 0]
+        output = _sum_visible(weights, v, visible)
+    return Steps(q, k, v, visible, scores, scaled, capped, masked, weights, lse, output, scale, softcap)
+
+
+def gradients(
+    steps: Steps,
+    d_output: Floats,
+    d_weights: Floats | None = None,
+    d_lse: Floats | None = None,
+    *,
+    sinks: Floats | None = None,
+) -> tuple[Floats, Floats, Floats, Floats, Floats | None]:
+    """What each input moves: d q, d k, d v (for each *query* head), d bias (not yet summed over what it broadcast), d sinks.
+
+    Args:
+        d_output: (B, Hq, Nq, Dv), the gradient of the output; ``d_weights`` (B, Hq, Nq, Nk) and ``d_lse`` (B, Hq, Nq) likewise.
+    """
+    with np.errstate(all="ignore"):
+        visible, weights = steps.visible, steps.weights
+        d_v = _sum_visible(weights.swapaxes(2, 3), d_output, visible.swapaxes(2, 3))
+        d_w = np.where(visible, d_output @ steps.v.swapaxes(2, 3), 0)
+        if d_weights is not None:
+            d_w = np.where(visible, d_w + d_weights, 0)
+        # Softmax: a weight moves its own score, and all scores of its row share what the row must give up.
+        shared = np.where(visible, weights * d_w, 0).sum(axis=3, keepdims=True)
+        if d_lse is not None:
+            shared = shared - d_lse[..., None]
+        d_masked = np.where(visible, weights * (d_w - shared), 0)
+        d_sinks = None
+        if sinks is not None:
+            sink_weight = np.exp(sinks[None, :, None] - steps.lse)
+            d_sinks = np.where(np.isneginf(steps.lse), 0, -sink_weight * shared[..., 0]).sum(axis=(0, 2))
+        d_scaled = d_masked
+        if steps.softcap is not None:
+            d_scaled = np.where(visible, d_masked * (1 - (steps.capped / steps.softcap) ** 2), 0)
+        d_scores = d_scaled * steps.scale
+        d_q = _sum_visible(d_scores, steps.k, visible)
+        d_k = _sum_visible(d_scores.swapaxes(2, 3), steps.q, visible.swapaxes(2, 3))
+    return d_q, d_k, d_v, d_masked, d_sinks
+
+
+def _sum_visible(weights: Floats, x: Floats, visible: NDArray[np.bool_]) -> Floats:
+    """``weights @ x`` over visible pairs only: rows of x that hold NaN or inf reach exactly those who see them.
+
+    weights, visible: (B, H, M, N).  x: (B, H, N, D).  Returns (B, H, M, D).
+    """
+    broken = np.logical_not(np.isfinite(x).all(axis=3))  # (B, H, N)
+    out = weights @ np.where(broken[..., None], 0, x)
+    for j in np.flatnonzero(broken.any(axis=(0, 1))):
+        here = visible[..., j, None] & broken[:, :, j, None, None]  # (B, H, M, 1)
+        out = out + np.where(here, weights[..., j, None] * x[:, :, None, j], 0)
+    return out
+
+
+def _column(sinks: Floats, masked: Floats) -> Any:
+    """One more key that everybody of a head sees: (Hq,) -> (B, Hq, Nq, 1)."""
+    return np.broadcast_to(sinks[None, :, None, None], (*masked.shape[:3], 1))
