@@ -1,0 +1,77 @@
+"""How to train: what a step does is a function of the recipe, the number of rows and the step's number alone.
+
+Nothing is remembered from step to step, so a run that was killed goes on exactly where it was.
+Sources: Loshchilov and Hutter 2017 (cosine); Goyal et al. 2017 (warm-up).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtri.errors import CallError
+
+__all__ = ["Recipe", "rows_of_step", "split"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. Two runs with the same recipe, tokens, machine and thread count give the same weights."""
+
+    steps: int = 1000
+    batch: int = 16  # rows in a step
+    context: int = 256  # tokens in a row
+    lr: float = 1e-3  # the highest learning rate, at the end of the warm-up
+    warmup: int = 50  # steps from 0 to lr; at most a tenth of all
+    lr_floor: float = 0.1  # the last learning rate, as a share of lr
+    weight_decay: float = 0.1  # on matrices; norms have none
+    clip: float = 1.0  # the gradient's greatest norm
+    held_out: float = 0.05  # share of the rows kept for validation
+    validate_every: int = 100  # steps
+    save_every: int = 100  # steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "context", "validate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise CallError(f"{name}: {getattr(self, name)} came, at least 1 is needed")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise CallError(f"{name}: {getattr(self, name)} came, a number above 0 is needed")
+        if not 0 <= self.held_out < 1:
+            raise CallError(f"held_out: {self.held_out} came, a share of the rows from 0 to below 1 is needed")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0: a straight line up, then half a cosine down to the floor.
+
+        >>> recipe = Recipe(steps=100, lr=1.0)
+        >>> [round(recipe.lr_at(step), 3) for step in (0, 9, 10, 55, 99)]
+        [0.1, 1.0, 1.0, 0.543, 0.1]
+        """
+        warmup = min(self.warmup, self.steps // 10)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.steps - 1 - warmup)
+        return self.lr * (self.lr_floor + (1 - self.lr_floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def split(rows: int, held_out: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Numbers of the rows to train on, and of those held out: spread evenly, 64 at most, one at least if there are two.
+
+    >>> split(10, held_out=0.2)
+    (array([0, 1, 3, 4, 5, 6, 8, 9]), array([2, 7]))
+    """
+    count = min(64, max(1, round(rows * held_out))) if held_out and rows > 1 else 0
+    kept_apart = (np.arange(count) * 2 + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
+    return np.setdiff1d(np.arange(rows), kept_apart), kept_apart
+
+
+def rows_of_step(rows: npt.NDArray[np.int64], step: int, recipe: Recipe) -> npt.NDArray[np.int64]:
+    """The rows of a step: the next ``batch`` of an endless row of shuffled epochs."""
+    places = np.arange(step * recipe.batch, (step + 1) * recipe.batch)  # (B,)
+    epochs, within = np.divmod(places, len(rows))
+    order = {epoch: np.random.default_rng([recipe.seed, epoch]).permutation(rows) for epoch in set(epochs.tolist())}
+    return np.array([order[epoch][place] for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)])

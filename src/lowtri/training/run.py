@@ -1,0 +1,167 @@
+"""From text files to a folder: a plan, the corpus, the tokenizer, the model, the loop, the files.
+
+    training.json            the plan, written first of all; at the end also the losses
+    tokenizer.json           as soon as it is learnt
+    training-state.pt        while the run is not finished: what resuming needs
+    config.json, model.safetensors, tokenizer_config.json, loss.png        at the end
+
+So a folder with model.safetensors is a finished one, and a run can be resumed from any moment after it began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lowtri.errors import DataError
+from lowtri.masks import as_mask
+from lowtri.nn.checkpoint import load_tokenizer, save, write_whole
+from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.training.corpus import Document, Packed, python_text, read_files
+from lowtri.training.plot import plot
+from lowtri.training.recipe import Recipe
+from lowtri.training.state import History
+from lowtri.training.tokenizer import BYTES, encode_document, learn
+from lowtri.training.train import Step, train
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Outcome", "Plan", "read_plan", "run"]
+
+PLAN, STATE, WEIGHTS, CURVE = "training.json", "training-state.pt", "model.safetensors", "loss.png"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides what is learnt."""
+
+    files: tuple[str, ...] = ()  # absolute paths; none means Python's own text
+    mask: str = "causal"
+    vocabulary: int = 4096
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None  # as many as heads
+    intermediate: int | None = None  # 8/3 of hidden, rounded up to a multiple of 64
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def config(self, vocabulary: int) -> DecoderConfig:
+        """The decoder of this plan for a tokenizer that has so many tokens."""
+        return DecoderConfig(
+            vocab_size=vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate or -(-8 * self.hidden // 3 // 64) * 64,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
+            max_position_embeddings=self.recipe.context,
+            mask=repr(as_mask(self.mask)),
+        )
+
+
+class Outcome(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+    parameters: int
+    tokens: int  # in the whole corpus
+    history: History
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan of the run in a folder; None if no run began there."""
+    content = _read(folder / PLAN)
+    if content is None:
+        return None
+    try:
+        plan: dict[str, Any] = content["plan"]
+        return Plan(**{**plan, "files": tuple(plan["files"]), "recipe": Recipe(**plan["recipe"])})
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / PLAN} is no training plan: {error}") from None
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    note: Callable[[str], object] = lambda _: None,
+    watch: Callable[[Step], object] | None = None,
+) -> Outcome:
+    """Carry out a plan, from where it stands in the folder; a finished run is only reported.
+
+    Args:
+        note: is told in a line what begins.
+        watch: is called after each step.
+
+    Raises:
+        DataError: if a file cannot be used, the text is too short, or the folder holds another run.
+    """
+    standing = read_plan(folder)
+    if standing is not None and standing != plan:
+        raise DataError(f"{folder} holds another run: {', '.join(_differences(standing, plan))}.\nFix: another folder")
+    if standing is None and (folder / WEIGHTS).exists():
+        raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_by_a_kill in folder.glob(".*.part"):
+        left_by_a_kill.unlink()
+    if standing is None:
+        _write(folder / PLAN, {"plan": asdict(plan)})
+    elif "history" in (content := _read(folder / PLAN) or {}):
+        (folder / STATE).unlink(missing_ok=True)
+        note(f"{folder} is finished: {plan.recipe.steps} steps")
+        return Outcome(folder, content["parameters"], content["tokens"], _history(content["history"]))
+    documents = read_files(plan.files) if plan.files else python_text(note)
+    tokenizer = _tokenizer(plan, folder, documents, note)
+    corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
+    torch.manual_seed(plan.recipe.seed)
+    model = Decoder(plan.config(tokenizer.get_vocab_size())).to(device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    note(f"{len(documents)} documents, {len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch)
+    if not plot(history, folder / CURVE):
+        note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
+    save(model.cpu(), folder, tokenizer)
+    result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
+    _write(folder / PLAN, {"plan": asdict(plan), **result})
+    (folder / STATE).unlink()
+    return Outcome(folder, parameters, len(corpus), history)
+
+
+def _tokenizer(plan: Plan, folder: Path, documents: list[Document], note: Callable[[str], object]) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        if plan.vocabulary > BYTES:
+            note(f"learning {plan.vocabulary} tokens")
+        tokenizer = learn((document.text for document in documents), plan.vocabulary)
+        write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
+    return tokenizer
+
+
+def _differences(standing: Plan, plan: Plan) -> list[str]:
+    before, now = ({**asdict(it), **asdict(it.recipe)} for it in (standing, plan))
+    return [f"{key} {before[key]} there, {now[key]} here" for key in now if key != "recipe" and before[key] != now[key]]
+
+
+def _history(content: dict[str, Any]) -> History:
+    return History(**{**content, "validations": [(step, loss) for step, loss in content["validations"]]})
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    return content
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, lambda beside: beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))

@@ -1,0 +1,81 @@
+"""A run so far: its losses, and its whole state on disk, so that a kill loses only the steps since the last saving.
+
+The order of the data needs no place in it: it is computed from the seed and the step (see recipe.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtri.errors import DataError
+from lowtri.nn.checkpoint import write_whole
+from lowtri.training.corpus import Packed
+from lowtri.training.recipe import Recipe
+
+__all__ = ["History", "Run"]
+
+
+@dataclass
+class History:
+    """Losses in nats a token."""
+
+    losses: list[float] = field(default_factory=list)  # one a step, measured before it
+    validations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss on the held-out rows)
+    tokens_per_second: float = 0.0  # of training alone, in the process that ended the run
+
+
+@dataclass
+class Run:
+    """Everything that a step changes, and what it must not change."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    corpus: Packed
+    history: History = field(default_factory=History)
+    done: int = 0  # steps
+
+    def save(self, path: Path) -> None:
+        """Write the state, whole or not at all."""
+        content = {
+            "done": self.done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),  # for models with dropout
+            "history": asdict(self.history),
+            "recipe": asdict(self.recipe),
+            "corpus": self.corpus.digest(),
+        }
+        write_whole(path, lambda beside: torch.save(content, beside))
+
+    def restore(self, path: Path) -> None:
+        """Put everything back as it was saved.
+
+        Raises:
+            DataError: if the file is damaged, or belongs to a run with another recipe, text or model.
+        """
+        try:
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise DataError(f"{path} is no training state: {str(error).splitlines()[0]}") from None
+        now = asdict(self.recipe)
+        changed = [
+            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now[key]
+        ]
+        if changed:
+            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
+        if content["corpus"] != self.corpus.digest():
+            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
+        try:
+            self.model.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{path} belongs to a model of other sizes: {str(error).splitlines()[0]}") from None
+        torch.set_rng_state(content["random"])
+        validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
+        self.history = History(content["history"]["losses"], validations)
+        self.done = int(content["done"])

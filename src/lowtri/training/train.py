@@ -1,0 +1,158 @@
+"""The training loop: AdamW, clipped gradients, and a state from which it goes on after any kill.
+
+A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
+Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from lowtri.errors import CallError, DataError
+from lowtri.masks import Mask, as_mask, documents
+from lowtri.training.corpus import IGNORED, Packed, Rows
+from lowtri.training.recipe import Recipe, rows_of_step, split
+from lowtri.training.state import History, Run
+
+__all__ = ["Step", "train"]
+
+
+class Step(NamedTuple):
+    """What a watcher is told after each step."""
+
+    number: int  # steps done, from 1
+    loss: float  # of this step's batch, before the step; nats a token
+    lr: float
+    validation: float | None  # loss on the held-out rows, when it was measured
+    tokens_per_second: float  # of training alone, since this process began
+
+
+def train(
+    model: torch.nn.Module,
+    corpus: Packed,
+    recipe: Recipe | None = None,
+    *,
+    state: Path | None = None,
+    watch: Callable[[Step], object] | None = None,
+) -> History:
+    """Train a model on packed documents, in place.
+
+    Args:
+        model: ids (B, N) -> logits (B, N, V). If it has a mask of its own (``model.config.mask``), a batch in which a row
+            holds several documents is called with ``mask=mask & documents(ids)``. A model without one reads on
+            across documents; no target crosses in either case.
+        recipe: ``Recipe()`` if none is given.
+        state: a file that keeps the run: written every ``save_every`` steps, whole or not at all, and gone on from when
+            it is there. The model, the recipe and the corpus must be those it began with.
+        watch: is called after each step.
+
+    Returns:
+        the losses of every step and of every validation, those before a kill included.
+
+    Raises:
+        DataError: if the text is too short for one row, or the state belongs to another run.
+        CallError: if the loss is no number any more.
+
+    >>> from lowtri.nn import Decoder, DecoderConfig
+    >>> _ = torch.manual_seed(0)
+    >>> model = Decoder(DecoderConfig(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...                               num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8))
+    >>> history = train(model, Packed.of([[1, 2, 3, 4] * 40]), Recipe(steps=40, batch=4, context=8, lr=3e-2))
+    >>> history.losses[0] > 1.5, history.losses[-1] < 0.2
+    (True, True)
+    """
+    recipe = recipe or Recipe()
+    train_rows, held_out = split(corpus.count(recipe.context), recipe.held_out)
+    if not len(train_rows):
+        raise DataError(
+            f"the text has {len(corpus)} tokens, and one row takes {recipe.context + 1}.\n"
+            "Fix: more text, or a smaller context"
+        )
+    run = Run(model, _optimizer(model, recipe), recipe, corpus)
+    if state is not None and state.exists():
+        run.restore(state)
+    model.train()
+    begun, seconds = run.done, 0.0
+    while run.done < recipe.steps:
+        started = time.perf_counter()
+        rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
+        lr = recipe.lr_at(run.done)
+        loss = _step(model, run.optimizer, rows, lr, recipe.clip)
+        seconds += time.perf_counter() - started
+        run.done += 1
+        if not math.isfinite(loss):
+            raise CallError(f"train: the loss is {loss} at step {run.done}. Fix: an lr below {recipe.lr}")
+        run.history.losses.append(loss)
+        run.history.tokens_per_second = (run.done - begun) * rows.inputs.size / seconds
+        validation = None
+        if len(held_out) and _due(run.done, recipe.validate_every, recipe.steps):
+            validation = _validate(model, corpus, held_out, recipe)
+            run.history.validations.append((run.done, validation))
+        if state is not None and _due(run.done, recipe.save_every, recipe.steps):
+            run.save(state)
+        if watch is not None:
+            watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
+    return run.history
+
+
+def _due(done: int, every: int, steps: int) -> bool:
+    return done % every == 0 or done == steps
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Rows, lr: float, clip: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = _loss(model, rows, reduction="mean")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+def _loss(model: torch.nn.Module, rows: Rows, reduction: str) -> torch.Tensor:
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(rows.inputs).to(device)  # (B, N)
+    targets = torch.from_numpy(rows.targets).to(device)  # (B, N)
+    mask = _own_mask(model)
+    # Rows that hold one document each need no other mask than the model's own, and run faster with it.
+    if mask is None or (rows.documents == rows.documents[:, :1]).all():
+        logits = model(ids)  # (B, N, V)
+    else:
+        logits = model(ids, mask=mask & documents(rows.documents))
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def _own_mask(model: torch.nn.Module) -> Mask | None:
+    text = getattr(getattr(model, "config", None), "mask", None)
+    return None if text is None else as_mask(text)
+
+
+@torch.no_grad()
+def _validate(model: torch.nn.Module, corpus: Packed, held_out: npt.NDArray[np.int64], recipe: Recipe) -> float:
+    model.eval()
+    total, count = 0.0, 0
+    for at in range(0, len(held_out), recipe.batch):
+        rows = corpus.rows(held_out[at : at + recipe.batch], recipe.context)
+        total += _loss(model, rows, reduction="sum").item()
+        count += int((rows.targets != IGNORED).sum())
+    model.train()
+    return total / max(1, count)
+
+
+def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
