@@ -6,7 +6,9 @@ held      documents, keys, table, where, heads: what holds an array, a function,
 atoms     the public doors to both
 text      a mask from text, and back
 plan      what kernels read: runs of tiles, and the bits of the partial ones
-draw      pictures, as text and as SVG
+panels    what a picture shows, before it is text or SVG
+svg       the picture as a file
+draw      the picture as text
 """
 
 from lowtri.masks.atoms import (

@@ -1,0 +1,116 @@
+"""lowtri mask: what a mask shows and hides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowtri.cli.options import Json, note, print_json
+
+_MOST = 10_000_000  # positions: beyond it the counting takes minutes
+_MOST_CELLS = 64  # positions each way up to which --json holds the table
+
+
+def command(
+    text: Annotated[str, typer.Argument(metavar="MASK", help='Who may see whom, as text: "causal & window(64)", ...')],
+    n: Annotated[int, typer.Option("--n", min=1, max=_MOST, help="How many positions.")] = 8,
+    queries: Annotated[
+        int | None, typer.Option("--queries", min=1, max=_MOST, help="Only the last so many positions ask.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="TEXT", help="Labels, split at spaces; they give --n as well.")
+    ] = None,
+    beside: Annotated[str | None, typer.Option("--beside", metavar="MASK", help="A second mask, to compare.")] = None,
+    ticks: Annotated[bool, typer.Option("--ticks", help="A table of ticks and crosses.")] = False,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=0, help="Only this batch row, where the mask differs by row.")
+    ] = None,
+    head: Annotated[
+        int | None, typer.Option("--head", min=0, help="Only this head, where the mask differs by head.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", "--out", metavar="FILE", help="Write the picture there as SVG, too.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """lowtri mask "causal & (window(3) | first(1))"
+    lowtri mask causal --beside full --tokens "The black cat <end>" --ticks --svg mask.svg
+
+    What a mask shows and hides: the picture, how many pairs are visible, and whether the future stays hidden.
+
+    Masks are causal, full, window(n), band(before, after), first(n), documents(lengths=[...]), chunks(n), strided(n),
+    keys(lengths=[...]) and heads([...]), joined by & | ~ - and parentheses. Beyond 64 positions a cell of the picture
+    is a square of positions: full block visible, shaded partly, dot hidden.
+    """
+    from lowtri.errors import DataError
+    from lowtri.masks import mask
+
+    labels = None if tokens is None else tokens.split()
+    if labels == []:
+        raise DataError('mask: --tokens is empty. Fix: --tokens "The black cat".')
+    n = n if labels is None else len(labels)
+    nq = n if queries is None else queries
+    if nq > n:
+        raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")
+    masks = [_chosen(mask(one), batch, head) for one in ([text] if beside is None else [text, beside])]
+    picture: dict[str, Any] = {"beside": masks[1] if beside is not None else None, "tokens": labels}
+    drawn = masks[0].draw(nq, n, ticks=ticks, **picture)
+    facts = [_facts(one, nq, n) for one in masks]
+    if svg is not None:
+        masks[0].save(svg, nq, n, **picture)
+        note(f"wrote {svg}")
+    if json:
+        print_json({**facts[0], "beside": facts[1]} if beside is not None else facts[0])
+        return
+    if beside is None:
+        print(repr(masks[0]))
+    print(drawn, end="\n\n")
+    for one in facts:
+        name = f"{one['mask']}: " if beside is not None else ""
+        print(f"{name}{_count(one)}; {'causal' if one['causal'] else 'not causal: somebody sees a later position'}")
+
+
+def _chosen(mask: Any, batch: int | None, head: int | None) -> Any:
+    """The mask of one batch row or head, where one was asked for; the other dimension keeps its whole length."""
+    from lowtri.errors import DataError
+    from lowtri.masks import heads
+
+    if batch is None and head is None:
+        return mask
+    rows, columns = (*mask.batch, 1, 1)[:2]
+    if head is None and columns > 1:
+        return heads([mask.at(batch, h) for h in range(columns)])
+    if batch is None and rows > 1:
+        raise DataError(f"mask: --head {head} of a mask with {rows} batch rows. Fix: say --batch as well.")
+    return mask.at(batch or 0, head or 0)
+
+
+def _facts(mask: Any, nq: int, n: int) -> dict[str, Any]:
+    import numpy as np
+
+    pairs = np.asarray(mask.pairs(nq, n))
+    facts = {
+        "mask": repr(mask),
+        "queries": nq,
+        "keys": n,
+        "batch": list(mask.batch),
+        "pairs": pairs.tolist(),
+        "share": (pairs / (nq * n)).tolist(),
+        "causal": mask.is_causal(n),
+    }
+    if n <= _MOST_CELLS:
+        facts["table"] = mask.dense(nq, n).astype(int).tolist()
+    return facts
+
+
+def _count(facts: dict[str, Any]) -> str:
+    """How many pairs are visible, in words."""
+    import numpy as np
+
+    of = facts["queries"] * facts["keys"]
+    if not facts["batch"]:
+        return f"{facts['pairs']:,} of {of:,} pairs visible ({facts['share']:.1%})"
+    counts = np.asarray(facts["pairs"])
+    return f"{counts.min():,} to {counts.max():,} of {of:,} pairs visible, by batch row and head"

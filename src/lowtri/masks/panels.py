@@ -1,0 +1,202 @@
+"""What a picture of a mask shows, before it is text or SVG: cells, labels, headings. Always bounded in size.
+
+A picture has at most 64 rows and columns. Up to that size a cell is one pair; beyond it a cell is a rectangle of positions and
+shows the answer of the tile question, so a picture of a million positions costs as much as one of a hundred.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import MaskError
+from lowtri.masks.mask import Mask, Tile, default_positions
+from lowtri.masks.text import as_mask
+
+__all__ = ["MOST_CELLS", "MOST_PANELS", "Panel", "Part", "Picture", "Tokens", "compose", "display_width", "shortened"]
+
+MOST_CELLS = 64  # rows, and columns, of one picture
+MOST_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
+_LONGEST_LABEL = 24  # columns of a terminal
+
+Tokens: TypeAlias = Sequence[str] | str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One mask in one panel."""
+
+    title: str
+    cells: NDArray[np.int8]  # (rows, columns): 0 hidden, 1 partly, 2 visible
+    weights: NDArray[np.float64] | None = None  # (rows, columns), in 0 .. 1
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One batch row and head: a mask, or two side by side."""
+
+    heading: str  # "" where the masks do not differ by batch or head
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All panels, with what they share."""
+
+    panels: tuple[Panel, ...]
+    left_out: int  # panels beyond MOST_PANELS
+    positions_a_cell: int
+    query_labels: tuple[str, ...]  # one for each row; none if the picture has no labels
+    key_labels: tuple[str, ...]
+
+
+def compose(
+    mask: Mask | str,
+    nq: int,
+    nk: int | None = None,
+    *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
+    titles: Sequence[str] | None = None,
+    weights: Sequence[Any] = (),
+) -> Picture:
+    """Everything that a picture of ``mask`` (and of ``beside``) shows; see :func:`lowtri.masks.draw.draw` for the arguments.
+
+    Args:
+        weights: for each of the one or two masks None or its attention weights, ``(nq, nk)`` or with the batch in front.
+    """
+    masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
+    nk = nq if nk is None else nk
+    if nq < 1 or nk < 1:
+        raise MaskError(f"draw: {nq} queries and {nk} keys: there is nothing to draw. Fix: at least one of each.")
+    keys, queries = _labels(nq, nk, tokens, query_tokens)
+    if titles is not None and len(titles) != len(masks):
+        raise MaskError(f"draw: {len(titles)} titles came for {len(masks)} masks.")
+    names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
+    shades = [_weights(one, nq, nk) for one in (*weights, None, None)[: len(masks)]]
+
+    batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
+    places = list(np.ndindex(batch))
+    panels = []
+    for place in places[:MOST_PANELS]:
+        b, h = (*place, 0, 0)[:2]
+        parts = zip(names, masks, shades, strict=True)
+        panels.append(
+            Panel(
+                heading=_heading(batch, b, h),
+                parts=tuple(
+                    Part(name, _cells(one.at(b, h), nq, nk), None if shade is None else _at(shade, b, h))
+                    for name, one, shade in parts
+                ),
+            )
+        )
+    left_out = len(places) - len(panels)
+    return Picture(tuple(panels), left_out, _step(nq, nk), queries, keys)
+
+
+def display_width(text: str) -> int:
+    """Columns of a terminal: two for Chinese characters, none for the marks that Thai puts above and below a letter.
+
+    >>> display_width("black"), display_width("黑猫"), display_width("ที่นี่")
+    (5, 4, 2)
+    """
+    return sum(
+        0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def shortened(text: str, longest: int = _LONGEST_LABEL) -> str:
+    """The text with unprintable characters written out, cut to ``longest`` columns.
+
+    >>> shortened("a line\\n"), shortened("causal & window(4)", 10)
+    ('a line\\\\n', 'causal & …')
+    """
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if display_width(text) <= longest:
+        return text
+    while display_width(text) > longest - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def _step(nq: int, nk: int) -> int:
+    """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
+    return -(-max(nq, nk) // MOST_CELLS)
+
+
+def _cells(mask: Mask, nq: int, nk: int) -> NDArray[np.int8]:
+    """(rows, columns) of 0 hidden, 1 partly, 2 visible: the numbers of the three answers."""
+    step = _step(nq, nk)
+    if step == 1:  # a pair is looked at, since the tile question may say PARTIAL of it
+        return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
+    q, k = default_positions(mask, nq, nk)
+    q0, k0 = q[::step, None], k[None, ::step]
+    cells: NDArray[np.int8] = mask.tile(q0, np.minimum(q0 + step, q[-1] + 1), k0, np.minimum(k0 + step, nk))
+    return cells
+
+
+def _labels(
+    nq: int, nk: int, tokens: Tokens | None, query_tokens: Tokens | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Labels of the keys and of the queries. The queries' are the last nq of the keys', unless they are given."""
+    if tokens is None:
+        if query_tokens is not None:
+            raise MaskError("draw: query_tokens came without tokens. Fix: tokens= names the keys.")
+        return (), ()
+    keys = _token_list(tokens)
+    if len(keys) != nk:
+        raise MaskError(f"draw: {len(keys)} tokens came for {nk} keys. Fix: one token for each key, in a list.")
+    if max(nq, nk) > MOST_CELLS:
+        raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MOST_CELLS} cells. Fix: draw without tokens.")
+    if query_tokens is None and nq > nk:
+        raise MaskError(f"draw: {nq} queries and {nk} tokens. Fix: query_tokens= names the queries.")
+    queries = keys[nk - nq :] if query_tokens is None else _token_list(query_tokens)
+    if len(queries) != nq:
+        raise MaskError(f"draw: {len(queries)} query_tokens came for {nq} queries.")
+    return keys, queries
+
+
+def _token_list(tokens: Tokens) -> tuple[str, ...]:
+    return tuple(shortened(token) for token in (tokens.split() if isinstance(tokens, str) else tokens))
+
+
+def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
+    if weights is None:
+        return None
+    if hasattr(weights, "detach"):  # a torch tensor, on any device, in any dtype
+        weights = weights.detach().cpu().double().numpy()
+    array = np.asarray(weights, np.float64)
+    if array.ndim not in (2, 3, 4) or array.shape[-2:] != (nq, nk):
+        raise MaskError(f"draw: weights have shape {array.shape}, but the picture has ({nq}, {nk}) pairs.")
+    if max(nq, nk) > MOST_CELLS:
+        raise MaskError(f"draw: weights of {nq} x {nk} pairs: a picture has at most {MOST_CELLS} cells each way.")
+    if not np.all((array >= 0) & (array <= 1.0001)):
+        raise MaskError(
+            "draw: weights lie between 0 and 1, but some of these do not. Fix: pass them after the softmax."
+        )
+    return array
+
+
+def _at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
+    """The weights of one batch row and head; a leading size of 1 serves for all."""
+    for index in (b, h)[: weights.ndim - 2]:
+        if weights.shape[0] not in (1,) and index >= weights.shape[0]:
+            raise MaskError(f"draw: weights have no batch row or head {index}: their shape ends at {weights.shape[0]}.")
+        weights = weights[0 if weights.shape[0] == 1 else index]
+    return weights
+
+
+def _heading(batch: tuple[int, ...], b: int, h: int) -> str:
+    if not batch:
+        return ""
+    row, head = f"batch row {b}", f"head {h}"
+    if len(batch) == 1:
+        return row
+    return head if batch[0] == 1 else f"{row}, {head}"

@@ -1,0 +1,203 @@
+"""Masks as SVG: one plain file that needs nothing else, for a browser, a paper or a slide.
+
+Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lowtri.errors import DataError
+from lowtri.masks.mask import Mask
+from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose, display_width
+
+__all__ = ["save", "svg"]
+
+_INK, _PAPER, _LINE, _HATCH = "#1f2937", "#ffffff", "#c3c9d4", "#aab2c0"
+_VISIBLE, _PARTLY = "#2b6cb0", "#a9c9ea"
+_LETTER = 7.2  # width of one column of text at 12 px
+_MARGIN, _GAP = 16, 40
+
+
+def save(
+    mask: Mask | str,
+    path: str | Path,
+    nq: int = 16,
+    nk: int | None = None,
+    *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
+    titles: Sequence[str] | None = None,
+    weights: Any = None,
+    beside_weights: Any = None,
+) -> None:
+    """Write the picture of a mask to ``path``, whole or not at all. The arguments are those of :func:`svg`.
+
+    Raises:
+        DataError: if ``path`` does not end in .svg, or cannot be written.
+    """
+    target = Path(path)
+    if target.suffix.lower() != ".svg":
+        raise DataError(f"save: {path} does not end in .svg, the one format that is written. Fix: {target.stem}.svg.")
+    text = svg(
+        mask,
+        nq,
+        nk,
+        beside=beside,
+        tokens=tokens,
+        query_tokens=query_tokens,
+        titles=titles,
+        weights=weights,
+        beside_weights=beside_weights,
+    )
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise DataError(
+            f"save: {path} cannot be written: {error.strerror}. Fix: a folder that exists and that you may write to."
+        ) from None
+
+
+def svg(
+    mask: Mask | str,
+    nq: int = 16,
+    nk: int | None = None,
+    *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
+    titles: Sequence[str] | None = None,
+    weights: Any = None,
+    beside_weights: Any = None,
+) -> str:
+    """The picture of a mask as SVG text.
+
+    >>> from lowtri import causal
+    >>> svg(causal(), 4, tokens="The black cat <end>").count("&lt;end&gt;")  # once on each axis
+    2
+
+    Args:
+        mask, nq, nk, beside, tokens, query_tokens, titles: as in :func:`lowtri.masks.draw.draw`.
+        weights: attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)`` in front, arrays or tensors: they
+            shade the visible cells.
+        beside_weights: the same for the mask beside.
+    """
+    picture = compose(
+        mask,
+        nq,
+        nk,
+        beside=beside,
+        tokens=tokens,
+        query_tokens=query_tokens,
+        titles=titles,
+        weights=(weights, beside_weights),
+    )
+    return "\n".join(_document(picture)) + "\n"
+
+
+def _document(picture: Picture) -> Iterator[str]:
+    rows, columns = picture.panels[0].parts[0].cells.shape
+    cell = 28.0 if picture.key_labels else max(6.0, min(24.0, 420 / max(rows, columns)))
+    side = _MARGIN + _LETTER * max(map(display_width, picture.query_labels), default=0)
+    slanted = _LETTER * max(map(display_width, picture.key_labels), default=0) * 0.71 + 8 if picture.key_labels else 0
+    title = max(display_width(part.title) for panel in picture.panels for part in panel.parts) * _LETTER
+    part_width = max(columns * cell + slanted * 0.9, title) + _GAP
+    part_height = 30 + slanted + rows * cell + 24
+    heading = 26 if picture.panels[0].heading else 0
+    wide = max(side + part_width * len(picture.panels[0].parts), 400)
+    high = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + (20 if picture.left_out else 0)
+
+    label = " beside ".join(part.title for part in picture.panels[0].parts)
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{high:.0f}" '
+        f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
+        f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{_INK}">'
+    )
+    yield f"<title>{escape(label)}</title>"
+    yield (
+        f'<defs><pattern id="hidden" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<path d="M0 0V6" stroke="{_HATCH}" stroke-width="2"/></pattern></defs>'
+    )
+    yield f'<rect width="100%" height="100%" fill="{_PAPER}"/>'
+    y = float(_MARGIN)
+    for panel in picture.panels:
+        if panel.heading:
+            yield _text(_MARGIN, y + 12, panel.heading, ' font-weight="bold"')
+        yield from _panel(panel, picture, side, y + heading, cell, slanted, part_width)
+        y += part_height + heading
+    if picture.left_out:
+        yield _text(_MARGIN, y + 8, f"... and {picture.left_out} more")
+        y += 20
+    yield from _legend(picture, y)
+    yield "</svg>"
+
+
+def _panel(
+    panel: Panel, picture: Picture, left: float, top: float, cell: float, slanted: float, part_width: float
+) -> Iterator[str]:
+    top += 30 + slanted
+    for i, label in enumerate(picture.query_labels):
+        yield _text(left - 8, top + (i + 0.5) * cell + 4, label, ' text-anchor="end"')
+    for number, part in enumerate(panel.parts):
+        x = left + number * part_width
+        yield _text(x, top - slanted - 14, part.title, ' font-weight="bold"')
+        for j, label in enumerate(picture.key_labels):
+            at = f"{x + (j + 0.5) * cell:.1f},{top - 6:.1f}"
+            yield f'<text transform="translate({at}) rotate(-45)">{escape(label)}</text>'
+        yield from _grid(part, x, top, cell)
+
+
+def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
+    """The cells, neighbours of one look as one rectangle, and the lines between them."""
+    rows, columns = part.cells.shape
+    for i in range(rows):
+        j = 0
+        for fill, alike in groupby(_fill(part, i, j) for j in range(columns)):
+            n = len(list(alike))
+            yield f'<rect x="{x + j * cell:.1f}" y="{y + i * cell:.1f}" width="{n * cell:.1f}" height="{cell:.1f}" {fill}/>'
+            j += n
+    wide, high = columns * cell, rows * cell
+    lines = [f"M{x:.1f} {y + i * cell:.1f}h{wide:.1f}" for i in range(rows + 1)]
+    lines += [f"M{x + j * cell:.1f} {y:.1f}v{high:.1f}" for j in range(columns + 1)]
+    yield f'<path d="{"".join(lines)}" fill="none" stroke="{_LINE}" stroke-width="0.7"/>'
+
+
+def _fill(part: Part, i: int, j: int) -> str:
+    if part.cells[i, j] == 0:
+        return 'fill="url(#hidden)"'
+    if part.weights is not None:  # from paper at 0 to ink at 1
+        return f'fill="{_VISIBLE}" fill-opacity="{part.weights[i, j]:.3f}"'
+    return f'fill="{_PARTLY if part.cells[i, j] == 1 else _VISIBLE}"'
+
+
+def _legend(picture: Picture, y: float) -> Iterator[str]:
+    parts = [part for panel in picture.panels for part in panel.parts]
+    if any(part.weights is not None for part in parts):
+        entries = [(f'fill="{_VISIBLE}"', "weight 1"), (f'fill="{_VISIBLE}" fill-opacity="0"', "weight 0")]
+    else:
+        entries = [(f'fill="{_VISIBLE}"', "may see")]
+    if picture.positions_a_cell > 1:
+        entries.append((f'fill="{_PARTLY}"', "partly"))
+    entries.append(('fill="url(#hidden)"', "hidden"))
+    x = float(_MARGIN)
+    for fill, name in entries:
+        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{_LINE}" {fill}/>'
+        yield _text(x + 20, y + 11, name)
+        x += 20 + _LETTER * len(name) + 22
+    if picture.positions_a_cell > 1:
+        yield _text(x, y + 11, f"a cell: {picture.positions_a_cell} x {picture.positions_a_cell} pairs")
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{escape(text)}</text>'
