@@ -1,0 +1,226 @@
+"""A key/value cache that asks the mask what is dead.
+
+The tensors stand here, one buffer of keys and one of values for each layer; which slot holds which token is written in one
+:class:`~lowtri.decoding.book.Book` for all layers. Nothing here knows a window from a prefix: the mask answers, the book
+gives slots, the layers follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.decoding.book import Book
+from lowtri.decoding.buffers import describe, empty, front, kind, moved, places, write
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+
+__all__ = ["KVCache"]
+
+
+@dataclass(slots=True)
+class _Layer:
+    keys: Any  # (..., capacity, D)
+    values: Any  # (..., capacity, Dv)
+    step: int = 0  # how many appends it has seen
+    last: Any = None  # shapes and kinds of the last append: what equals them needs no second check
+
+
+class KVCache:
+    """The keys and values of the tokens so far, as long as the mask lets anybody see them.
+
+    >>> import numpy as np
+    >>> from lowtri import KVCache
+    >>> cache = KVCache("window(4)", block=4)
+    >>> for t in range(100):
+    ...     k = v = np.full((2, 1, 8), float(t))  # (H, N, D): one new token
+    ...     keys, values, positions = cache.append(k, v)
+    >>> sorted(int(p) for p in positions if p > 95)
+    [96, 97, 98, 99]
+    >>> cache.capacity, cache.dropped + cache.held
+    (8, 100)
+
+    Attend with what ``append`` returned: ``lowtri.attention(q, keys, values, mask, q_positions=..., k_positions=positions)``.
+
+    Args:
+        mask: who may see whom, a mask or its text: the mask that the attention uses. A key is dropped when
+            ``mask.tile(t, END, k, k + 1)`` is EMPTY for every row of the batch, ``t`` being the earliest new token.
+        capacity: how many tokens to make room for at first; it grows when it must.
+        block: the dead are looked for after that many tokens (or an eighth of what is held, if that is more), and room
+            comes in multiples of it.
+
+    One cache serves all layers that use the same mask: pass ``layer=``. NumPy arrays and torch tensors of any dtype and
+    device work alike; nothing here has gradients.
+
+    Source: the key/value cache is Shazeer 2019; a ring for windows is Mistral's (Jiang et al. 2023).
+    """
+
+    def __init__(self, mask: Mask | str = "causal", *, capacity: int = 0, block: int = 64) -> None:
+        if capacity < 0 or block < 1:
+            raise CallError(f"KVCache: capacity is {capacity} and block {block}; they count tokens, from 0 and from 1.")
+        self.mask = as_mask(mask)
+        self._book = Book(self.mask, capacity, block)
+        self._layers: dict[int, _Layer] = {}
+        self._arrived = 0  # layers that have seen the newest append
+
+    @property
+    def capacity(self) -> int:
+        """For how many tokens there is room now."""
+        return self._book.capacity
+
+    @property
+    def held(self) -> int:
+        """How many tokens are held; one that is dead in some rows of the batch but not in all counts as one."""
+        return len(self._book.used)
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens were dropped because nobody could see them again."""
+        return self._book.dropped
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all keys and values, free slots included."""
+        return sum(x.nbytes for layer in self._layers.values() for x in (layer.keys, layer.values))
+
+    @property
+    def length(self) -> int:
+        """The place of the next token; in a batch with places of its own for each row, the greatest."""
+        return int(self._book.next.max())
+
+    def next_positions(self, n: int) -> NDArray[np.int64]:
+        """Where the next ``n`` tokens will stand, (n,), or (B, n) when the rows of the batch stand apart."""
+        places: NDArray[np.int64] = self._book.next[:, None] + np.arange(n)
+        return places[0] if len(places) == 1 else places
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
+
+    def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
+        """Add the keys and values of new tokens; get everything that their queries can see.
+
+        Args:
+            k: (..., H, N, D) with at most one dimension in front of the heads; (H, N, D) and (N, D) work too.
+            v: the same with its own head size Dv.
+            positions: the places of the new tokens, (N,) or (B, N), -1 where a row has none (left padding, a row that has
+                ended); default: on from the last. Places only grow.
+            layer: whose keys these are. The first layer of an append settles the positions, the others follow it.
+
+        Returns:
+            keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and pads. All three are
+            views, valid until the next append; keys stand in any order.
+
+        Raises:
+            CallError: if shapes, dtypes, positions or the order of layers do not fit.
+        """
+        came = (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
+        entry = self._layers.get(layer)
+        if entry is None:
+            entry = self._join(k, v, layer)
+        elif came != entry.last and (
+            kind(k) != kind(entry.keys) or kind(v) != kind(entry.values) or v.shape[-2] != k.shape[-2]
+        ):
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
+                f"whose keys are {describe(entry.keys)} and values {describe(entry.values)} in (..., H, slots, D)."
+            )
+        n = k.shape[-2]
+        book = self._book
+        if entry.step == book.step:
+            if self._arrived < len(self._layers):
+                late = min(name for name, other in self._layers.items() if other.step < book.step)
+                raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
+            book.open(n, k.shape[0] if k.ndim == 4 else 1, None if positions is None else places(positions))
+            self._arrived = 0
+        elif n != book.newest.shape[1] or (positions is not None and not _same(places(positions), book.newest)):
+            raise CallError(
+                f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
+                f"{book.newest.shape[1]}. All layers of an append have the same positions."
+            )
+        self._layers[layer] = entry
+        entry.step += 1
+        entry.last = came
+        self._arrived += 1
+        if book.moved is not None:
+            entry.keys = moved(entry.keys, book.moved, book.capacity)
+            entry.values = moved(entry.values, book.moved, book.capacity)
+        write(entry.keys, book.slots, k.detach() if getattr(k, "requires_grad", False) else k)
+        write(entry.values, book.slots, v.detach() if getattr(v, "requires_grad", False) else v)
+        held = book.positions[:, : book.top]
+        return front(entry.keys, book.top), front(entry.values, book.top), held[0] if len(held) == 1 else held
+
+    def reorder(self, index: Any) -> None:
+        """Row ``i`` goes on from what row ``index[i]`` has seen, as beam search asks; the batch may grow or shrink.
+
+        Raises:
+            CallError: if a row is not there, or would change its mask.
+        """
+        rows = places(index)
+        size = self._rows()
+        if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
+            raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
+        masks, heads = (*self.mask.batch, 1, 1)[:2]
+        if masks > 1 and (
+            len(rows) != size
+            or any(self.mask.at(i, h) != self.mask.at(int(r), h) for i, r in enumerate(rows) for h in range(heads))
+        ):
+            raise CallError(
+                f"reorder: index is {rows.tolist()}, but {self.mask!r} differs from row to row, and the masks stay.\n"
+                "Fix: reorder only among rows that have the same mask."
+            )
+        self._together("reorder")
+        for layer in self._layers.values():
+            if layer.keys.ndim == 4:
+                layer.keys, layer.values, layer.last = layer.keys[rows], layer.values[rows], None
+            elif rows.tolist() != [0]:
+                raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(layer.keys)} have no batch.")
+        self._book.reorder(rows)
+
+    def crop(self, n: Any) -> None:
+        """Take tokens back: the next one stands at ``n`` again, an int, or one for each row of the batch.
+
+        Back to the start of the last append always works (so a rejected draft can go); further back only as long as
+        nothing that those queries would see was dropped.
+
+        Raises:
+            CallError: if ``n`` is negative, or lies before what was dropped.
+        """
+        back = np.atleast_1d(places(n))
+        if back.ndim != 1 or len(back) not in (1, self._rows()) or np.any(back < 0):
+            raise CallError(
+                f"crop: n is {back.tolist()}; it is the place of the next token, at least 0, "
+                f"one for all or one for each of {self._rows()} rows."
+            )
+        self._together("crop")
+        if len(back) < len(self._book.next):
+            back = np.broadcast_to(back, self._book.next.shape)
+        self._book.crop(back)
+
+    def _rows(self) -> int:
+        return next((layer.keys.shape[0] for layer in self._layers.values() if layer.keys.ndim == 4), 1)
+
+    def _join(self, k: Any, v: Any, layer: int) -> _Layer:
+        """A layer that appends for the first time."""
+        if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not fit: "
+                "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
+            )
+        masks = (*self.mask.batch, 1)[0]
+        if masks > 1 and (k.ndim < 4 or k.shape[0] != masks):
+            raise CallError(f"append: keys {describe(k)} do not fit {self.mask!r}, whose batch is {self.mask.batch}.")
+        if self._book.step > 1:
+            raise CallError(f"append: layer {layer} comes late: the other layers have seen {self._book.step} appends.")
+        capacity = 0 if self._book.moved is not None else self._book.capacity
+        return _Layer(empty(k, capacity), empty(v, capacity))
+
+    def _together(self, what: str) -> None:
+        if self._layers and self._arrived < len(self._layers):
+            raise CallError(f"{what}: some layers have not seen the newest tokens yet; finish the append first.")
+
+
+def _same(positions: NDArray[np.int64], newest: NDArray[np.int64]) -> bool:
+    return bool(np.all(np.maximum(positions, -1) == newest)) if positions.shape[-1] == newest.shape[-1] else False

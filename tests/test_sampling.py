@@ -1,0 +1,110 @@
+"""Temperature, top-k and top-p: the laws each must keep, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtri.decoding.sampling import Sampling, choose, draw, heat, keep_top_k, keep_top_p, softmax
+from lowtri.errors import CallError
+
+logits = st.lists(st.integers(-12, 12), min_size=1, max_size=12).map(lambda xs: np.array(xs) / 2.0)
+few = settings(max_examples=60, deadline=None)
+
+
+@few
+@given(logits, st.floats(0.1, 10))
+def test_heat_keeps_the_order_and_the_draw_ignores_a_shift(x, t):
+    assert np.array_equal(np.argsort(heat(x, t), kind="stable"), np.argsort(x, kind="stable"))
+    assert np.allclose(softmax(heat(x + 5.0, t)), softmax(heat(x, t)))
+    if t < 1:  # colder is sharper
+        assert softmax(heat(x, t)).max() >= softmax(x).max() - 1e-12
+
+
+@few
+@given(logits, st.integers(1, 14))
+def test_top_k_keeps_exactly_the_k_greatest(x, k):
+    kept = keep_top_k(x, k)
+    alive = np.isfinite(kept)
+    assert alive.sum() == min(k, len(x))
+    assert np.array_equal(kept[alive], x[alive])
+    if not alive.all():
+        assert x[alive].min() >= x[~alive].max()
+    assert np.array_equal(keep_top_k(kept, k), kept)
+
+
+@few
+@given(logits, st.floats(0.01, 1.0))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(x, p):
+    alive = np.isfinite(keep_top_p(x, p))
+    mass = softmax(x)
+    assert mass[alive].sum() >= p - 1e-9
+    assert mass[alive].sum() - mass[alive].min() < p + 1e-9, "without its least likely token it no longer reaches p"
+    if not alive.all():
+        assert x[alive].min() >= x[~alive].max()
+
+
+def test_top_p_of_exact_tenths_takes_no_token_too_many():
+    assert np.isfinite(keep_top_p(np.log(np.full(10, 0.1)), 0.3)).sum() == 3
+
+
+@few
+@given(logits, st.integers(0, 2**32))
+def test_a_draw_is_a_token_of_positive_probability(x, seed):
+    p = softmax(keep_top_k(x, 2))
+    assert p[draw(p, np.random.default_rng(seed))] > 0
+
+
+def test_draws_follow_the_probabilities():
+    rng = np.random.default_rng(0)
+    p = np.array([0.1, 0.0, 0.6, 0.3])
+    counts = np.bincount([draw(p, rng) for _ in range(20_000)], minlength=4) / 20_000
+    assert np.abs(counts - p).max() < 0.015
+
+
+def test_temperature_0_is_the_first_of_the_greatest_and_cold_sampling_agrees():
+    x, rng = np.array([1.0, 3.0, 3.0, 0.0], np.float32), np.random.default_rng(1)
+    assert choose(x, Sampling(), rng) == 1
+    assert all(choose(np.array([1.0, 2.0, 4.0]), Sampling(0.01), rng) == 2 for _ in range(50))
+    assert all(choose(x, Sampling(5.0, top_k=1), rng) == 1 for _ in range(50))
+    assert {choose(x, Sampling(5.0, top_p=0.3), rng) for _ in range(50)} <= {1, 2}
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    assert choose(np.array([-1e4, 1e4, 3.0]), Sampling(1e-300), np.random.default_rng(0)) == 1
+
+
+def test_hidden_tokens_are_never_chosen():
+    x, rng = np.array([-np.inf, 0.0, -np.inf]), np.random.default_rng(0)
+    assert {choose(x, Sampling(2.0, top_k=2, top_p=0.9), rng) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1.0}, r"temperature is -1.0; it is 0 \(greedy\) or a positive number"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0; it counts tokens, at least 1. Fix: top_k=None keeps all"),
+        ({"top_p": 0.0}, "top_p is 0.0; it is a probability above 0, at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(CallError, match=words):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ([0.0, np.nan], "logits hold nan at token 1"),
+        ([np.inf, 0.0], "logits hold inf at token 0"),
+        ([-np.inf, -np.inf], r"logits hide every token \(all are -inf\)"),
+    ],
+)
+def test_broken_logits_are_named(row, words):
+    with pytest.raises(CallError, match=words):
+        choose(np.array(row), Sampling(), np.random.default_rng(0))
