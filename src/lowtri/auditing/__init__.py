@@ -1,0 +1,18 @@
+"""Does a model peek? Measure what its outputs depend on, and hold that against the mask it declares.
+
+audit         the whole audit in one page: noise first, then every probe, then where
+inputs        the caller's example as (B, N, ...) arrays, and back into a call
+subject       a model that can be run: inputs -> rows (B, N, F), seeded alike at every call
+double        its float64 copy, where leaks stay and rounding vanishes
+noise         how far outputs move when nothing that matters changes
+context       what every probe is given
+probes        one file a probe: change, gradient, prefix, poison, batch, padding, packing, cache, doors, blindness
+where         the first module whose output moved
+finding       what a probe returns
+report        the verdict: text, JSON, HTML
+picture       declared, seen and leaking pairs, drawn
+loading       a model from `FILE.py:make_model` or from a folder
+plugin        pytest: the `lowtri_audit` fixture and `--lowtri-audit`
+"""
+
+from __future__ import annotations

@@ -1,0 +1,137 @@
+"""What every probe is given: the subject, its inputs, what they may depend on, the noise, and fresh draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtri.auditing.declared import has_token
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.noise import Noise, movement
+from lowtri.auditing.subject import Rows, Subject
+
+__all__ = ["Context", "draw"]
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass
+class Context:
+    """One audit's working state. Probes read it; the only thing they write is `seen`."""
+
+    subject: Subject
+    inputs: Inputs
+    allowed: Bools  # (1 or B, N, N)
+    noise: Noise
+    vocab: npt.NDArray[np.int64]  # ids to draw from
+    draws: int = 2
+    exact: int = 128  # up to this length every pair is looked at
+    seed: int = 0
+    tick: Callable[[str, int, int], None] = lambda probe, done, of: None
+    options: dict[str, Any] = field(default_factory=dict)
+    seen: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))  # (Nq, Nk), NaN where not looked at
+    _base: Rows | None = None
+
+    def __post_init__(self) -> None:
+        if not self.seen.size:
+            self.seen = np.full((self.n, self.n), np.nan)
+
+    @property
+    def n(self) -> int:
+        return self.inputs.n
+
+    @property
+    def base(self) -> Rows:
+        """The rows of the example itself."""
+        if self._base is None:
+            self._base = self.subject(self.inputs)
+        return self._base
+
+    @property
+    def discrete_output(self) -> bool:
+        return self.base.dtype.kind != "f"
+
+    @property
+    def ignored(self) -> Bools:
+        """Positions (B, N) whose own output means nothing: nobody sees them, so they are pads."""
+        return np.broadcast_to(~has_token(self.allowed), (self.inputs.batch, self.n))
+
+    def untouched(self, where: Bools) -> Bools:
+        """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
+        where = np.broadcast_to(where, (self.allowed.shape[0], self.n) if where.ndim == 1 else where.shape)
+        sees = (self.allowed & where[:, None, :]).any(axis=-1)
+        return np.broadcast_to(~sees, (self.inputs.batch, self.n)) & ~self.ignored
+
+    def moved(self, inputs: Inputs) -> tuple[npt.NDArray[np.float64], float]:
+        """How far each row of the answer moves from the example's, (B, N), and the magnitude of the answers."""
+        from lowtri.auditing.noise import magnitude
+
+        rows = self.subject(inputs)
+        return movement(self.base, rows), magnitude(self.base, rows)
+
+    def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
+        """Remember how far each output, (N,), moved with one key."""
+        self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
+
+    def fresh(self, salt: int, kind: str = "random") -> Inputs:
+        """Other values for every position: `random` ones, or `extreme` ones."""
+        return draw(self.inputs, self.vocab, np.random.default_rng([self.seed, salt]), kind)
+
+    def places(self, most: int) -> list[int]:
+        """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""
+        n = self.n
+        if n <= most:
+            return list(range(n))
+        wanted = [0, 1, 2, n - 1, n - 2]
+        first = self.allowed[0]
+        for row in (n - 1, n // 2):
+            wanted += [int(edge) + d for edge in np.flatnonzero(np.diff(first[row].astype(np.int8))) for d in (0, 1)]
+        wanted += [2**p + d for p in range(2, n.bit_length()) for d in (-1, 0, 1)]
+        wanted += np.linspace(0, n - 1, most).astype(int).tolist()
+        unique = list(dict.fromkeys(place for place in wanted if 0 <= place < n))
+        return sorted(unique[:most])
+
+    def twin(self) -> Context:
+        """The same on the float64 copy."""
+        from lowtri.auditing.noise import measure_noise
+
+        subject = self.subject.twin()
+        noise = measure_noise(subject, self.inputs, ~has_token(self.allowed))
+        return replace(self, subject=subject, noise=noise, seen=self.seen.copy(), _base=None)
+
+
+def draw(inputs: Inputs, vocab: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Inputs:
+    """Other values in the place of every token or vector."""
+    changed = []
+    for values in inputs.sequences:
+        if inputs.discrete:
+            changed.append(_other_ids(values, vocab, rng, kind))
+            continue
+        spread = float(np.nanstd(values)) or 1.0
+        # Extreme values stay within what half precision can hold after a projection.
+        size = 1.0 if kind == "random" else 100.0
+        noise = rng.standard_normal(values.shape) * spread * size + float(np.nanmean(values))
+        if kind == "extreme":
+            noise = np.where(
+                rng.random(values.shape[:2]).reshape(values.shape[:2] + (1,) * (values.ndim - 2)) < 0.2, 0.0, noise
+            )
+        changed.append(noise.astype(values.dtype))
+    return replace(inputs, sequences=tuple(changed))
+
+
+def _other_ids(
+    ids: npt.NDArray[Any], vocab: npt.NDArray[np.int64], rng: np.random.Generator, kind: str
+) -> npt.NDArray[Any]:
+    if kind == "extreme":  # the first and the last id, where special tokens live
+        ends = np.array([vocab[0], vocab[-1]])
+        other = ends[rng.integers(0, 2, ids.shape)]
+        other = np.where(other == ids, np.where(ids == ends[0], ends[1], ends[0]), other)
+        return np.asarray(other.astype(ids.dtype))
+    place = rng.integers(0, len(vocab), ids.shape)
+    other = vocab[place]
+    other = np.where(other == ids, vocab[(place + 1) % len(vocab)], other)
+    return np.asarray(other.astype(ids.dtype))

@@ -1,0 +1,56 @@
+"""A copy of a model that computes in float64 throughout, where leaks stay and rounding noise vanishes.
+
+Casting the weights is not enough: many models cast back to float32 inside (norms, softmax, rotary tables), which puts the
+noise back. So calls of the copy run under a mode that reads every request for a narrower float as float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["double_copy", "in_double"]
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+class _Widen(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            func = torch.Tensor.double
+            kwargs = {}
+        args = tuple(_wide(value) for value in args)
+        kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        made = isinstance(result, torch.Tensor) and not types and result.dtype in _NARROW
+        return result.double() if made else result
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """Read every request for float32, float16 or bfloat16 as one for float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def double_copy(model: Any) -> Any:
+    """A float64 copy of a module; a plain function is its own copy."""
+    if isinstance(model, torch.nn.Module):
+        return copy.deepcopy(model).double()
+    return model

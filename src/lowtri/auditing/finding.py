@@ -1,0 +1,77 @@
+"""What a probe returns: a finding, with the leaking pairs and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Finding", "Leak", "Status", "leaks_from"]
+
+Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Position `query` depends on position `key` although the mask hides it, or answers as it must not."""
+
+    query: int
+    key: int
+    size: float
+    probe: str
+    row: int = 0
+    module: str | None = None
+    note: str = ""
+
+    def sentence(self, noise: float = 0.0) -> str:
+        """One sentence that names the pair, the size and the module."""
+        if self.note:
+            text = self.note
+        elif self.probe == "gradient":
+            text = f"position {self.query} sees position {self.key}: d output {self.query} / d input {self.key} is {self.size:.2g}"
+        else:
+            text = (
+                f"position {self.query} sees position {self.key}: changing input {self.key} moves output {self.query} "
+                f"by {self.size:.2g}"
+            )
+        text += f" (noise {noise:.1g})." if noise else " (noise 0)."
+        return text + (f" First seen in {self.module}." if self.module else "")
+
+    def at(self, module: str | None) -> Leak:
+        return replace(self, module=module)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One probe's answer.
+
+    `doubt` stands only between a probe and the audit: the movement is near the noise, so the float64 copy has to decide.
+    """
+
+    probe: str
+    status: Status
+    message: str
+    leaks: tuple[Leak, ...] = ()
+    measured: dict[str, Any] = field(default_factory=dict)
+    # Two inputs (before, after) and the row of the batch that show the first leak, for `where`.
+    witness: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "probe": self.probe,
+            "status": self.status,
+            "message": self.message,
+            "measured": self.measured,
+            "leaks": len(self.leaks),
+        }
+
+
+def leaks_from(sizes: npt.NDArray[np.float64], probe: str, note: str = "") -> tuple[Leak, ...]:
+    """Every positive entry of a table of pairs (B, N, N) as a leak, the largest over the batch."""
+    largest, row = sizes.max(axis=0), sizes.argmax(axis=0)
+    return tuple(
+        Leak(int(q), int(k), float(largest[q, k]), probe, int(row[q, k]), note=note)
+        for q, k in zip(*np.nonzero(largest > 0), strict=True)
+    )

@@ -1,0 +1,70 @@
+"""Vectors to differentiate by, or to poison: the inputs themselves, or what the model looks up for its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.subject import Subject
+
+__all__ = ["run_with_leaves"]
+
+
+class _Lookup(TorchFunctionMode):
+    """Replaces every look-up of exactly the example's ids, by embedding or by indexing, by a leaf with the same values."""
+
+    def __init__(self, ids: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.ids = ids
+        self.make = make
+        self.leaves: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (torch.nn.functional.embedding, torch.embedding):
+            index = args[0] if func is torch.nn.functional.embedding else args[1]
+        elif func is torch.Tensor.__getitem__:
+            index = args[1]
+        else:
+            return result
+        if not (isinstance(index, torch.Tensor) and index.shape == self.ids.shape and result.is_floating_point()):
+            return result
+        if not torch.equal(index, self.ids) or result.dim() <= index.dim():
+            return result
+        leaf = self.make(result)
+        self.leaves.append(leaf)
+        return leaf
+
+
+def run_with_leaves(
+    subject: Subject, inputs: Inputs, make: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run the subject with its vectors passed through `make`; return the rows, (B, N, F), and what `make` returned.
+
+    `make` gets vectors in the caller's own layout. `align` of the result is `Leaves.rows`.
+    """
+    if inputs.discrete:
+        ids = subject.form.give(inputs.sequences[0])
+        if not isinstance(ids, torch.Tensor):
+            return subject.tensor(inputs), []
+        with _Lookup(ids, make) as mode:
+            rows = subject.tensor(inputs)
+        return rows, mode.leaves
+    made: list[torch.Tensor] = []
+    form = subject.form
+
+    class _Given(type(form)):  # type: ignore[misc]
+        def give(self, value: Any, number: int = 0) -> Any:
+            leaf = make(super().give(value, number))
+            made.append(leaf)
+            return leaf
+
+    from dataclasses import fields, replace
+
+    given = _Given(**{part.name: getattr(form, part.name) for part in fields(form)})
+    return replace(subject, form=given).tensor(inputs), made

@@ -1,0 +1,94 @@
+"""Change the neighbours in the batch: a row must answer the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from lowtri.auditing.context import Context
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.noise import magnitude, movement
+from lowtri.auditing.subject import Rows
+
+__all__ = ["batch"]
+
+
+def batch(context: Context) -> Finding:
+    """Row 0 with other neighbours; and, where the model takes a batch of one, alone."""
+    if context.subject.form.batch_axis is None:
+        return Finding("batch", "skipped", "the example has no batch")
+    inputs = context.inputs if context.inputs.batch > 1 else _doubled(context)
+    watched = ~np.broadcast_to(context.ignored[:1], (1, context.n))
+    try:
+        before = context.subject(inputs)
+    except Exception:
+        return Finding("batch", "skipped", "the model takes no batch of two")
+    if before.shape[0] != inputs.batch:
+        return Finding("batch", "skipped", "the output has no batch")
+    greatest, status = 0.0, "clean"
+    leaks: list[Leak] = []
+    neighbours = np.arange(inputs.batch)[:, None] > 0
+    everywhere = np.broadcast_to(neighbours, (inputs.batch, context.n))
+    for salt, kind in ((200, "random"), (201, "random"), (202, "extreme")):
+        fresh = _fresh(context, inputs, salt, kind)
+        after = context.subject(inputs.change(everywhere, fresh))
+        sizes = np.where(watched, np.nan_to_num(movement(before[:1], after[:1])), 0.0)[0]
+        size, scale = float(sizes.max()), magnitude(before, after)
+        weight = context.noise.weigh(size, scale)
+        greatest = max(greatest, size)
+        if weight != "clean":
+            status = "leak" if "leak" in (weight, status) else "doubt"
+            leaks.append(_name(context, inputs, fresh, before, sizes))
+    alone = None
+    if not context.noise.random:
+        try:
+            single = context.subject(inputs.rows([0]))
+            sizes = np.where(watched, np.nan_to_num(movement(before[:1], single)), 0.0)[0]
+            alone = float(sizes.max())
+        except Exception:
+            alone = None
+        weight = "clean" if alone is None else context.noise.weigh(alone, magnitude(before), doubtful=False)
+        if weight != "clean" and not leaks:
+            status = weight
+            query = int(np.flatnonzero(sizes > sizes.max() / 10)[0])
+            note = f"row 0 answers differently alone: output {query} moves by {sizes[query]:.2g}"
+            leaks.append(Leak(query, query, float(sizes[query]), "batch", note=note))
+    measured = {"greatest": greatest, "alone": alone, "rows": inputs.batch}
+    if status == "clean":
+        return Finding("batch", "clean", "a row does not depend on its neighbours", (), measured)
+    message = f"a row depends on its neighbours in the batch, by up to {max(greatest, alone or 0.0):.2g}"
+    return Finding("batch", "leak" if status == "leak" else "doubt", message, tuple(leaks[:1]), measured)
+
+
+def _doubled(context: Context) -> Inputs:
+    """The example and a changed copy of it as a batch of two."""
+    other = context.fresh(203)
+    both = tuple(np.concatenate(pair) for pair in zip(context.inputs.sequences, other.sequences, strict=True))
+    settings = {
+        key: np.concatenate([value, value]) if value.ndim > 1 and value.shape[0] == 1 else value
+        for key, value in context.inputs.settings.items()
+    }
+    return replace(context.inputs, sequences=both, settings=settings)
+
+
+def _fresh(context: Context, inputs: Inputs, salt: int, kind: str) -> Inputs:
+    from lowtri.auditing.context import draw
+
+    return draw(inputs, context.vocab, np.random.default_rng([context.seed, salt]), kind)
+
+
+def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: Rows) -> Leak:
+    """The first position of row 0 that moves, and one position of its neighbours that moves it."""
+    query = int(np.flatnonzero(sizes > sizes.max() / 10)[0])
+    chosen, size = 0, float(sizes[query])
+    for key in context.places(32):
+        where = (np.arange(inputs.batch)[:, None] > 0) & (np.arange(context.n) == key)
+        after = context.subject(inputs.change(where, fresh))
+        moved = float(np.nan_to_num(movement(before[:1], after[:1]))[0, query])
+        if context.noise.weigh(moved, magnitude(before, after)) != "clean":
+            chosen, size = key, moved
+            break
+    note = f"row 0 sees its neighbour: changing input {chosen} of another row moves its output {query} by {size:.2g}"
+    return Leak(query, chosen, size, "batch", 0, note=note)

@@ -1,0 +1,141 @@
+"""Decode step by step with a cache: every step must answer as the whole forward does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtri.auditing.context import Context
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.noise import magnitude, movement
+from lowtri.auditing.probes.padding import pad, pad_keyword
+from lowtri.auditing.stepping import Decode, decoder_for
+from lowtri.auditing.subject import Rows
+
+__all__ = ["cache"]
+
+
+def cache(context: Context) -> Finding:
+    """One position at a time, a prompt and then one at a time, and in chunks of three, against the whole."""
+    known = decoder_for(context)
+    if known is None:
+        return Finding("cache", "skipped", "how this model decodes with a cache is not known (say step=)")
+    if context.noise.random:
+        return Finding("cache", "skipped", "the model draws random numbers, and steps draw others")
+    decode, chunks = known
+    n = context.n
+    ways = {"one at a time": [1] * n}
+    if chunks or context.options.get("step") is None:
+        half = n // 2
+        ways["after a prompt"] = [half] + [1] * (n - half)
+    if chunks:
+        ways["in chunks of three"] = [3] * (n // 3) + ([n % 3] if n % 3 else [])
+    leaks: list[Leak] = []
+    status, greatest, tried, refused = "clean", 0.0, [], {}
+    for way, sizes in ways.items():
+        for salt in (None, 400):
+            inputs = context.inputs if salt is None else context.fresh(salt)
+            try:
+                rows = decode(inputs, sizes)
+            except Exception as error:
+                refused[way] = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+                break
+            whole = context.base if salt is None else context.subject(inputs)
+            kind, size, leak = _compare(context, decode, inputs, sizes, whole, rows, way)
+            greatest = max(greatest, size)
+            if way not in tried:
+                tried.append(way)
+            if leak is not None:
+                status = "leak" if "leak" in (kind, status) else "doubt"
+                leaks.append(leak)
+                break
+        context.tick("cache", len(tried), len(ways))
+    if pad_keyword(context) == "attention_mask" and status == "clean" and "after a prompt" in tried:
+        found = _left_padded(context, decode)
+        if found is not None:
+            kind, size, leak = found
+            tried.append("left padding")
+            greatest = max(greatest, size)
+            if leak is not None:
+                status, leaks = kind, [leak]
+    measured = {"ways": tried, "refused": refused, "greatest": greatest, "length": n, **_edges(context)}
+    if not tried:
+        reason = next(iter(refused.values()), "no way to decode")
+        return Finding("cache", "skipped", f"cached decoding does not run: {reason}", (), measured)
+    if leaks:
+        message = f"cached decoding differs from the whole forward by up to {greatest:.2g}"
+        return Finding("cache", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
+    return Finding("cache", "clean", f"cached decoding equals the whole forward ({', '.join(tried)})", (), measured)
+
+
+def _compare(
+    context: Context,
+    decode: Decode,
+    inputs: Inputs,
+    sizes: list[int],
+    whole: Rows,
+    rows: Rows,
+    way: str,
+) -> tuple[str, float, Leak | None]:
+    if rows.shape != whole.shape:
+        note = f"decoding {way} gives {rows.shape[1]} rows for {whole.shape[1]} positions"
+        return "leak", float("inf"), Leak(0, 0, float("inf"), "cache", note=note)
+    moved = np.nan_to_num(movement(whole, rows), nan=np.inf)
+    moved[np.broadcast_to(context.ignored, moved.shape)] = 0.0
+    size, scale = float(moved.max()), magnitude(whole, rows)
+    kind = context.noise.weigh(size, scale, doubtful=False)
+    if kind == "clean":
+        return kind, size, None
+    wrong = [[context.noise.weigh(float(value), scale, doubtful=False) != "clean" for value in row] for row in moved]
+    row, query = np.argwhere(wrong)[np.argmin(np.argwhere(wrong)[:, 1])].tolist()
+    key = _key_that_differs(context, decode, inputs, sizes, whole, rows, row, query)
+    note = f"decoding {way} differs from the whole forward from position {query} on, by {moved[row, query]:.2g}"
+    if key != query:
+        note += f"; the two disagree whether it sees position {key}"
+    return kind, size, Leak(query, key, float(moved[row, query]), "cache", row, note=note)
+
+
+def _key_that_differs(
+    context: Context, decode: Decode, inputs: Inputs, sizes: list[int], whole: Rows, rows: Rows,
+    row: int, query: int,
+) -> int:  # fmt: skip
+    """The first key that one road sees from `query` and the other does not; the query itself if there is none."""
+    fresh = context.fresh(401)
+    for key in (place for place in context.places(24) if place <= query):
+        changed = inputs.change(np.arange(context.n) == key, fresh)
+        try:
+            one = movement(whole, context.subject(changed))[row, query]
+            other = movement(rows, decode(changed, sizes))[row, query]
+        except Exception:
+            return query
+        if (one > 0) != (other > 0):
+            return int(key)
+    return query
+
+
+def _left_padded(context: Context, decode: Decode) -> tuple[str, float, Leak | None] | None:
+    """With pads on the left, cached against whole, both padded."""
+    try:
+        inputs = pad(context, "attention_mask", 3, 0, 402)
+        whole = context.subject(inputs)
+        rows = decode(inputs, [inputs.n // 2] + [1] * (inputs.n - inputs.n // 2))
+    except Exception:
+        return None
+    whole, rows = whole[:, 3:], rows[:, 3:]
+    if whole.shape != rows.shape or np.isnan(whole).any():
+        return None
+    moved = np.nan_to_num(movement(whole, rows), nan=np.inf)
+    size = float(moved.max())
+    kind = context.noise.weigh(size, magnitude(whole, rows), doubtful=False)
+    if kind == "clean":
+        return kind, size, None
+    row, query = np.unravel_index(int(moved.argmax()), moved.shape)
+    note = f"with pads on the left, cached decoding differs from the whole forward at position {query}, by {size:.2g}"
+    return kind, size, Leak(int(query), int(query), size, "cache", int(row), note=note)
+
+
+def _edges(context: Context) -> dict[str, object]:
+    """The model's own window, and whether the input goes past it."""
+    config = getattr(context.subject.model, "config", None)
+    window = getattr(config, "sliding_window", None)
+    return {"window": window, "past_the_window": context.n > window} if isinstance(window, int) else {}

@@ -1,0 +1,159 @@
+"""Change inputs; outputs that may not see them must not move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtri.auditing.context import Bools, Context
+from lowtri.auditing.finding import Finding, Leak, leaks_from
+
+__all__ = ["change"]
+
+_LONG = 48  # queries and keys looked at when the input is too long for all of them
+
+
+def change(context: Context) -> Finding:
+    """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
+
+    Short inputs are looked at pair by pair. Of long ones a choice of places is taken, and a query that moves is
+    bisected down to one key.
+    """
+    exact = context.n <= context.exact
+    keys = range(context.n) if exact else context.places(_LONG)
+    queries = range(context.n) if exact else context.places(_LONG)
+    draws = context.draws * 4 if context.discrete_output else context.draws
+    sweep = _Sweep(context)
+    total = draws * len(keys) + 2 * len(queries)
+    for salt in range(draws):
+        fresh = context.fresh(salt)
+        for key in keys:
+            where = np.arange(context.n) == key
+            sweep.single(where, fresh, key)
+            context.tick("change", sweep.runs, total)
+    for salt, kind in ((100, "random"), (101, "extreme")):
+        fresh = context.fresh(salt, kind)
+        for query in queries:
+            where = ~context.allowed[:, query, :]  # (1 or B, N)
+            if where.any():
+                sweep.joint(where, fresh, query, kind)
+            context.tick("change", sweep.runs, total)
+    return sweep.finding(len(keys), len(queries), draws)
+
+
+class _Sweep:
+    """The runs of one probe, and the worst that they showed."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.pairs = np.zeros((context.inputs.batch, context.n, context.n))  # sizes of movements that should not be
+        self.doubtful = np.zeros_like(self.pairs)
+        self.jointly: list[Leak] = []
+        self.runs = 0
+        self.poisoned = 0
+        self.witness: Any = None
+
+    def single(self, where: Bools, fresh: Any, key: int) -> None:
+        """Change one key everywhere in the batch: one column of the table of pairs."""
+        changed = self.context.inputs.change(where, fresh)
+        sizes, scale = self.context.moved(changed)
+        self.runs += 1
+        self.context.see(np.nan_to_num(sizes).max(axis=0), key)
+        clean = self.context.untouched(where)
+        self.poisoned += int((np.isnan(sizes) & clean).sum())
+        for row, query in np.argwhere(clean & (sizes > 0)):
+            self._note(row, query, key, float(sizes[row, query]), scale, changed)
+
+    def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
+        """Change all that is hidden from one query; if the query moves, find one key that does it."""
+        changed = self.context.inputs.change(where, fresh)
+        sizes, scale = self.context.moved(changed)
+        self.runs += 1
+        clean = self.context.untouched(where)
+        self.poisoned += int((np.isnan(sizes) & clean).sum())
+        for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
+            size = float(sizes[row, query])
+            known = (
+                self.pairs[row, query] if self.context.noise.weigh(size, scale) == "leak" else self.doubtful[row, query]
+            )
+            if known.any() or self.pairs[row, query].any() or len(self.jointly) >= 8:
+                continue
+            hidden = np.flatnonzero(where[row % where.shape[0]])
+            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale))
+            if found is not None:
+                key, alone, alone_scale, inputs = found
+                self._note(int(row), query, key, alone, alone_scale, inputs)
+            else:
+                self._note(int(row), query, int(hidden[0]), size, scale, changed, jointly=len(hidden))
+
+    def _note(self, row: int, query: int, key: int, size: float, scale: float, changed: Any, jointly: int = 0) -> None:
+        kind = self.context.noise.weigh(size, scale)
+        if kind == "leak" and self._again(row, query, changed, size):
+            self.pairs[row, query, key] = max(size, self.pairs[row, query, key])
+            if self.witness is None:
+                self.witness = (self.context.inputs, changed, row)
+            if jointly:
+                note = f"output {query} moves by {size:.2g} when all {jointly} inputs hidden from it change together"
+                self.jointly.append(Leak(query, key, size, "change", row, note=note))
+        elif kind != "clean":
+            self.doubtful[row, query, key] = max(size, self.doubtful[row, query, key])
+
+    def _again(self, row: int, query: int, changed: Any, size: float) -> bool:
+        # One accusation is made only of a movement that can be repeated; once something is found the model is known to repeat.
+        if self.witness is not None:
+            return True
+        before = self.context.subject(self.context.inputs)[row, query]
+        after = self.context.subject(changed)[row, query]
+        still = np.array_equal(before, self.context.base[row, query], equal_nan=True)
+        return bool(still or np.abs(after - before).max() > size / 2)
+
+    def _bisect(
+        self, row: int, query: int, hidden: npt.NDArray[np.intp], fresh: Any, kind: str
+    ) -> tuple[int, float, float, Any] | None:
+        """One key among `hidden` that moves the query alone, by halving; None if only several together do."""
+        result = None
+        while True:
+            halves = (hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]) if len(hidden) > 1 else (hidden,)
+            for half in halves:
+                where = np.isin(np.arange(self.context.n), half)
+                changed = self.context.inputs.change(where, fresh)
+                sizes, scale = self.context.moved(changed)
+                self.runs += 1
+                if self.context.noise.weigh(float(np.nan_to_num(sizes[row, query])), scale) == kind:
+                    hidden = half
+                    result = (int(half[0]), float(sizes[row, query]), scale, changed)
+                    break
+            else:
+                return None
+            if len(hidden) == 1:
+                return result
+
+    def finding(self, keys: int, queries: int, draws: int) -> Finding:
+        context = self.context
+        everything = bool(keys == context.n)
+        measured = {
+            "runs": self.runs,
+            "draws": draws * context.inputs.batch,
+            "keys": keys,
+            "queries": queries,
+            "of": context.n,
+            "every_pair": everything,
+            "greatest": float(max(self.pairs.max(), self.doubtful.max())),
+            "poisoned": self.poisoned,
+        }
+        looked = "every pair" if everything else f"{keys} keys and {queries} queries of {context.n}"
+        extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme"
+        if self.pairs.any():
+            # What is in doubt beside a sure leak is no news, and near-zero entries would only blur the picture.
+            leaks = leaks_from(self.pairs, "change")
+            joint = {(leak.query, leak.key): leak for leak in self.jointly}
+            leaks = tuple(joint.get((leak.query, leak.key), leak) for leak in leaks)
+            return Finding("change", "leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
+        if self.doubtful.any():
+            leaks = leaks_from(self.doubtful, "change")
+            return Finding(
+                "change", "doubt", f"hidden inputs move outputs by up to {measured['greatest']:.2g}", leaks, measured
+            )
+        return Finding("change", "clean", f"no hidden input moves an output ({extent})", (), measured)

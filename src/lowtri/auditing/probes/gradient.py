@@ -1,0 +1,104 @@
+"""Differentiate: d output[i] / d input[j] must be exactly zero wherever the mask hides j from i."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lowtri.auditing.context import Context
+from lowtri.auditing.finding import Finding, leaks_from
+
+__all__ = ["gradient"]
+
+_LONG = 48
+
+
+def gradient(context: Context) -> Finding:
+    """One backward pass for each query, from a random cotangent, so that no sum over features can cancel.
+
+    Finds leaks too small to move a float32 output; blind to every leak through a discrete choice (top-k, sort, argmax).
+    """
+    if not context.subject.form.torch and context.subject.module is None:
+        return _skip("the model does not compute in torch")
+    import torch
+
+    from lowtri.auditing.leaves import run_with_leaves
+
+    try:
+        with torch.enable_grad():
+            rows, leaves = run_with_leaves(
+                context.subject, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
+            )
+    except Exception as error:
+        return _skip(f"the model cannot be differentiated: {_first_line(error)}")
+    if not leaves:
+        return _skip("no look-up of the example's ids was found to differentiate by")
+    if not (rows.is_floating_point() and rows.requires_grad):
+        return _skip("the output carries no gradient")
+    queries = context.places(context.exact if context.n <= context.exact else _LONG)
+    cotangents = np.random.default_rng([context.seed, 7]).standard_normal(rows.shape)
+    batch, n = context.inputs.batch, context.n
+    sizes = np.zeros((batch, n, n))
+    for done, query in enumerate(queries):
+        cotangent = torch.as_tensor(cotangents[:, query], dtype=rows.dtype, device=rows.device)
+        try:
+            found = torch.autograd.grad(
+                rows[:, query], leaves, cotangent, retain_graph=done + 1 < len(queries), allow_unused=True
+            )
+        except RuntimeError as error:
+            return _skip(f"the model cannot be differentiated: {_first_line(error)}")
+        for number, grad in enumerate(found):
+            if grad is not None:
+                sizes[:, query] = np.maximum(sizes[:, query], _by_position(context, grad, number))
+        context.tick("gradient", done + 1, len(queries))
+    return _judge(context, sizes, queries)
+
+
+def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
+    finite = np.isfinite(sizes)
+    for query in queries:
+        row = np.where(finite[:, query], sizes[:, query], 0).max(axis=0)
+        context.seen[query] = np.fmax(context.seen[query], row)
+    hidden = ~np.broadcast_to(context.allowed, sizes.shape) & ~context.ignored[:, :, None]
+    scale = float(sizes[finite].max(initial=0.0))
+    wrong = np.where(hidden & finite, sizes, 0.0)
+    greatest = float(wrong.max())
+    measured = {
+        "queries": len(queries),
+        "of": context.n,
+        "every_pair": len(queries) == context.n,
+        "greatest": greatest,
+        "not_finite": int((hidden & ~finite).sum()),
+    }
+    kind = context.noise.weigh(greatest, scale)
+    looked = "every query" if len(queries) == context.n else f"{len(queries)} queries of {context.n}"
+    if kind == "clean":
+        return Finding("gradient", "clean", f"no gradient reaches a hidden input ({looked})", (), measured)
+    if kind == "leak":
+        wrong[wrong <= context.noise.eps * scale] = 0.0
+    leaks = leaks_from(wrong, "gradient")
+    return Finding(
+        "gradient", kind, f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}", leaks, measured
+    )
+
+
+def _by_position(context: Context, grad: Any, number: int) -> Any:
+    """The greatest gradient at each position, (B, N)."""
+    form = context.subject.form
+    values = grad.detach().abs().double().cpu().numpy()
+    axis = form.position_axes[0 if context.inputs.discrete else number]
+    if form.batch_axis is None:
+        values = np.moveaxis(values, axis, 0)[None]
+    else:
+        values = np.moveaxis(values, (form.batch_axis, axis), (0, 1))
+    values = values.reshape(values.shape[0], values.shape[1], -1)
+    return np.asarray(np.broadcast_to(values.max(axis=-1), (context.inputs.batch, context.n)))
+
+
+def _skip(reason: str) -> Finding:
+    return Finding("gradient", "skipped", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -1,0 +1,62 @@
+"""Cut the input off after t positions: what was answered before t must stay the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtri.auditing.context import Context
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.noise import magnitude, movement
+
+__all__ = ["prefix"]
+
+
+def prefix(context: Context) -> Finding:
+    """The rows of the first t inputs alone against the same rows of the whole.
+
+    Finds dependence on the length, which no change of content shows: statistics over time, positions counted from the
+    end, buckets whose size follows the length.
+    """
+    if context.noise.random:
+        return Finding("prefix", "skipped", "the model draws random numbers, and another length draws others")
+    lengths = [t for t in context.places(16) if t > 0]
+    refused, tried, worst = [], [], 0.0
+    leaks: list[Leak] = []
+    status = "clean"
+    witness = None
+    for done, t in enumerate(lengths):
+        where = np.arange(context.n) >= t
+        rows = context.untouched(where)[:, :t]
+        if not rows.any():
+            continue
+        short = context.inputs.span(0, t)
+        try:
+            alone = context.subject(short)
+        except Exception:
+            refused.append(t)
+            continue
+        if alone.shape[:2] != (context.base.shape[0], t):
+            refused.append(t)
+            continue
+        tried.append(t)
+        whole = context.base[:, :t]
+        sizes = np.where(rows, np.nan_to_num(movement(whole, alone)), 0.0)
+        row, query = np.unravel_index(int(sizes.argmax()), sizes.shape)
+        size = float(sizes[row, query])
+        worst = max(worst, size)
+        kind = context.noise.weigh(size, magnitude(whole, alone), doubtful=False)
+        if kind != "clean":
+            first = int(np.argwhere(sizes[row] > size / 10)[0][0])
+            note = f"position {first} sees the length: output {first} moves by {sizes[row, first]:.2g} when the input ends before {t}"
+            leaks.append(Leak(first, t, float(sizes[row, first]), "prefix", int(row), note=note))
+            status = "leak" if "leak" in (kind, status) else "doubt"
+            witness = witness or (context.inputs, short, int(row))
+        context.tick("prefix", done + 1, len(lengths))
+    measured = {"lengths": tried, "refused": refused, "greatest": worst}
+    if not tried:
+        return Finding("prefix", "skipped", "the model takes no shorter input", (), measured)
+    if status == "clean":
+        return Finding("prefix", "clean", f"{len(tried)} shorter inputs answer as the whole does", (), measured)
+    leaks.sort(key=lambda leak: (leak.query, leak.key))
+    message = f"{len(leaks)} of {len(tried)} shorter inputs answer differently, by up to {worst:.2g}"
+    return Finding("prefix", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured, witness)

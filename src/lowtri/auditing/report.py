@@ -1,0 +1,197 @@
+"""The verdict of an audit: text with the message first, a drawing, JSON, HTML, and an exit code."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.noise import Noise
+from lowtri.auditing.picture import cells, draw_text, to_table
+from lowtri.errors import LeakError, UndecidedError
+
+__all__ = ["AuditReport"]
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit found.
+
+    `ok` is true only when every probe that could run found nothing; `decided` is false when the audit could not say.
+    `leaks` is sorted by query and key, `first` is its first entry.
+    """
+
+    model: str
+    mask: str
+    n: int
+    batch: int
+    noise: Noise | None
+    findings: tuple[Finding, ...]
+    leaks: tuple[Leak, ...]
+    allowed: npt.NDArray[np.bool_]
+    seen: npt.NDArray[np.float64]
+    reason: str | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> str:
+        """`leak`, `could not decide` or `no leak found`."""
+        if self.leaks:
+            return "leak"
+        return "no leak found" if self.reason is None else "could not decide"
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "no leak found"
+
+    @property
+    def decided(self) -> bool:
+        return self.verdict != "could not decide"
+
+    @property
+    def first(self) -> Leak | None:
+        return self.leaks[0] if self.leaks else None
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == "warning")
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing found, 1 a leak, 3 could not decide."""
+        return {"no leak found": 0, "leak": 1, "could not decide": 3}[self.verdict]
+
+    def finding(self, probe: str) -> Finding:
+        """What one probe found."""
+        return next(finding for finding in self.findings if finding.probe == probe)
+
+    @property
+    def message(self) -> str:
+        """The verdict in one sentence or two."""
+        if self.leaks:
+            noise = self.noise.greatest if self.noise else 0.0
+            more = f" ({len(self.leaks)} pairs in all.)" if len(self.leaks) > 1 else ""
+            return self.leaks[0].sentence(noise) + more
+        if self.reason is not None:
+            return f"could not decide: {self.reason}."
+        return f"no leak found: {self._extent()}."
+
+    def raise_for_leak(self) -> None:
+        """Raise LeakError for a leak, UndecidedError where nothing could be decided; return for a clean model."""
+        if self.leaks:
+            raise LeakError(f"{self.model} sees what {self.mask} hides: {self.message}\n{self.draw()}")
+        if self.reason is not None:
+            fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
+            raise UndecidedError(f"audit: {self.model}: {self.message}\nFix: {fix}.")
+
+    def draw(self, most: int = 48) -> str:
+        """Declared, seen and leaking pairs as text, at most `most` signs wide."""
+        return draw_text(self._cells(most), self.n)
+
+    def to_json(self) -> str:
+        """Everything that was measured, as JSON."""
+        noise = self.noise
+        data = {
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "message": self.message,
+            "model": self.model,
+            "mask": self.mask,
+            "positions": self.n,
+            "batch": self.batch,
+            "noise": None
+            if noise is None
+            else {"repeat": noise.repeat, "reorder": noise.reorder, "magnitude": noise.magnitude},
+            "leaks": [
+                {
+                    "query": leak.query,
+                    "key": leak.key,
+                    "size": leak.size,
+                    "probe": leak.probe,
+                    "row": leak.row,
+                    "module": leak.module,
+                    "message": leak.sentence(noise.greatest if noise else 0.0),
+                }
+                for leak in self.leaks
+            ],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+            "exit_code": self.exit_code,
+        }
+        return json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
+
+    def to_html(self) -> str:
+        """One plain page with the picture; no network."""
+        rows = "".join(
+            f"<tr><td>{html.escape(f.probe)}</td><td>{html.escape(f.status)}</td><td>{html.escape(f.message)}</td></tr>"
+            for f in self.findings
+        )
+        colour = {"leak": "#c53030", "no leak found": "#2f855a", "could not decide": "#b7791f"}[self.verdict]
+        return (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>lowtri audit</title>'
+            "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+            "td{padding:.2em .8em .2em 0;vertical-align:top}</style>"
+            f'<h1 style="color:{colour}">{html.escape(self.verdict)}</h1><p>{html.escape(self.message)}</p>'
+            f"<p>{html.escape(self.model)} against <code>{html.escape(self.mask)}</code></p>"
+            f"{to_table(self._cells(96))}<table>{rows}</table>"
+            f"<p>{html.escape(' '.join(self.notes))}</p></html>\n"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as `.html`, `.json` or text, whole or not at all."""
+        path = Path(path)
+        text = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)()
+        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+        return path
+
+    def __str__(self) -> str:
+        width = max((len(finding.probe) for finding in self.findings), default=0)
+        lines = [self.message, "", f"{self.model} against {self.mask}, {self.batch} x {self.n} positions"]
+        lines.append(self.draw())
+        lines += [f"  {f.probe:<{width}}  {f.status:<9}  {f.message}" for f in self.findings]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.noise is not None:
+            lines.append(
+                f"  noise: the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
+            )
+        return "\n".join(lines)
+
+    def _extent(self) -> str:
+        change = next((f for f in self.findings if f.probe == "change"), None)
+        ran = [f.probe for f in self.findings if f.status not in ("skipped", "undecided")]
+        looked = "" if change is None else f", {change.measured['draws']} draws"
+        if change is not None and not change.measured["every_pair"]:
+            looked += f", {change.measured['keys']} keys and {change.measured['queries']} queries looked at"
+        return f"{self.batch} x {self.n} positions{looked}, probes {', '.join(ran)}"
+
+    def _cells(self, most: int) -> list[str]:
+        # Only pairs of positions belong in the picture; the other probes' leaks speak of lengths, pads and caches.
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.probe in ("change", "gradient", "doors")]
+        return cells(self.allowed, self.seen, pairs, most)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity, no NumPy and no tuples."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,85 @@
+"""Ways to decode: one position after another, or in chunks, with a state between them.
+
+Known by themselves: `start(batch)` with `model(ids, state=...)`, and the caches of transformers models. Anything else is
+said with `step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lowtri.auditing.context import Context
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.subject import Rows
+
+__all__ = ["decoder_for"]
+
+Decode = Callable[[Inputs, Sequence[int]], Rows]
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+
+
+def decoder_for(context: Context) -> tuple[Decode, bool] | None:
+    """How this model decodes, and whether it can take several positions at a time; None if nobody knows."""
+    step = context.options.get("step")
+    if step is not None:
+        return (lambda inputs, sizes: _by_step(context, step, inputs, sizes)), False
+    model = context.subject.model
+    if hasattr(model, "start") and context.subject.accepts("state"):
+        return (lambda inputs, sizes: _with_state(context, inputs, sizes)), True
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(model, "generate") and context.inputs.discrete:
+        if getattr(config, "is_encoder_decoder", False) or not getattr(model, "can_generate", lambda: False)():
+            return None
+        return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not getattr(model, "_is_stateful", False)
+    return None
+
+
+def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+    import contextlib
+    import sys
+
+    subject, rows, state = context.subject, [], None
+    torch = sys.modules.get("torch")
+    with torch.no_grad() if torch is not None else contextlib.nullcontext():
+        for t in range(inputs.n):
+            given = subject.form.give(inputs.sequences[0][:, t : t + 1])
+            axis = subject.form.position_axes[0]
+            token = given.select(axis, 0) if hasattr(given, "select") else np.take(given, 0, axis=axis)
+            answer, state = step(state, token)
+            answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
+            rows.append(answer.reshape(inputs.batch, 1, -1))
+    return np.concatenate(rows, axis=1).astype(context.base.dtype)
+
+
+def _with_state(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+    subject, rows, done = context.subject, [], 0
+    state = subject.model.start(inputs.batch)
+    for size in sizes:
+        part = replace(inputs.span(done, done + size), options={"state": state})
+        rows.append(subject(part))
+        done += size
+    return np.concatenate(rows, axis=1)
+
+
+def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+    subject, rows, done = context.subject, [], 0
+    cache: dict[str, Any] = {}
+    for size in sizes:
+        part = inputs.span(done, done + size)
+        options: dict[str, Any] = {"use_cache": True, **cache}
+        for name, value in inputs.options.items():  # a padding mask covers all that came, positions only what comes
+            options[name] = value[:, : done + size] if name == "attention_mask" else value[:, done : done + size]
+        part = replace(part, options=options, settings={})
+        answer = subject.raw(part)
+        found = next((key for key in _CACHES if getattr(answer, key, None) is not None), None)
+        if found is None:
+            raise LookupError("the model returned no cache")
+        cache = {found: getattr(answer, found)}
+        rows.append(subject.rows(answer, part))
+        done += size
+    return np.concatenate(rows, axis=1)
