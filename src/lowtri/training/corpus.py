@@ -112,7 +112,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def python_text(note: Callable[[str], None] | None = None) -> list[Document]:
+def python_text(note: Callable[[str], object] | None = None) -> list[Document]:
     """Text that every Python brings along, about two megabytes of English: nothing is downloaded.
 
     The chapters of Python's reference (``pydoc_data/topics.py``) come first, then the docstrings of the standard library,

@@ -49,7 +49,7 @@ class Recipe:
 
         >>> recipe = Recipe(steps=100, lr=1.0)
         >>> [round(recipe.lr_at(step), 3) for step in (0, 9, 10, 55, 99)]
-        [0.1, 1.0, 1.0, 0.543, 0.1]
+        [0.1, 1.0, 1.0, 0.542, 0.1]
         """
         warmup = min(self.warmup, self.steps // 10)
         if step < warmup:

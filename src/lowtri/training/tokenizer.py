@@ -62,4 +62,5 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     >>> encode_document(tokenizer, "a")
     [0, 67, 1]
     """
-    return [*tokenizer.encode(text).ids, tokenizer.token_to_id(END)]
+    end = tokenizer.token_to_id(END)
+    return [*tokenizer.encode(text).ids, *([] if end is None else [end])]

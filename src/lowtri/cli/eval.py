@@ -1,0 +1,93 @@
+"""lowtri eval: how well a trained model predicts a text, in both of the ways a model is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowtri.cli.options import Json, Threads, print_json, use_threads
+
+if TYPE_CHECKING:
+    from lowtri.training.evaluate import Evaluation
+
+__all__ = ["command"]
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A trained model: config.json, model.safetensors, ...")],
+    files: Annotated[list[str], typer.Argument(metavar="FILES", help="Text files, UTF-8.")],
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many tokens of each file.", show_default="all")
+    ] = None,
+    at_once: Annotated[bool, typer.Option("--at-once", help="Leave out the slow way, step by step.")] = False,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri eval out/book chapter.txt
+    lowtri eval out/book chapter.txt notes.txt --limit 2000 --json
+
+    Loss, perplexity and bits per byte: teacher-forced, all positions in one forward as in training, and step by step
+    with the cache, as in generating. A causal model gives the same figures in both; one that saw the future does not.
+    """
+    from lowtri.errors import DataError
+    from lowtri.nn.checkpoint import load
+    from lowtri.training.corpus import read_files
+    from lowtri.training.evaluate import evaluate
+
+    use_threads(threads)
+    documents = read_files(files)
+    model, tokenizer = load(folder)
+    if tokenizer is None:
+        raise DataError(f"{folder} has no tokenizer.json, so it cannot read text")
+    texts = [tokenizer.encode(document.text).ids[:limit] for document in documents]
+    predicted = [tokenizer.decode(text[1:]) for text in texts]
+    with _watched(sum(max(0, len(text) - 1) for text in texts)) as watch:
+        result = evaluate(
+            model, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, watch=watch
+        )
+    if json:
+        print_json(_as_dict(result, model.config.mask))
+    else:
+        _print(result, model.config.mask)
+
+
+@contextmanager
+def _watched(tokens: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr when somebody watches: step by step takes a forward for every position."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("tokens", total=tokens)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _as_dict(result: Evaluation, mask: str) -> dict[str, Any]:
+    return {
+        **result._asdict(),
+        "at_once": result.at_once._asdict(),
+        "stepwise": result.stepwise and result.stepwise._asdict(),
+        "mask": mask,
+    }
+
+
+def _print(result: Evaluation, mask: str) -> None:
+    columns = [("teacher-forced", result.at_once), ("step by step", result.stepwise)]
+    shown = [(title, score) for title, score in columns if score is not None]
+    print(f"{result.tokens:,} tokens, {result.bytes:,} bytes, mask {mask}")
+    print(" " * 22 + "".join(f"{title:>16}" for title, _ in shown))
+    for label, name in (
+        ("loss, nats a token", "loss"),
+        ("perplexity", "perplexity"),
+        ("bits per byte", "bits_per_byte"),
+    ):
+        print(f"{label:<22}" + "".join(f"{getattr(score, name):>16.5g}" for _, score in shown))
+    if result.greatest_difference is not None:
+        print(
+            f"greatest difference of one position: {result.greatest_difference:.1e} nats "
+            f"(a logit: {result.greatest_logit_difference:.1e})"
+        )

@@ -1,0 +1,128 @@
+"""lowtri train: from text files to a folder that lowtri and transformers load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowtri.cli.options import Json, MaskText, Seed, Threads, note, print_json, use_threads
+
+if TYPE_CHECKING:
+    from lowtri.training.run import Outcome
+    from lowtri.training.train import Step
+
+__all__ = ["command"]
+
+
+def command(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")],
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help="Text files, UTF-8.")] = None,
+    mask: MaskText = "causal",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
+    batch: Annotated[int, typer.Option(help="Rows in a step.")] = 16,
+    context: Annotated[int, typer.Option(help="Tokens in a row, and the model's longest input.")] = 256,
+    vocabulary: Annotated[int, typer.Option(help="Tokens to learn; 258 is bytes alone.")] = 4096,
+    hidden: Annotated[int, typer.Option(help="The model's width.")] = 256,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")] = None,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
+    save_every: Annotated[int, typer.Option(help="Steps between savings: what a kill can cost.")] = 100,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, as it began.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute, as torch names it: cpu, cuda, ...")] = "cpu",
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri train book.txt --out out/book
+    lowtri train --out out/python --mask "causal & window(128)" --steps 500
+
+    Train a decoder on text. The folder has config.json, model.safetensors and tokenizer.json as transformers reads
+    them, and the loss curve. Each file is a document that sees no other; without files the model learns from the
+    reference and the docstrings that came with this Python.
+
+    A run that was killed goes on with --resume, which needs --out alone, and ends with the same weights.
+    """
+    from lowtri.errors import DataError
+    from lowtri.masks import as_mask
+    from lowtri.training.recipe import Recipe
+    from lowtri.training.run import Plan, read_plan, run
+
+    how = {"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed}
+    what: dict[str, Any] = {
+        "files": tuple(str(Path(file).resolve()) for file in files or ()),
+        "mask": repr(as_mask(mask, "--mask")),
+        **{"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads},
+    }
+    begun = read_plan(out) if resume else None
+    if begun is not None:
+        # What the command line leaves unsaid is as it was. What it says must be as it was too: run() compares.
+        unsaid = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT"}
+        how.update({name: getattr(begun.recipe, name) for name in unsaid & how.keys()})
+        what.update({name: getattr(begun, name) for name in unsaid & what.keys()})
+    elif not resume and out.exists() and any(out.iterdir()):
+        raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
+    plan = Plan(**what, recipe=Recipe(**how))  # type: ignore[arg-type]
+    use_threads(threads)
+    with _watched(plan.recipe.steps) as watch:
+        outcome = run(plan, out, device=device, note=note, watch=watch)
+    _report(outcome, json)
+
+
+@contextmanager
+def _watched(steps: int) -> Iterator[Callable[[Step], None]]:
+    """A progress bar on a terminal; in a log file a line for each validation. Both on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step: note(_line(step)) if step.validation is not None else None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps)
+        last = ""
+
+        def watch(step: Step) -> None:
+            nonlocal last
+            last = f"held out {step.validation:.3f}" if step.validation is not None else last
+            description = f"loss {step.loss:.3f}  {last}  {step.tokens_per_second:,.0f} tokens/s"
+            progress.update(task, completed=step.number, description=description)
+
+        yield watch
+
+
+def _line(step: Step) -> str:
+    return (
+        f"step {step.number:>6}  loss {step.loss:.4f}  held out {step.validation:.4f}  "
+        f"lr {step.lr:.1e}  {step.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def _report(outcome: Outcome, json: bool) -> None:
+    history = outcome.history
+    recent = history.losses[-50:]
+    result = {
+        "out": str(outcome.folder),
+        "parameters": outcome.parameters,
+        "tokens": outcome.tokens,
+        "steps": len(history.losses),
+        "loss": sum(recent) / len(recent),  # one batch alone is noisy
+        "held_out_loss": history.validations[-1][1] if history.validations else None,
+        "tokens_per_second": round(history.tokens_per_second),
+    }
+    if json:
+        print_json(result)
+        return
+    held_out = f"{result['held_out_loss']:.4f} on held-out rows" if history.validations else "no rows held out"
+    print(
+        f"{outcome.folder}: {outcome.parameters:,} parameters, {result['steps']} steps, {outcome.tokens:,} tokens of text"
+    )
+    print(f"loss {result['loss']:.4f} (last {len(recent)} steps), {held_out}; {result['tokens_per_second']:,} tokens/s")

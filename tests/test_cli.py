@@ -1,0 +1,194 @@
+"""The command line's frame: help is quick and complete, and every ending is one clear line and its exit code."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lowtri.cli import main as frame
+from lowtri.errors import DataError, EngineError, LeakError, UndecidedError
+
+HEAVY = ("numpy", "torch", "numba", "rich", "tokenizers", "transformers", "matplotlib", "safetensors")
+
+
+def lowtri(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lowtri.cli.main", *arguments], capture_output=True, text=True, **options
+    )
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a function in the place of `lowtri mask`."""
+
+    def put(function: Any) -> None:
+        module = ModuleType("lowtri.cli.mask")
+        module.command = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "lowtri.cli.mask", module)
+
+    return put
+
+
+def test_help_lists_every_verb_with_its_line_uncut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for verb, line in frame.VERBS.items():
+        assert f"  {verb} " in shown
+        assert line in shown, f"the line of {verb} is cut: keep it under 66 characters"
+    assert frame.main([]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert lowtri("--help").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3
+    program = f"""
+import sys
+from lowtri.cli.main import main
+main(["--help"])
+print([name for name in {HEAVY} + ("lowtri.masks",) if name in sys.modules], file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", list(frame.VERBS))
+def test_each_verb_s_help_opens_with_two_examples_and_loads_nothing_heavy(name: str) -> None:
+    program = f"""
+import sys
+from lowtri.cli.main import main
+main([{name!r}, "--help"])
+print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = ran.stdout.strip().splitlines()
+    assert lines[2].startswith(f"  lowtri {name}") and lines[3].startswith(f"  lowtri {name}")
+    assert ran.stderr.strip() == "[]"
+
+
+def test_the_examples_of_every_verb_are_read_by_its_own_options() -> None:
+    """Each example line is parsed, not run: an option that was renamed would be refused."""
+    import shlex
+
+    for name in frame.VERBS:
+        function = importlib.import_module(f"lowtri.cli.{name}").command
+        first = (function.__doc__ or "").strip().split("\n\n")[0]
+        for line in first.splitlines():
+            words = shlex.split(line.split("#")[0].split(" | ")[0])
+            assert words[:2] == ["lowtri", name]
+            frame._load(name).make_context(name, words[2:])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import lowtri
+
+    assert frame.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lowtri {lowtri.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["maks"], "lowtri: No such command 'maks'. Did you mean 'mask'? (see: lowtri --help)\n"),
+        (["--colour"], "lowtri: No such option: --colour (see: lowtri --help)\n"),
+        (["train", "--steps", "many", "--out", "x"], "lowtri: Invalid value for '--steps': "),
+        (["train", "--stpes", "1", "--out", "x"], "(see: lowtri train --help)\n"),
+        (["train"], "lowtri: Missing option '--out'. (see: lowtri train --help)\n"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert frame.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (DataError("no such thing"), 2, "lowtri: no such thing\n"),
+        (EngineError("cannot run"), 2, "lowtri: cannot run\n"),
+        (LeakError("query 0 sees key 1"), 1, "lowtri: query 0 sees key 1\n"),
+        (UndecidedError("too noisy"), 3, "lowtri: too noisy\n"),
+        (KeyboardInterrupt(), 130, "lowtri: interrupted\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "lowtri: a.txt: No such file or directory\n"),
+        (
+            RuntimeError("first line\nsecond line"),
+            3,
+            "lowtri: stopped by an unforeseen RuntimeError: first line (LOWTRI_TRACEBACK=1 shows where)\n",
+        ),
+        (AssertionError(), 3, "unforeseen AssertionError: no message"),
+    ],
+)
+def test_every_error_is_a_line_and_a_code(
+    error: BaseException, code: int, words: str, verb: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise error
+
+    verb(command)
+    assert frame.main(["mask"]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_verb_may_end_with_its_own_code(verb: Any) -> None:
+    import typer
+
+    def command() -> None:
+        raise typer.Exit(1)
+
+    verb(command)
+    assert frame.main(["mask"]) == 1
+
+
+def test_the_traceback_is_there_for_whoever_asks(verb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        raise RuntimeError("here")
+
+    verb(command)
+    monkeypatch.setenv("LOWTRI_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="here"):
+        frame.main(["mask"])
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    program = """
+import sys, types
+module = types.ModuleType("lowtri.cli.mask")
+def command() -> None:
+    for line in range(100_000):
+        print(line)
+module.command = command
+sys.modules["lowtri.cli.mask"] = module
+from lowtri.cli.main import main
+sys.exit(main(["mask"]))
+"""
+    ran = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert ran.stdout is not None and ran.stderr is not None
+    assert ran.stdout.readline() == "0\n"
+    ran.stdout.close()
+    errors = ran.stderr.read()
+    ran.stderr.close()
+    assert ran.wait() == 141
+    assert errors == ""
+
+
+def test_a_terminal_without_block_characters_gets_question_marks() -> None:
+    program = "import sys; from lowtri.cli import main; main._survive_narrow_encodings(); print('█')"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONIOENCODING": "ascii"}
+    )
+    assert ran.stdout == "?\n"
