@@ -108,7 +108,8 @@ class Mask:
         """
         if self.batch:
             return self._each(lambda one: one(q, k))
-        return self._sees(q, k) & (q >= 0) & (k >= 0)
+        seen = self._sees(q, k) & (q >= 0) & (k >= 0)
+        return bool(seen) if type(q) is int and type(k) is int else seen
 
     def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
         """The question with three answers, for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.

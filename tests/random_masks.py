@@ -1,0 +1,154 @@
+"""Random masks for the laws, each beside an oracle that does not know lowtri: one plain Python function of one pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from lowtri import masks as lt
+
+SIZE = (
+    20  # the laws ask about positions below SIZE; arrays are shorter, so that what lies beyond them is asked about too
+)
+ROWS, HEADS = 2, 2  # of every batched mask
+
+Sees = Callable[[int, int, int, int], bool]  # (q, k, batch row, head) -> may q see k?
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: lt.Mask
+    sees: Sees
+    exact: bool = True  # formula atoms, lengths and keys answer the tile question exactly
+    text: bool = True  # the repr can be read back
+
+    def __repr__(self) -> str:
+        return f"<{self.mask!r}>"
+
+    def table(self, q: list[int], k: list[int]) -> np.ndarray:
+        """m.batch + (len(q), len(k)), asked pair by pair."""
+        batch = self.mask.batch
+        out = np.zeros((*batch, len(q), len(k)), bool)
+        for place in np.ndindex(batch):
+            b, h = (*place, 0, 0)[:2]
+            out[place] = [[i >= 0 and j >= 0 and self.sees(i, j, b, h) for j in k] for i in q]
+        return out
+
+
+small = st.integers(1, 12)
+
+
+@st.composite
+def formulas(draw: st.DrawFn) -> Case:
+    n, a, b = draw(small), draw(st.integers(0, 8)), draw(st.integers(0, 8))
+    return draw(
+        st.sampled_from(
+            [
+                Case(lt.full(), lambda q, k, *_: True),
+                Case(lt.causal(), lambda q, k, *_: k <= q),
+                Case(lt.window(n), lambda q, k, *_: q - n < k <= q),
+                Case(lt.band(a, b), lambda q, k, *_: q - a <= k <= q + b),
+                Case(lt.first(n), lambda q, k, *_: k < n),
+                Case(lt.chunks(n), lambda q, k, *_: q // n == k // n),
+                Case(lt.strided(n), lambda q, k, *_: (q - k) % n == 0),
+            ]
+        )
+    )
+
+
+def rows_of(entries: st.SearchStrategy) -> st.SearchStrategy[list]:
+    """(N,) or (ROWS, N), N below SIZE."""
+    return st.integers(1, SIZE - 4).flatmap(
+        lambda n: st.one_of(
+            st.lists(entries, min_size=n, max_size=n),
+            st.lists(st.lists(entries, min_size=n, max_size=n), min_size=ROWS, max_size=ROWS),
+        )
+    )
+
+
+def entry(rows: list, b: int, at: int):
+    row = rows[b] if isinstance(rows[0], list) else rows
+    return row[min(at, len(row) - 1)]
+
+
+@st.composite
+def held(draw: st.DrawFn) -> Case:
+    kind = draw(st.sampled_from(["ids", "both ids", "lengths", "cu_seqlens", "keys", "key lengths", "table", "hidden"]))
+    if kind == "ids":
+        ids = draw(rows_of(st.integers(-2, 3)))
+        return Case(lt.documents(ids), lambda q, k, b, h: entry(ids, b, q) == entry(ids, b, k), exact=False, text=False)
+    if kind == "both ids":
+        ids = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+        key_ids = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+        made = lt.documents(ids, key_ids)
+        return Case(made, lambda q, k, b, h: entry(ids, b, q) == entry(key_ids, b, k), exact=False, text=False)
+    if kind in ("lengths", "cu_seqlens"):
+        sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+        ids = [number for number, size in enumerate(sizes) for _ in range(size)]
+        edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        made = lt.documents(lengths=sizes) if kind == "lengths" else lt.documents(cu_seqlens=edges)
+        return Case(made, lambda q, k, b, h: entry(ids, b, q) == entry(ids, b, k))
+    if kind == "keys":
+        valid = draw(rows_of(st.booleans()))
+        n = len(valid[0]) if isinstance(valid[0], list) else len(valid)
+        return Case(lt.keys(valid), lambda q, k, b, h: k >= n or entry(valid, b, k), text=False)
+    if kind == "key lengths":
+        sizes = draw(st.lists(st.integers(0, SIZE), min_size=ROWS, max_size=ROWS))
+        return Case(lt.keys(lengths=sizes), lambda q, k, b, h: k < sizes[b])
+    lead = draw(st.sampled_from([(), (ROWS,), (ROWS, HEADS), (1, HEADS), (ROWS, 1)]))
+    bools = np.random.default_rng(draw(st.integers(0, 99))).random((*lead, SIZE, SIZE)) < draw(
+        st.sampled_from([0.1, 0.5, 0.9])
+    )
+
+    def look(q: int, k: int, b: int, h: int) -> bool:
+        sheet = bools
+        for index in (b, h)[: len(lead)]:
+            sheet = sheet[min(index, len(sheet) - 1)]
+        return bool(sheet[q, k]) == (kind == "table")
+
+    return Case((lt.table if kind == "table" else lt.hidden)(bools), look, text=False)
+
+
+def even_keys(q, k):
+    return (k % 2 == 0) | (q == k)
+
+
+formula_of_ones_own = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or q == k, exact=False, text=False))
+
+exact_cases = st.one_of(formulas(), held()).filter(lambda case: case.exact)
+atoms = st.one_of(formulas(), held(), formula_of_ones_own)
+
+
+@st.composite
+def joined(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
+    one, sign = draw(inner), draw(st.sampled_from("&|-~"))
+    if sign == "~":
+        return Case(~one.mask, lambda *at: not one.sees(*at), one.exact, one.text)
+    two = draw(inner)
+    text = one.text and two.text
+    if sign == "&":
+        return Case(one.mask & two.mask, lambda *at: one.sees(*at) and two.sees(*at), False, text)
+    if sign == "|":
+        return Case(one.mask | two.mask, lambda *at: one.sees(*at) or two.sees(*at), False, text)
+    return Case(one.mask - two.mask, lambda *at: one.sees(*at) and not two.sees(*at), False, text)
+
+
+@st.composite
+def by_head(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
+    each = draw(st.lists(inner.filter(lambda case: len(case.mask.batch) < 2), min_size=HEADS, max_size=HEADS))
+
+    def look(q: int, k: int, b: int, h: int) -> bool:
+        return each[h].sees(q, k, b, 0)
+
+    return Case(lt.heads([one.mask for one in each]), look, False, all(one.text for one in each))
+
+
+flat = st.recursive(atoms, joined, max_leaves=5)
+cases = st.recursive(st.one_of(flat, flat, by_head(flat)), joined, max_leaves=2)
+"""Any mask: atoms with and without arrays, operators, batch rows, heads."""
+
+text_cases = st.recursive(st.one_of(formulas(), held()).filter(lambda case: case.text), joined, max_leaves=5)
+"""Masks that a text can hold."""

@@ -1,0 +1,454 @@
+"""Masks by example: little grids to look at, what lies beyond an array, tables to add, and the words of every error.
+
+The laws, for random masks, are in test_masks_laws.py.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.errors import MaskError
+from lowtri.masks import (
+    EMPTY,
+    END,
+    FULL,
+    PARTIAL,
+    Mask,
+    as_mask,
+    band,
+    causal,
+    chunks,
+    documents,
+    first,
+    full,
+    heads,
+    hidden,
+    keys,
+    mask,
+    strided,
+    table,
+    where,
+    window,
+)
+
+GRIDS = [
+    (
+        window(1),
+        """
+        █···
+        ·█··
+        ··█·
+        ···█
+        """,
+    ),
+    (
+        causal() & (window(2) | first(1)),  # attention sinks
+        """
+        █····
+        ██···
+        ███··
+        █·██·
+        █··██
+        """,
+    ),
+    (
+        causal() | first(3),  # a prefix language model
+        """
+        ███··
+        ███··
+        ███··
+        ████·
+        █████
+        """,
+    ),
+    (
+        causal() & documents(lengths=[2, 1, 2]),  # packed rows
+        """
+        █····
+        ██···
+        ··█··
+        ···█·
+        ···██
+        """,
+    ),
+    (
+        causal() - window(2),
+        """
+        ····
+        ····
+        █···
+        ██··
+        """,
+    ),
+    (
+        band(0, 1) & ~strided(1) | chunks(3),
+        """
+        ███··
+        ███··
+        ███··
+        ···██
+        ···██
+        """,
+    ),
+    (
+        causal() & keys([False, False, True, True, True]),  # left padding
+        """
+        ·····
+        ·····
+        ··█··
+        ··██·
+        ··███
+        """,
+    ),
+    (
+        documents([0, 1, 0, 1]),  # ids need not be sorted
+        """
+        █·█·
+        ·█·█
+        █·█·
+        ·█·█
+        """,
+    ),
+]
+
+
+@pytest.mark.parametrize(("m", "grid"), GRIDS, ids=[repr(m) for m, _ in GRIDS])
+def test_grids(m: Mask, grid: str) -> None:
+    lines = grid.split()
+    assert m.draw(len(lines)).split() == lines
+    np.testing.assert_array_equal(m.dense(len(lines)), [[mark == "█" for mark in line] for line in lines])
+
+
+def test_printing_a_mask_draws_it() -> None:
+    lines = str(causal() & window(2)).splitlines()
+    assert lines[0] == "causal & window(2)"
+    assert lines[1:4] == ["█···········", "██··········", "·██·········"]
+
+
+def test_queries_stand_at_the_last_positions() -> None:
+    assert causal().draw(2, 4).split() == ["███·", "████"]
+    assert causal().dense(1, 5).all()
+
+
+def test_one_pair_gives_a_plain_bool() -> None:
+    for m in [
+        causal(),
+        ~causal(),
+        window(2),
+        first(2),
+        full(),
+        keys([True]),
+        documents([0, 1]),
+        table([[True]]),
+        chunks(2),
+    ]:
+        assert type(m(0, 0)) is bool, m
+        assert type((m & causal())(0, 0)) is bool, m
+
+
+def test_negative_positions_see_nothing_and_are_seen_by_nobody() -> None:
+    for m in [full(), ~causal(), ~keys([False]), documents([0]), hidden([[False]])]:
+        assert not m(-1, 0)
+        assert not m(0, -1)
+        assert not np.any(m(np.array([-1, -7])[:, None], np.array([0, -1])))
+
+
+# Beyond an array.
+
+
+def test_documents_go_on_with_their_last_document() -> None:
+    m = documents([0, 0, 1])
+    assert m(99, 2) and m(99, 98)
+    assert not m(99, 1)
+    assert m.tile(50, END, 3, 4) == FULL
+    assert m.tile(50, END, 0, 2) == EMPTY
+
+
+def test_a_key_beyond_the_flags_is_a_new_token() -> None:
+    m = keys([True, False])
+    assert m(9, 2) and m(9, END - 1)
+    assert m.tile(2, END, 1, 2) == EMPTY
+    assert m.tile(2, END, 2, END) == FULL
+    assert m.tile(2, END, 1, END) == PARTIAL
+
+
+def test_lengths_of_keys_have_no_beyond() -> None:
+    assert keys(lengths=[1, 3]).tile(9, 10, 3, 4).tolist() == [EMPTY, EMPTY]
+
+
+def test_a_table_says_nothing_beyond_itself() -> None:
+    m = table(np.ones((2, 3), bool))  # queries 1 and 2, keys 0 .. 2
+    assert m(1, 0) and m(2, 2)
+    assert m.tile(1, 3, 0, 3) == FULL
+    assert m.tile(0, 9, 0, 9) == PARTIAL
+    for q, k in [(0, 0), (3, 0), (1, 3)]:
+        with pytest.raises(
+            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but was"
+        ):
+            m(q, k)
+    assert table(np.ones((3, 2), bool)).dense(3, 2).all()  # more rows than columns count from 0
+    assert not m(-1, 9 - 10)  # no token, no row
+
+
+def test_infinity_is_accepted_at_the_door() -> None:
+    assert causal().tile(5, math.inf, 0, 5) == FULL
+    assert window(4).tile(10, math.inf, 6, 7) == EMPTY
+    assert window(4).tile(9, math.inf, 6, 7) == PARTIAL
+    assert full().tile(0, END, 0, END) == FULL
+    assert strided(3).tile(0, END, 1, 2) == PARTIAL
+
+
+# Batches.
+
+
+def test_batches() -> None:
+    rows = documents([[0, 0, 1], [0, 1, 1]])
+    by_head = heads([causal(), "window(2)"])
+    assert causal().batch == () and rows.batch == (2,) and by_head.batch == (1, 2)
+    assert (rows & by_head).batch == (2, 2)
+    assert (rows & by_head)(2, 0).shape == (2, 2)
+    assert (rows & by_head).at(1, 1).dense(3).astype(int).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert heads([rows, causal()]).batch == (2, 2)
+    assert (rows & by_head).tile(0, 2, 0, 2).tolist() == [[PARTIAL, PARTIAL], [PARTIAL, PARTIAL]]
+    assert rows.pairs(3).tolist() == [5, 5]
+    assert keys(lengths=[0, 2]).is_causal(2) is False
+
+
+# Tables to add.
+
+
+def test_additive() -> None:
+    out = causal().additive(3)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out, [[0, -np.inf, -np.inf], [0, 0, -np.inf], [0, 0, 0]])
+    assert causal().additive(2, dtype=np.float64, hidden=-1e9).tolist() == [[0, -1e9], [0, 0]]
+    assert causal().additive(2, dtype="float16", hidden=-1e4).dtype == np.float16
+    assert causal().additive(1, 3).shape == (1, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_additive_like_a_tensor(kind: torch.dtype) -> None:
+    out = causal().additive(3, like=torch.zeros(1, dtype=kind))
+    assert out.dtype == kind
+    assert torch.equal(out == 0, torch.tril(torch.ones(3, 3, dtype=torch.bool)))
+    assert torch.isneginf(out[0, 1:]).all()
+
+
+def test_additive_finite_like_bfloat16() -> None:
+    out = causal().additive(2, hidden=-1e9, like=torch.zeros(1, dtype=torch.bfloat16))
+    assert out[0, 1] == torch.tensor(-1e9, dtype=torch.bfloat16)
+
+
+# Values.
+
+
+def test_masks_are_values() -> None:
+    ids = np.array([0, 0, 1])
+    m = documents(ids)
+    ids[:] = 0  # the mask holds a copy
+    assert m == documents([0, 0, 1])
+    assert m != documents([0, 0, 2])
+    assert {causal() & window(3), causal() & window(3)} == {causal() & window(3)}
+    assert window(3) != band(2, 0)  # the same pairs, written otherwise: equality is structural
+    assert causal() & full() != full() & causal()
+    with pytest.raises(ValueError, match="read-only"):
+        pickle.loads(pickle.dumps(m)).ids.array[0] = 7
+
+
+def test_masks_that_hold_arrays_print_shape_and_digest() -> None:
+    ids = documents([[0, 1], [0, 0]])
+    assert repr(ids).startswith("documents(<2x2 int64 ")
+    assert len(repr(table(np.ones((4096, 4096), bool)))) < 50
+    assert repr(documents([0, 1])) != repr(documents([0, 2]))
+    with pytest.raises(
+        MaskError, match=r"stands for an array or a function, which a text cannot hold\. Fix: pass the mask"
+    ):
+        mask(repr(causal() & ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("causal", causal()),
+        ("causal()", causal()),
+        (" causal & window( 4 ) ", causal() & window(4)),
+        ("causal | first(2) & full", causal() | (first(2) & full())),
+        ("full - window(2) & causal", (full() - window(2)) & causal()),
+        ("~causal & full", ~causal() & full()),
+        ("band(before=1, after=2)", band(1, 2)),
+        ("documents(lengths=[2, 3])", documents(lengths=[2, 3])),
+        ("documents([0, 0, -1])", documents([0, 0, -1])),
+        ("keys([True, False])", keys([True, False])),
+        ("heads([causal, window(2) & first(1)])", heads([causal(), window(2) & first(1)])),
+    ],
+)
+def test_text(text: str, expected: Mask) -> None:
+    assert mask(text) == expected
+    assert as_mask(text) == expected
+    assert mask(expected) is expected
+
+
+def test_text_keeps_brackets_where_they_matter() -> None:
+    a, b, c = causal(), window(2), first(1)
+    for m in [
+        a & (b & c),
+        (a & b) & c,
+        a & (b | c),
+        (a & b) | c,
+        a | (b | c),
+        ~(a & b),
+        a - (b - c),
+        ~~a,
+        heads([a | b]),
+    ]:
+        assert mask(repr(m)) == m, m
+
+
+def test_a_long_sum_of_masks_reads_back() -> None:
+    m = first(1)
+    for n in range(2, 90):
+        m = m | first(n)
+    assert mask(repr(m)) == m
+
+
+# The words of every error.
+
+LONG = "~" * 150 + "causal"
+
+ERRORS = [
+    (lambda: bool(causal()), "would drop a mask in silence.\nFix: write m & n, m | n, ~m"),
+    (lambda: causal() and full(), "neither true nor false"),
+    (lambda: causal() & np.ones((2, 2), bool), "mask & ndarray: only masks can be joined.\nFix: lowtri.table(bools)"),
+    (lambda: np.ones((2, 2), bool) & causal(), "mask & ndarray: only masks can be joined"),
+    (lambda: causal() | "full", "mask | str: only masks can be joined"),
+    (lambda: causal() - 1, "mask - int: only masks can be joined"),
+    (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
+    (lambda: documents([[0], [0]]).at(2), "at: batch row 2, head 0 asked of a mask with batch (2,)"),
+    (
+        lambda: causal().dense(3, 2),
+        "cannot stand at the last 3 of 2 keys.\nFix: say where they stand, q_positions=range(nq)",
+    ),
+    (lambda: causal().dense(-1), "-1 queries and -1 keys: a number of positions cannot be negative"),
+    (lambda: causal().additive(2, hidden=0), "additive: hidden is 0, but it must lie below 0 to hide anything"),
+    (lambda: causal().additive(2, hidden=math.nan), "additive: hidden is nan, but it must lie below 0"),
+    (
+        lambda: causal().additive(2, dtype=np.float16, hidden=-1e9),
+        "float16 has no -1e+09: it would become -inf. Fix: hidden=-inf",
+    ),
+    (
+        lambda: causal().additive(2, hidden=-1e9, like=torch.zeros(1).half()),
+        "torch.float16 has no -1e+09: it would become -inf",
+    ),
+    (
+        lambda: causal().additive(2, dtype=torch.float32),
+        "additive: dtype is torch.float32; it takes NumPy dtypes. Fix: like=tensor",
+    ),
+    (lambda: causal().tile(0, 1.5, 0, 2), "tile: an edge is 1.5, but positions are whole numbers (or inf)"),
+    (lambda: causal().tile(0, "2", 0, 2), "tile: an edge is '2', but positions are whole numbers (or inf)"),
+    (lambda: window(0), "window: n is 0, but it must lie in 1 .. END"),
+    (lambda: window(2.0), "window: n is 2.0, but it counts tokens: a whole number, at least 1"),
+    (lambda: window(True), "window: n is True, but it counts tokens"),
+    (lambda: band(-1, 2), "band: before is -1, but it must lie in 0 .. END"),
+    (lambda: band(1, -2), "band: after is -2"),
+    (lambda: first(0), "first: n is 0, but it must lie in 1 .. END"),
+    (lambda: chunks(0), "chunks: n is 0"),
+    (lambda: strided(2**63), "strided: n is 9223372036854775808, but it must lie in 1 .. END"),
+    (lambda: documents(), "documents: give one of ids (with or without key_ids), lengths= or cu_seqlens="),
+    (lambda: documents([0], lengths=[1]), "documents: give one of ids"),
+    (lambda: documents(lengths=[1], key_ids=[0]), "documents: give one of ids"),
+    (lambda: documents([]), "documents: ids is empty"),
+    (lambda: documents([0.0, 1.0]), "documents: ids is float64 (2,), but it takes integers of shape (N,) or (B, N)"),
+    (lambda: documents([[0, 1], [0]]), "documents: ids is no array, but it takes integers"),
+    (lambda: documents([[0, 1]], [0, 1]), "documents: ids (1, 2) and key_ids (2,) differ in their batch"),
+    (lambda: documents(lengths=[2, 0]), "documents: lengths are [2, 0]; there is at least one, and each is at least 1"),
+    (lambda: documents(cu_seqlens=[2, 4]), "documents: cu_seqlens is [2, 4]; it begins with 0 and ends with the total"),
+    (lambda: documents(cu_seqlens=[0, 3, 2]), "documents: lengths are [3, -1]; there is at least one"),
+    (lambda: keys(), "keys: give valid (True = real) or lengths=, one of them"),
+    (
+        lambda: keys([1, 0]),
+        "keys: valid is int64 (2,), but it takes bools of shape (N,) or (B, N). Fix: x != 0, after you made sure",
+    ),
+    (lambda: keys(lengths=[-1]), "keys: lengths are [-1]; there is one for each batch row, none below 0"),
+    (
+        lambda: table([True]),
+        "table: bools is bool (1,), but it takes bools of shape (Nq, Nk) or (B, Nq, Nk) or (B, H, Nq, Nk)",
+    ),
+    (lambda: table([[1.0]]), "table: bools is float64 (1, 1), but it takes bools"),
+    (lambda: hidden([[]]), "hidden: bools is empty"),
+    (lambda: where(3), "where: fn is int; it takes a function of two positions. Fix: lowtri.table(bools)"),
+    (
+        lambda: where(lambda q, k: k <= q and k >= 0).dense(3),
+        "where: the formula asks whether a whole array is true. Fix: write & | ~",
+    ),
+    (
+        lambda: where(lambda q, k: q - k).dense(3),
+        "where: the formula gave int64 values; who may see whom is True or False",
+    ),
+    (lambda: heads([]), "heads: the list is empty; it takes one mask for each query head"),
+    (lambda: heads([heads(["causal"])]), "heads: one of the masks differs by head already"),
+    (lambda: heads([keys(lengths=[1, 2]), keys(lengths=[1, 2, 3])]), "heads: the masks have batches of [2, 3] rows"),
+    (lambda: as_mask(None), "mask: who may see whom is always said. Fix: lowtri.full()"),
+    (
+        lambda: as_mask(torch.zeros(2, 2)),
+        "mask: a bare Tensor of floats came. Fix: numbers to add to the scores belong in bias=",
+    ),
+    (
+        lambda: as_mask(np.ones((2, 2), bool)),
+        "a bare ndarray came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
+        "write lowtri.table(m) if True = may see, lowtri.hidden(m) if True = hidden.",
+    ),
+    (lambda: mask(3), "mask: a text is expected, but int came"),
+    (lambda: mask("x" * 70_000), "mask: the text has 70000 characters, but at most 65536 are read"),
+    (lambda: mask(""), "mask: '' cannot be read. Fix: write e.g. 'causal & window(256)'"),
+    (lambda: mask("causal &"), "mask: 'causal &' cannot be read"),
+    (lambda: mask("causl"), "mask: there is no mask 'causl'. There are: full, causal, window"),
+    (lambda: mask("window"), "mask: 'window': missing 1 required positional argument: 'n'"),
+    (lambda: mask("window(3, 4)"), "mask: 'window(3, 4)': takes 1 positional argument but 2 were given"),
+    (lambda: mask("window(size=3)"), "mask: 'window(size=3)': got an unexpected keyword argument 'size'"),
+    (lambda: mask("window(2.5)"), "mask: 2.5 is no whole number"),
+    (lambda: mask("window('3')"), "mask: '3' is no whole number"),
+    (lambda: mask("window(0)"), "window: n is 0, but it must lie in 1"),
+    (lambda: mask("window(**3)"), "mask: 'window(**3)': ** has no meaning here"),
+    (lambda: mask("causal and full"), "mask: 'causal and full': masks are joined by & | ~ -, not by and, or, not"),
+    (lambda: mask("not causal"), "mask: 'not causal': masks are joined by & | ~ -"),
+    (lambda: mask("causal + full"), "mask: 'causal + full' is no mask. Fix: masks are joined by & | ~ -"),
+    (lambda: mask("3"), "mask: '3' is no mask"),
+    (
+        lambda: mask("table([[True]])"),
+        "mask: table holds an array or a function, which a text cannot hold. Fix: lowtri.table(...)",
+    ),
+    (lambda: mask("where(print)"), "mask: where holds an array or a function"),
+    (lambda: mask(LONG), "mask: the text nests more than 100 operators"),
+    (lambda: mask("__import__('os').system('true')"), "is no mask"),
+    (lambda: mask("(lambda: causal)()"), "is no mask"),
+    (lambda: mask("causal if 1 else full"), "is no mask"),
+]
+
+
+@pytest.mark.parametrize(("act", "words"), ERRORS, ids=[words[:40] for _, words in ERRORS])
+def test_the_words_of_errors(act, words: str) -> None:
+    with pytest.raises(MaskError) as caught:
+        act()
+    message = str(caught.value)
+    assert words in message
+    assert len(message.splitlines()) <= 3
+    assert isinstance(caught.value, ValueError)
+
+
+def test_reading_a_text_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr("builtins.print", lambda *a, **k: ran.append(a))
+    for text in ["print(1)", "window(print(1))", "[print(1)]", "causal & print(1)", "documents(lengths=[print(1)])"]:
+        with pytest.raises(MaskError):
+            mask(text)
+    assert ran == []
+
+
+def test_the_public_doors_are_the_rooms_own() -> None:
+    assert lowtri.causal is causal and lowtri.Mask is Mask and lowtri.END == 2**62
