@@ -98,20 +98,20 @@ def _read(node: ast.expr, depth: int) -> Mask:
     if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
         raise MaskError(f"mask: {_short(ast.unparse(node))}: masks are joined by & | ~ -, not by and, or, not.")
     if isinstance(node, ast.Name):
-        return _made(node.id, node, [], {})
+        return _made(_atom(node.id), node, [], {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        make = _atom(node.func.id)
         values: list[Any] = [_value(argument, depth) for argument in node.args]
         named = {keyword.arg: _value(keyword.value, depth) for keyword in node.keywords if keyword.arg is not None}
         if len(named) != len(node.keywords):
             raise MaskError(f"mask: {_short(ast.unparse(node))}: ** has no meaning here.")
-        return _made(node.func.id, node, values, named)
+        return _made(make, node, values, named)
     raise MaskError(
         f"mask: {_short(ast.unparse(node))} is no mask. Fix: masks are joined by & | ~ -, e.g. 'causal & window(256)'."
     )
 
 
-def _made(name: str, node: ast.expr, values: list[Any], named: dict[str, Any]) -> Mask:
-    make = _atom(name)
+def _made(make: Callable[..., Mask], node: ast.expr, values: list[Any], named: dict[str, Any]) -> Mask:
     try:
         return make(*values, **named)
     except TypeError as error:  # too few or too many arguments, in Python's words

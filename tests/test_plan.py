@@ -1,0 +1,206 @@
+"""Plans: what a kernel reads must say exactly what the mask says, wherever queries and keys stand."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lowtri.masks import (
+    FULL,
+    PARTIAL,
+    Mask,
+    causal,
+    documents,
+    first,
+    full,
+    heads,
+    keys,
+    mask,
+    strided,
+    table,
+    where,
+    window,
+)
+from lowtri.masks.plan import TILE_Q, Plan, plan
+from random_masks import SIZE, Case, cases
+
+
+def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
+    """The plan against the pairs, for every batch row and head; and its own order."""
+    p = plan(m, q, k, tile_k=tile_k)
+    q, k = np.atleast_2d(q), np.atleast_2d(k)
+    rows, columns = max(len(q), len(k), *(m.batch[:1] or (1,))), (*m.batch, 1, 1)[1]
+    assert p.sheet.shape == (rows, columns)
+    total = 0
+    for b, h in np.ndindex(rows, columns):
+        expected = m.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
+        np.testing.assert_array_equal(p.dense(int(p.sheet[b, h])), expected)
+        assert p.sheet_pairs[p.sheet[b, h]] == expected.sum()
+        total += int(expected.sum())
+    assert p.pairs == total
+    check_order(p)
+    return p
+
+
+def check_order(p: Plan) -> None:
+    for sheet in range(len(p.sheet_pairs)):
+        for r in range(p.rows):
+            before, kind_before = 0, None
+            for start, stop, kind, place in p.row(r, sheet).tolist():
+                assert before <= start < stop <= -(-p.nk // p.tile_k)
+                assert kind in (PARTIAL, FULL)
+                assert not (start == before and kind == kind_before), "neighbours of one kind are one run"
+                if kind == PARTIAL:
+                    assert place >= 0 and place + stop - start <= len(p.tile_bits)
+                before, kind_before = stop, kind
+    assert len({word.tobytes() for word in p.bits}) == len(p.bits), "equal bits are stored once"
+    assert p.bits.any(1).all(), "all-zero bits are EMPTY"
+    assert set(p.tile_bits.tolist()) == set(range(len(p.bits))), "nothing is stored that nobody reads"
+
+
+@st.composite
+def places(draw: st.DrawFn, most: int) -> np.ndarray:
+    """(N,) or (2, N) positions below ``most``: in a row, shuffled, a ring with sinks, with or without holes of -1."""
+    n = draw(st.integers(1, 150))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(["range", "shuffled", "ring", "repeated"]))
+    lead = draw(st.sampled_from([(), (2,)]))
+
+    def line() -> np.ndarray:
+        if kind == "range":
+            out = np.arange(n) + rng.integers(0, 30)
+        elif kind == "shuffled":
+            out = rng.permutation(n)
+        elif kind == "ring":
+            out = np.concatenate([np.arange(3), np.roll(np.arange(40, 40 + n), rng.integers(n))])[:n]
+        else:
+            out = rng.integers(0, n, n)
+        out = out % most
+        return np.where(rng.random(n) < draw(st.sampled_from([0, 0, 0.2, 1])), -1, out)
+
+    return line() if lead == () else np.stack([line(), line()])
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@given(cases, st.data(), st.sampled_from([16, 64, 128]))
+def test_a_plan_says_what_the_mask_says(case: Case, data: st.DataObject, tile_k: int) -> None:
+    most = SIZE if "table(" in repr(case.mask) else 10_000
+    check(case.mask, data.draw(places(most)), data.draw(places(most)), tile_k)
+
+
+@pytest.mark.sweep
+@settings(deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow])
+@given(cases, st.data(), st.sampled_from([8, 16, 32, 64, 128, 256]))
+def test_sweep_a_plan_says_what_the_mask_says(case: Case, data: st.DataObject, tile_k: int) -> None:
+    test_a_plan_says_what_the_mask_says.hypothesis.inner_test(case, data, tile_k)
+
+
+LONG = [
+    "causal",
+    "causal & window(100)",
+    "causal & (window(70) | first(4))",
+    "causal & chunks(96)",
+    "causal & documents(lengths=[130, 1, 64, 205])",
+    "~causal",
+    "band(3, 200) - strided(3)",
+    "heads([causal, full, window(65)])",
+    "keys(lengths=[0, 129, 400]) & causal",
+]
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize(("nq", "nk"), [(400, 400), (65, 400), (1, 333), (128, 256)])
+def test_long_rows(text: str, nq: int, nk: int) -> None:
+    k = np.arange(nk)
+    check(mask(text), k[-nq:], k, 64)
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_a_ring_with_sinks(text: str) -> None:
+    """As a cache keeps them: four sinks, then a ring that has turned, then free slots."""
+    k = np.concatenate([np.arange(4), np.arange(260, 300), np.arange(120, 260), np.full(30, -1)])
+    check(mask(text), np.array([299]), k, 64)
+
+
+def test_no_queries_and_no_keys() -> None:
+    for nq, nk in [(0, 5), (5, 0), (0, 0)]:
+        p = plan(causal(), np.arange(nq), np.arange(nk))
+        assert p.pairs == 0 and len(p.runs) == 0
+        assert p.dense().shape == (nq, nk)
+
+
+# What is shared, and what is promoted.
+
+
+def test_the_diagonal_is_stored_once() -> None:
+    p = plan(causal(), np.arange(64 * 50), np.arange(64 * 50), tile_k=64)
+    assert p.bits.shape == (1, 64)
+    assert len(p.tile_bits) == 50
+    assert p.row(49).tolist() == [[0, 49, FULL, 0], [49, 50, PARTIAL, 49]]
+
+
+def test_a_bit_is_a_query_and_a_word_is_a_key() -> None:
+    p = plan(causal(), np.arange(64), np.arange(64), tile_k=64)
+    assert p.bits[0, 0] == np.uint64(2**64 - 1)  # key 0 is seen by all 64 queries
+    assert p.bits[0, 63] == np.uint64(1) << np.uint64(63)  # key 63 by the last alone
+
+
+def test_partial_answers_that_turn_out_whole_are_promoted() -> None:
+    """``where`` answers PARTIAL always; the bits know better."""
+    everything = plan(where(lambda q, k: k >= 0), np.arange(100), np.arange(300), tile_k=64)
+    assert everything.row(0).tolist() == everything.row(1).tolist() == [[0, 5, FULL, 0]]
+    assert len(everything.bits) == 0
+    nothing = plan(where(lambda q, k: k < 0), np.arange(100), np.arange(300), tile_k=64)
+    assert len(nothing.runs) == 0 and nothing.pairs == 0
+
+
+def test_a_hole_keeps_a_tile_from_being_full() -> None:
+    k = np.arange(64)
+    k[10] = -1
+    p = plan(full(), np.arange(64), k, tile_k=64)
+    assert p.row(0)[:, 2].tolist() == [PARTIAL]
+    assert p.bits[0, 10] == 0
+
+
+def test_rows_and_heads_that_are_alike_share_a_sheet() -> None:
+    n = np.arange(100)
+    assert plan(heads([causal(), window(5), causal()]), n, n).sheet.tolist() == [[0, 1, 0]]
+    same = documents(np.zeros((3, 100), int)) & causal()
+    assert len(plan(same, n, n).sheet_pairs) == 1
+    assert plan(causal(), np.stack([n, n + 1, n]), n).sheet.tolist() == [[0], [1], [0]]
+
+
+def test_a_batched_mask_with_a_table() -> None:
+    rng = np.random.default_rng(0)
+    check(table(rng.random((2, 3, 70, 90)) < 0.5) & causal(), np.arange(20, 90), np.arange(90), 64)
+    check(keys(rng.random((2, 90)) < 0.7) & causal(), np.arange(90), np.arange(90), 32)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "pairs"),
+    [
+        (causal() & window(1024), 262_144, 1024 * 262_144 - 1024 * 1023 // 2),
+        (causal(), 1_000_000, 500_000_500_000),
+    ],
+    ids=["window of 1024 over 262,144", "causal over a million"],
+)
+def test_long_plans_stay_small(m: Mask, n: int, pairs: int) -> None:
+    positions = np.arange(n)
+    tracemalloc.start()
+    try:
+        p = plan(m, positions, positions)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert p.pairs == pairs
+    assert peak < 100e6
+    assert p.nbytes < 2e6
+
+
+def test_tiles_are_64_queries() -> None:
+    assert TILE_Q == 64
+    assert plan(causal() & strided(2) & first(9), np.arange(65), np.arange(65)).rows == 2
