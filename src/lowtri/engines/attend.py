@@ -7,17 +7,21 @@ runs or raises.
 from __future__ import annotations
 
 import importlib
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from lowtri.errors import CallError, EngineError
-from lowtri.masks.atoms import causal, full, table
+from lowtri.masks.atoms import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, Result, describe
 
-__all__ = ["Choice", "attention", "merge", "scaled_dot_product_attention", "which_engine"]
+__all__ = ["Choice", "attention", "merge", "which_engine"]
 
 ENGINES = ("sdpa", "formula", "reference")
 _TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
@@ -95,8 +99,13 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
+    device = _autocast_device(q)
+    if device is not None:
+        q, k, v = _cast(device, q, k, v)
     call = describe(
-        *_autocast(q, k, v),
+        q,
+        k,
+        v,
         mask,
         scale=scale,
         softcap=softcap,
@@ -108,7 +117,8 @@ def attention(
         return_weights=return_weights,
         return_lse=return_lse,
     )
-    found = _engine(_choose(call, engine)).run(call)
+    run = _engine(_choose(call, engine)).run
+    found = run(call) if device is None else _without_autocast(device, run, call)
     output = call.restore(found.output)
     if not (return_weights or return_lse):
         return output
@@ -127,7 +137,10 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
 
     Args: those of :func:`attention`.
     """
-    call = describe(*_autocast(q, k, v), mask, **options)
+    device = _autocast_device(q)
+    if device is not None:
+        q, k, v = _cast(device, q, k, v)
+    call = describe(q, k, v, mask, **options)
     return Choice(_choose(call, engine), _answers(call))
 
 
@@ -177,58 +190,7 @@ def merge(outputs: Any, lses: Any) -> Any:
     return (parts * share[..., None]).sum(dim=0).to(outputs[0].dtype), joined
 
 
-def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """torch's function with torch's meanings exactly, on lowtri's engines; for code that cannot be changed yet.
-
-    >>> import numpy as np, lowtri
-    >>> x = np.eye(3)
-    >>> bool(np.allclose(lowtri.scaled_dot_product_attention(x, x, x, is_causal=True), lowtri.attention(x, x, x, "causal")))
-    True
-
-    Args:
-        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev).
-        attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S).
-        is_causal: query i sees keys 0 .. i: aligned at the top left, also where L and S differ.
-
-    One difference: a query that sees nothing gives 0 on every device and in every dtype.
-
-    Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
-    """
-    if attn_mask is not None and is_causal:
-        raise CallError("scaled_dot_product_attention: attn_mask and is_causal exclude each other, as in torch.")
-    if query.ndim > 2 and not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise CallError(
-            f"scaled_dot_product_attention: query has {query.shape[-3]} heads and key {key.shape[-3]}. Fix: enable_gqa=True."
-        )
-    lead, (nq, nk) = query.shape[:-2], (query.shape[-2], key.shape[-2])
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None] for x in (query, key, value))
-    mask, bias = (causal() if is_causal else full()), None
-    if attn_mask is not None:
-        if attn_mask.ndim > 4:
-            attn_mask = attn_mask.reshape(-1, *attn_mask.shape[-3:])
-        if "bool" in str(attn_mask.dtype):
-            wide = np.asarray(attn_mask.cpu() if hasattr(attn_mask, "cpu") else attn_mask)
-            mask = table(np.broadcast_to(wide, (*wide.shape[:-2], nq, nk)))
-            if wide.ndim == 3:  # torch's third dimension from the end is our heads
-                mask = table(np.broadcast_to(wide[None], (1, wide.shape[0], nq, nk)))
-        else:
-            bias = attn_mask
-    # Index is place: what torch means by is_causal, and a table's own rows.
-    start = max(nk - nq, 0) if attn_mask is not None else 0
-    places = np.arange(start, start + nq)
-    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=places)
-    return output.reshape(*lead, nq, value.shape[-1])
-
-
+@cache
 def _engine(name: str) -> Engine:
     return importlib.import_module(f"lowtri.engines.{name}")
 
@@ -248,16 +210,13 @@ def _choose(call: Call, engine: str) -> str:
 
 
 def _automatic(call: Call) -> str:
-    pairs = call.q.shape[2] * call.k.shape[2]
-    if (
-        call.is_numpy
-        and pairs * call.q.shape[0] * call.q.shape[1] <= _SMALL
-        and _engine("reference").why_not(call) is None
-    ):
-        return "reference"
+    rows, heads, nq, _ = call.q.shape
+    pairs = nq * call.k.shape[2]
     if call.is_numpy:
-        return "formula"
-    fits = pairs <= _TABLE_LIMIT or call.mask in (causal(), full())
+        small = pairs * rows * heads <= _SMALL and _engine("reference").why_not(call) is None
+        return "reference" if small else "formula"
+    written = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))  # tables, at most
+    fits = pairs * written <= _TABLE_LIMIT or call.mask in (causal(), full())
     return "sdpa" if fits and _engine("sdpa").why_not(call) is None else "formula"
 
 
@@ -266,13 +225,25 @@ def _answers(call: Call) -> dict[str, str]:
     return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}
 
 
-def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+def _autocast_device(q: Any) -> str | None:
+    """The kind of q's device, where torch.autocast is on for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor):
+        return None
+    return q.device.type if torch.is_autocast_enabled(q.device.type) else None
+
+
+def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
     """Under torch.autocast float32 inputs are cast as torch casts those of its own attention."""
-    if isinstance(q, np.ndarray) or not hasattr(q, "device"):
-        return q, k, v
     import torch
 
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    kind = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))  # type: ignore[return-value]
+    kind = torch.get_autocast_dtype(device)
+    return tuple(x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in inputs)
+
+
+def _without_autocast(device: str, run: Callable[[Call], Result], call: Call) -> Result:
+    """What an engine computes in float32 stays in float32: the cast is at the door only."""
+    import torch
+
+    with torch.autocast(device, enabled=False):
+        return run(call)

@@ -44,8 +44,7 @@ def run(call: Call) -> Result:
     parts = []
     for start, stop in tiles or [(0, 0)]:
         k0, k1 = call.key_range(start, stop) if len(tiles) > 1 and not call.return_weights else (0, nk)
-        visible = torch.from_numpy(call.visible(start, stop, k0, k1)).to(call.q.device)
-        inputs: Any = (call, visible, *_slices(call, start, stop, k0, k1))
+        inputs: Any = (call, (start, stop, k0, k1), *_slices(call, start, stop, k0, k1))
         parts.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
     outputs, weights, lses = zip(*parts, strict=True)
     return Result(torch.cat(outputs, 2), torch.cat(weights, 2) if call.return_weights else None, torch.cat(lses, 2))
@@ -60,9 +59,11 @@ def _slices(call: Call, start: int, stop: int, k0: int, k1: int) -> tuple[Tensor
 
 
 def _tile(
-    call: Call, visible: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+    call: Call, where: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One tile of queries. visible (B|1, Hq|1, n, Nk); the query heads of a group stand below one another as rows."""
+    """One tile of queries, ``where`` in the call; the query heads of a group stand below one another as rows."""
+    # Asked here and not outside, so that a tile that is computed again does not keep its table meanwhile.
+    visible = torch.from_numpy(call.visible(*where)).to(q.device)  # (B|1, Hq|1, n, Nk)
     kind, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     kv_heads, group, n = k.shape[1], call.group, q.shape[2]
 
@@ -105,7 +106,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, visible)
-        return (q @ k.transpose(2, 3)).masked_fill(~visible, 0)
+        return _product(q, k.transpose(2, 3)).masked_fill(~visible, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -122,8 +123,8 @@ class _Mix(torch.autograd.Function):
         ctx.save_for_backward(w, x, visible)
         broken = ~x.isfinite().all(dim=3)  # (B, H, N)
         if not broken.any():
-            return w @ x
-        out = w @ x.masked_fill(broken[..., None], 0)
+            return _product(w, x)
+        out = _product(w, x.masked_fill(broken[..., None], 0))
         for j in broken.any(dim=0).any(dim=0).nonzero()[:, 0].tolist():
             here = visible[..., j, None] & broken[:, :, j, None, None]  # (B, H, M, 1)
             out = out + (w[..., j, None] * x[:, :, None, j]).masked_fill(~here, 0)
@@ -135,10 +136,20 @@ class _Mix(torch.autograd.Function):
         return _Scores.apply(grad, x, visible), _Mix.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)), None
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their own dtype: autocast would round both to half, forward and backward."""
+    if not torch.is_autocast_enabled(a.device.type):
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def _run_numpy(call: Call) -> Result:
     tensors: dict[str, Any] = {}
     for part in ("q", "k", "v", "bias", "sinks"):
         array = getattr(call, part)
+        if array is not None and (not array.flags.writeable or min(array.strides, default=0) < 0):
+            array = array.copy()  # torch warns of the one and refuses the other
         tensors[part] = None if array is None else torch.from_numpy(array)
     with torch.no_grad():
         found = run(replace(call, **tensors))

@@ -49,7 +49,8 @@ def _function() -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
             steps = _steps(call, *(wide(x) for x in inputs))
-            ctx.call, ctx.steps, ctx.inputs = call, steps, inputs
+            ctx.call, ctx.steps = call, steps
+            ctx.save_for_backward(*inputs)  # so that torch notices when one was changed in place
             like = call.q
             at_least_32 = torch.promote_types(like.dtype, torch.float32)
             lse = torch.from_numpy(steps.lse).to(like.device, at_least_32)
@@ -59,7 +60,7 @@ def _function() -> type[torch.autograd.Function]:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            call, (q, k, v, bias, sinks) = ctx.call, ctx.inputs
+            call, (q, k, v, bias, sinks) = ctx.call, ctx.saved_tensors
             d_output, d_weights, d_lse = (wide(g) for g in grads)
             assert d_output is not None
             d_q, d_k, d_v, d_bias, d_sinks = gradients(ctx.steps, d_output, d_weights, d_lse, sinks=wide(sinks))

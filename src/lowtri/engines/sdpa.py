@@ -42,19 +42,26 @@ def run(call: Call) -> Result:
     if call.bias is None and not call.positions_given and call.mask == full():
         return Result(scaled_dot_product_attention(q, k, v, **options))
     visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
-    nothing = torch.from_numpy(~visible.any(axis=3, keepdims=True)).to(q.device)
-    unseen = torch.from_numpy(~_by_kv_head(call, np.any(visible, axis=2))[..., None]).to(
-        q.device
-    )  # (B|1, Hkv|1, Nk, 1)
+    if call.bias is None and visible.all():  # a new token that sees its whole cache
+        return Result(scaled_dot_product_attention(q, k, v, **options))
+    sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
+    seen = _by_kv_head(call, visible.any(axis=2))[..., None]  # (B|1, Hkv|1, Nk, 1)
+    nothing = None if sees.all() else torch.from_numpy(~sees).to(q.device)
     # Hidden from everyone: set to 0, so that 0 * NaN never happens. A query that sees nothing looks at all, and is set to 0 after.
-    q, k, v = q.masked_fill(nothing, 0), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    table = torch.from_numpy(visible).to(q.device) | nothing
+    if nothing is not None:
+        q = q.masked_fill(nothing, 0)
+    if not seen.all():
+        unseen = torch.from_numpy(~seen).to(q.device)
+        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    table = torch.from_numpy(visible if nothing is None else visible | ~sees).to(q.device)
     if call.bias is not None:
-        table = torch.where(table, call.bias.to(q.dtype), -torch.inf)
-        nothing = nothing | (table == -torch.inf).all(dim=3, keepdim=True)
+        bias = call.bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes float32 beside half types too
+        table = torch.where(table, bias, -torch.inf)
+        hidden = (table == -torch.inf).all(dim=3, keepdim=True)
+        nothing = hidden if nothing is None else hidden | nothing
         table = table.masked_fill(nothing, 0)
     output = scaled_dot_product_attention(q, k, v, attn_mask=table, **options)
-    return Result(output.masked_fill(nothing, 0))
+    return Result(output if nothing is None else output.masked_fill(nothing, 0))
 
 
 def _is_torch_causal(call: Call) -> bool:

@@ -7,6 +7,7 @@ dimensions that broadcast against (B, Hq, Nq, Nk), and the positions are NumPy i
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,6 +101,8 @@ class Call:
 
     def restore(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank that the user's q had."""
+        if self.rank == 4:
+            return x
         if self.rank == 2:
             return x[0, 0]
         return x.reshape(*self.lead, *x.shape[1:])
@@ -146,33 +149,38 @@ def describe(
     if rank == 2:
         q, k, v = q[None, None], k[None, None], v[None, None]
     elif rank != 4:
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     _check_batch(mask, rank, rows, heads)
     if bias is not None:
-        bias = _check_bias(bias, q, (rows, heads, nq, nk), rank, lead)
+        bias = _check_bias(bias, q, (rows, heads, nq, nk), lead)
     if sinks is not None:
         _check_kind("sinks", sinks, q)
-        if tuple(sinks.shape) != (heads,):
+        kind = _dtype(sinks)
+        if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
             raise CallError(
-                f"attention: sinks is {tuple(sinks.shape)}, but it holds one logit for each query head: ({heads},)."
+                f"attention: sinks is {kind} {tuple(sinks.shape)}, but it holds one logit for each query head: "
+                f"floats, ({heads},)."
             )
-    if softcap is not None and not 0 < softcap < math.inf:
+    if scale is not None and not math.isfinite(_number("scale", scale)):
+        raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
+    if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
         raise CallError(
             f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
         )
-    if not 0 <= dropout < 1:
-        raise CallError(f"attention: dropout is {dropout}, but it is a probability below 1.")
+    if not 0 <= _number("dropout", dropout) <= 1:
+        raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
     given = q_positions is not None or k_positions is not None
-    if q_positions is None:
-        if nq > nk and mask.asks_query:
-            default_positions(mask, nq, nk)  # raises with the fix
-        # The last nq of the keys, wherever those are indexed: the rule of decoding and of training at once.
-        start = max(nk - nq, 0)
-        places = np.arange(start, start + nq)[None]
-    else:
-        places = _check_positions("q_positions", q_positions, rows, nq)
     keys = np.arange(nk)[None] if k_positions is None else _check_positions("k_positions", k_positions, rows, nk)
+    start = max(nk - nq, 0)
+    if q_positions is not None:
+        places = _check_positions("q_positions", q_positions, rows, nq)
+    elif nq > nk and mask.asks_query:
+        default_positions(mask, nq, nk)  # raises with the fix
+    elif k_positions is not None and mask.asks_query:
+        places = keys[:, start:]  # where the last nq keys stand, be they shifted, padded or a batch of both
+    else:
+        places = np.arange(start, start + nq)[None]
     return Call(
         q=q,
         k=k,
@@ -198,7 +206,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         raise CallError(
             f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
         )
-    kind = str(q.dtype).removeprefix("torch.")
+    kind = _dtype(q)
     if kind not in _FLOATS:
         raise CallError(
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
@@ -209,9 +217,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     for name, x in (("k", k), ("v", v)):
         _check_kind(name, x, q)
         if x.dtype != q.dtype:
-            raise CallError(
-                f"attention: q is {kind} and {name} is {str(x.dtype).removeprefix('torch.')}. Fix: cast them to one dtype."
-            )
+            raise CallError(f"attention: q is {kind} and {name} is {_dtype(x)}. Fix: cast them to one dtype.")
         if x.ndim != rank:
             raise CallError(
                 f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
@@ -221,7 +227,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         raise CallError(f"attention: q and k differ in head size D, or it is 0: {shapes}.")
     if k.shape[-2] != v.shape[-2]:
         raise CallError(f"attention: k and v differ in length Nk: {shapes}.")
-    if rank > 2 and (k.shape[-3] != v.shape[-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+    if rank > 2 and (k.shape[-3] != v.shape[-3] or 0 in (q.shape[-3], k.shape[-3]) or q.shape[-3] % k.shape[-3]):
         raise CallError(
             f"attention: {shapes}: each key/value head serves a whole number of query heads.\n"
             "Fix: the heads stand third from the end, (..., H, N, D); Hq is a multiple of Hkv."
@@ -250,15 +256,21 @@ def _check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
         raise CallError(f"attention: mask has batch {mask.batch}, but q has {rows} rows and {heads} heads.")
 
 
-def _check_bias(bias: Any, q: Any, shape: tuple[int, ...], rank: int, lead: tuple[int, ...]) -> Any:
+def _check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
     _check_kind("bias", bias, q)
-    kind = str(bias.dtype).removeprefix("torch.")
+    kind = _dtype(bias)
     if kind not in _FLOATS:
         fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
         raise CallError(f"attention: bias is {kind}, but numbers are added to the scores.{fix}")
     came = tuple(bias.shape)
-    if rank > 4 and bias.ndim == rank:  # the user's own leading dimensions become rows here as they do for q
-        bias = bias.reshape(-1, *came[-3:]) if came[:-3] == lead else bias.reshape(*came[-4:])
+    if bias.ndim > 4:  # the user's own leading dimensions become rows here as they do for q
+        front, tail = came[:-3], came[-3:]
+        fits = len(front) == len(lead) and all(n in (1, full) for n, full in zip(front, lead, strict=True))
+        if fits and math.prod(front) > 1:
+            whole = (*lead, *tail)
+            bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
+        if fits:
+            bias = bias.reshape(math.prod(bias.shape[:-3]), *tail)
     bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
     if bias.ndim != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
         raise CallError(f"attention: bias is {came}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}.")
@@ -268,7 +280,10 @@ def _check_bias(bias: Any, q: Any, shape: tuple[int, ...], rank: int, lead: tupl
 def _check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:
     if _is_tensor(positions):
         positions = positions.detach().cpu().numpy()
-    array = np.asarray(positions)
+    try:
+        array = np.asarray(positions)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
     if array.size == 0 and n == 0:
         return np.zeros((1, 0), np.int64)
     if array.dtype.kind not in "iu" or array.shape not in ((n,), (rows, n), (1, n)):
@@ -279,9 +294,21 @@ def _check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np
     return np.atleast_2d(array).astype(np.int64, copy=False)
 
 
+def _number(name: str, value: Any) -> float:
+    """A plain number; a tensor would lose its gradient here in silence."""
+    if isinstance(value, float | int | np.floating | np.integer):
+        return float(value)
+    raise CallError(f"attention: {name} is {_kind(value)}, but it takes one plain number. Fix: float({name}).")
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def _is_tensor(x: Any) -> bool:
     """Whether x is a torch tensor, without loading torch to find out."""
-    return any(base.__module__.startswith("torch") and base.__name__ == "Tensor" for base in type(x).__mro__)
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
 
 
 def _kind(x: Any) -> str:
