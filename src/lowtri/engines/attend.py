@@ -23,7 +23,7 @@ from lowtri.ops.call import Call, Result, describe
 
 __all__ = ["Choice", "attention", "merge", "which_engine"]
 
-ENGINES = ("sdpa", "formula", "reference")
+ENGINES = ("cpu", "sdpa", "formula", "reference")
 _TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
 _SMALL = 2**18  # pairs over all heads: below it NumPy answers before torch is loaded
 

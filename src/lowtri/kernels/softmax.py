@@ -1,0 +1,105 @@
+"""One tile of online softmax, with queries in lanes.
+
+A tile of scores is (keys, 64): a row for each key, a lane for each query, in units of log 2 so that exp is 2 ** x. Per query there
+is a running shift ``m`` and a running sum ``l`` of 2 ** (score - m). Maximum, sum and rescaling go lane by lane; nothing is added
+up across lanes.
+
+Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's description (2025), here with a limit of 2 ** 8.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from lowtri.kernels.simd import (
+    above_or,
+    add,
+    any_above,
+    exp2,
+    load,
+    maximum,
+    mul,
+    only,
+    read_word,
+    splat,
+    store,
+    sub,
+)
+
+__all__ = ["QUERIES", "hide", "softmax_tile"]
+
+QUERIES = 64  # queries in a tile: four vectors of 16
+ROW = 4 * QUERIES  # bytes of one key's scores
+_VECTOR = 64  # bytes of 16 floats
+_HIDDEN = np.float32(-np.inf)
+_RISE = np.float32(8.0)  # rescale only when the maximum rose by more: weights then stay below 2 ** 8
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@njit
+def hide(scores, words, keys):
+    """Set the scores of hidden pairs to -inf: one machine word says which of 64 queries see a key."""
+    hidden = splat(_HIDDEN)
+    for j in range(keys):
+        word = read_word(words + 8 * j)
+        if word != _ALL:
+            row = scores + ROW * j
+            for lane in range(0, QUERIES, 16):
+                place = row + 4 * lane
+                store(place, only(word, np.uint64(lane), load(place), hidden))
+
+
+@njit
+def softmax_tile(scores, keys, m, l, output, size):
+    """Scores become weights 2 ** (score - m); m, l and the output so far (size, 64) are brought to the new shift.
+
+    Args:
+        scores: address of (keys, 64).  m, l: addresses of 64 floats.  output: address of (size, 64).
+    """
+    zero = splat(np.float32(0.0))
+    for lane in range(0, ROW, _VECTOR):
+        # Four chains of maxima at once: each waits for itself only.
+        a = splat(_HIDDEN)
+        b, c, d = a, a, a
+        j = 0
+        while j + 4 <= keys:
+            row = scores + ROW * j + lane
+            a, b = maximum(load(row), a), maximum(load(row + ROW), b)
+            c, d = maximum(load(row + 2 * ROW), c), maximum(load(row + 3 * ROW), d)
+            j += 4
+        while j < keys:
+            a = maximum(load(scores + ROW * j + lane), a)
+            j += 1
+        greatest = maximum(maximum(a, b), maximum(c, d))
+        old = load(m + lane)
+        if any_above(greatest, add(old, splat(_RISE))):
+            new = maximum(greatest, old)
+            factor = exp2(sub(old, above_or(new, splat(_HIDDEN), new, zero)))
+            store(m + lane, new)
+            store(l + lane, mul(load(l + lane), factor))
+            for r in range(size):
+                place = output + ROW * r + lane
+                store(place, mul(load(place), factor))
+            old = new
+        # A query that has seen nothing yet has no shift: 0 serves, and 2 ** -inf is 0.
+        shift = above_or(old, splat(_HIDDEN), old, zero)
+        a, b, c, d = zero, zero, zero, zero
+        j = 0
+        while j + 4 <= keys:
+            row = scores + ROW * j + lane
+            e, f = exp2(sub(load(row), shift)), exp2(sub(load(row + ROW), shift))
+            g, h = exp2(sub(load(row + 2 * ROW), shift)), exp2(sub(load(row + 3 * ROW), shift))
+            store(row, e)
+            store(row + ROW, f)
+            store(row + 2 * ROW, g)
+            store(row + 3 * ROW, h)
+            a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
+            j += 4
+        while j < keys:
+            row = scores + ROW * j + lane
+            e = exp2(sub(load(row), shift))
+            store(row, e)
+            a = add(a, e)
+            j += 1
+        store(l + lane, add(load(l + lane), add(add(a, b), add(c, d))))

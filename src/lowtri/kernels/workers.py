@@ -1,0 +1,123 @@
+"""The threads, and the cache of compiled code.
+
+Beside torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch operation,
+whose workers keep spinning on it. A kernel is a C function of one argument, the address of a descriptor, which every member of
+the team calls; members take tasks from a counter in it. The call comes back when all are done, so Ctrl-C is seen after that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba import cfunc, types
+from numba.core import config
+
+from lowtri.kernels import target
+
+__all__ = ["cache_folder", "compiled", "run_team"]
+
+_forked = False
+
+
+def _after_fork() -> None:
+    # libgomp's team does not survive a fork (torch's own operations hang there, too): a child runs alone.
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where compiled code lies: a folder named by everything that it depends on, or None where nothing can be written.
+
+    Numba looks only at the file a function stands in, and would serve stale code after an edit elsewhere in the kernels.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    facts = (numba.__version__, llvmlite.__version__, sys.version, target.NAME, sorted(target.features()))
+    digest.update(repr(facts).encode())
+    root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(root) / "lowtri" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError:
+        return None
+    return folder
+
+
+@contextmanager
+def _numba_cache() -> Iterator[bool]:
+    """Numba's setting for where to keep code, ours while a kernel is made, then the user's again."""
+    folder = cache_folder()
+    before = config.CACHE_DIR
+    try:
+        if folder is not None:
+            config.CACHE_DIR = str(folder)
+        yield folder is not None
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def compiled(kernel: Callable[[Any], None]) -> Any:
+    """The machine code of ``kernel(descriptor)``: from the disk cache, or compiled now. A cache that fails costs time only."""
+    signature = types.void(types.CPointer(types.int64))
+    with _numba_cache() as keeps:
+        if keeps:
+            try:
+                return cfunc(signature, cache=True)(kernel)
+            except (OSError, EOFError, RuntimeError):
+                pass
+        return cfunc(signature)(kernel)
+
+
+@cache
+def _gomp() -> Any:
+    """GOMP_parallel of the OpenMP library that torch has loaded, or None."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.__file__ is None:
+        return None
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        start = ctypes.CDLL(str(path)).GOMP_parallel
+        start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        start.restype = None
+        return start
+    return None
+
+
+def run_team(kernel: Callable[[Any], None], descriptor: int, threads: int) -> None:
+    """Call the kernel on ``threads`` threads, each with the descriptor's address, and come back when all are done."""
+    code = compiled(kernel)
+    if threads <= 1 or _forked:
+        code.ctypes(ctypes.cast(descriptor, ctypes.POINTER(ctypes.c_int64)))
+        return
+    start = _gomp() if "torch" in sys.modules else None
+    if start is not None:
+        start(code.address, descriptor, threads, 0)
+        return
+    argument = ctypes.cast(descriptor, ctypes.POINTER(ctypes.c_int64))
+    helpers = [threading.Thread(target=code.ctypes, args=(argument,)) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    try:
+        code.ctypes(argument)
+    finally:
+        for helper in helpers:
+            helper.join()
