@@ -59,12 +59,12 @@ class Recipe:
 
 
 def split(rows: int, held_out: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the rows to train on, and of those held out: spread evenly, 64 at most, one at least if there are two.
+    """Numbers of the rows to train on, and of those held out: spread evenly, 64 at most; of two rows or more at least one on either side.
 
     >>> split(10, held_out=0.2)
     (array([0, 1, 3, 4, 5, 6, 8, 9]), array([2, 7]))
     """
-    count = min(64, max(1, round(rows * held_out))) if held_out and rows > 1 else 0
+    count = min(64, rows - 1, max(1, round(rows * held_out))) if held_out and rows > 1 else 0
     kept_apart = (np.arange(count) * 2 + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
     return np.setdiff1d(np.arange(rows), kept_apart), kept_apart
 

@@ -60,7 +60,7 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
 
     >>> tokenizer = learn(["abc"])
     >>> encode_document(tokenizer, "a")
-    [0, 67, 1]
+    [0, 66, 1]
     """
     end = tokenizer.token_to_id(END)
     return [*tokenizer.encode(text).ids, *([] if end is None else [end])]
