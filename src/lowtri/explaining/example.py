@@ -1,0 +1,119 @@
+"""What to explain when there is no trained model: the worked example, or any sentence under random weights.
+
+The worked example is "Write a poem" with the encodings and the seed under which notebooks on masked self-attention show it;
+its figures come out to every printed digit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import DataError
+from lowtri.explaining.steps import Explanation, explain
+from lowtri.masks import Mask
+
+__all__ = ["SEED", "SENTENCE", "split", "untrained", "worked"]
+
+SENTENCE = "Write a poem"
+SEED = 42
+_ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
+_NOTE = (
+    "The worked example: weights drawn under seed 42, untrained. Its encodings are given; the embedding is what they are\n"
+    "without the position."
+)
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # written without spaces: each is a token
+
+
+def split(sentence: str) -> list[str]:
+    """A sentence as tokens: words between spaces; Chinese and Japanese characters one by one.
+
+    >>> split("The black cat <end>"), split("我爱 NLP")
+    (['The', 'black', 'cat', '<end>'], ['我', '爱', 'NLP'])
+    """
+    tokens = re.findall(f"[{_IDEOGRAPHS}]|[^\\s{_IDEOGRAPHS}]+", sentence)
+    if not tokens:
+        raise DataError(f'explain: the sentence is empty. Fix: a word at least, as in "{SENTENCE}".')
+    return tokens
+
+
+def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = None) -> Explanation:
+    """The worked example. Hidden scores are written -1e9, as the notebooks write them.
+
+    >>> worked()["weights"].value.round(4)
+    array([[1.    , 0.    , 0.    ],
+           [0.3606, 0.6394, 0.    ],
+           [0.0722, 0.032 , 0.8959]])
+    """
+    encodings = np.array(_ENCODINGS)
+    place = _places(3, 2)
+    module, _ = _draw(2, 0, SEED)
+    found = explain(
+        module,
+        encodings - place,
+        tokens=SENTENCE.split(),
+        mask=mask,
+        position=place,
+        heads=heads,
+        head=head,
+        hidden=-1e9,
+    )
+    return replace(found, note=_NOTE)
+
+
+def untrained(
+    sentence: str,
+    mask: Mask | str = "causal",
+    *,
+    encodings: NDArray[Any] | None = None,
+    seed: int = SEED,
+    heads: int = 1,
+    head: int | None = None,
+) -> Explanation:
+    """Any sentence, under random weights: the steps are real, what they find is chance, and the note says so.
+
+    Args:
+        sentence: split by :func:`split`.
+        encodings: (N, d_model), a row for each token; random embeddings plus the sinusoidal position if not given.
+        seed: draws the weights, and the embeddings.
+
+    Raises:
+        DataError: if the sentence is empty, or the encodings do not have a row for each token.
+    """
+    tokens = split(sentence)
+    if encodings is not None and (encodings.ndim != 2 or len(encodings) != len(tokens)):
+        raise DataError(
+            f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {' | '.join(tokens)}\n"
+            f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
+        )
+    width = 2 * heads if encodings is None else encodings.shape[1]
+    known = list(dict.fromkeys(tokens))
+    module, rows = _draw(width, len(known), seed)
+    place = None
+    if encodings is None:
+        encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
+        place = _places(len(tokens), width)
+    found = explain(module, encodings, tokens=tokens, mask=mask, position=place, heads=heads, head=head)
+    return replace(found, note=f"random weights, seed {seed}: untrained")
+
+
+def _draw(width: int, tokens: int, seed: int) -> tuple[Any, NDArray[np.float64]]:
+    """A module and as many embeddings (tokens, width), drawn under the seed; torch's own generator stays as it was."""
+    import torch
+
+    from lowtri.plain import MaskedSelfAttention
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = MaskedSelfAttention(width)  # first: the worked example's figures are those of the seed itself
+        return module, torch.randn(tokens, width, dtype=torch.float64).numpy()
+
+
+def _places(n: int, d: int) -> NDArray[np.float64]:
+    from lowtri.nn import sinusoidal
+
+    return np.asarray(sinusoidal(n, d), dtype=np.float64)

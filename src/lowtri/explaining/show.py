@@ -1,0 +1,152 @@
+"""An explanation as tables of text: every number labelled, masked beside unmasked, hidden cells hatched.
+
+Widths are counted in terminal cells, so that Chinese tokens (two cells a character) and Thai ones (marks above and below
+take none) stand in line with the numbers.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowtri.explaining.steps import Explanation, Step
+
+__all__ = ["HATCH", "as_text", "cut", "number", "printable", "tables_of"]
+
+HATCH = "▒"
+LONGEST = 12  # rows or columns shown; beyond, the first ones and the last
+
+
+def as_text(explanation: Explanation, *, width: int = 100, colour: bool = False) -> str:
+    """The explanation for a terminal of ``width`` cells; two tables stand side by side where they fit."""
+    from rich.console import Console, Group
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
+    out = StringIO()
+    console = Console(file=out, width=10_000, force_terminal=colour, highlight=False, legacy_windows=False, emoji=False)
+    console.print(Text(f"mask {explanation.mask}", "bold"))
+    if explanation.note:
+        console.print(Text(explanation.note))
+    console.print(Text(f"{HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts."))
+    for step in explanation.steps:
+        formula = f" = {step.formula}" if step.formula else ""
+        console.print(Text.assemble("\n", (step.name, "bold"), formula, (f"   {_shape(step)}", "dim")))
+        console.print(Text(step.sentence))
+        for together in tables_of(step, explanation.visible):
+            tables = [_table(step, *parts) for parts in together]
+            side_by_side = Table.grid(padding=(0, 6))
+            side_by_side.add_row(*tables)
+            fits = Measurement.get(console, console.options, side_by_side).maximum <= width
+            shown: RenderableType = side_by_side if fits else Group(*tables)
+            console.print(shown)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def tables_of(
+    step: Step, visible: NDArray[np.bool_]
+) -> Iterator[list[tuple[str, NDArray[Any], NDArray[np.bool_] | None]]]:
+    """What to show of a step: for each head the tables that belong side by side, as (title, cells, which are visible)."""
+    heads = step.value if step.value.ndim == 3 else step.value[None]
+    for h, value in enumerate(heads):
+        title = f"head {h}" if len(heads) > 1 else ""
+        seen = visible[h] if visible.ndim == 3 else visible
+        together = [(title, value, seen if step.hatched else None)]
+        if step.unmasked is not None:
+            other = step.unmasked[h] if step.unmasked.ndim == 3 else step.unmasked
+            comma = ", " if title else ""
+            together = [
+                (f"{title}{comma}with the mask", value, seen if step.hatched else None),
+                (f"{title}{comma}without", other, None),
+            ]
+        yield together
+
+
+def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool_] | None) -> Any:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    rows, columns = cut(len(step.rows)), cut(len(step.columns))
+    table.add_column("")
+    for j in columns:
+        table.add_column(Text("…" if j is None else printable(step.columns[j])), justify="right", no_wrap=True)
+    for i in rows:
+        if i is None:
+            table.add_row(*["…"] * (len(columns) + 1))
+            continue
+        line = [Text(printable(step.rows[i]), no_wrap=True)]
+        for j in columns:
+            if j is None:
+                line.append(Text("…"))
+            else:
+                hidden = visible is not None and not visible[i, j]
+                text = f"{HATCH} {_hidden_number(cells[i, j])}" if hidden else number(cells[i, j])
+                line.append(Text(text, "dim" if hidden else ""))
+        table.add_row(*line)
+    return Group(Text(title, "italic", no_wrap=True), table) if title else table
+
+
+def cut(n: int) -> list[int | None]:
+    """Which of ``n`` rows or columns are shown; None stands for those left out.
+
+    >>> cut(3), cut(100)
+    ([0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, None, 97, 98, 99])
+    """
+    if n <= LONGEST:
+        return list(range(n))
+    return [*range(LONGEST - 4), None, *range(n - 3, n)]
+
+
+def number(x: Any) -> str:
+    """Four digits after the point; a tick or a cross for a bool; a whole number as it is.
+
+    >>> number(1.16), number(-0.00001), number(float("-inf")), number(-1e9), number(True), number(7)
+    ('1.1600', '0.0000', '-inf', '-1e9', '✓', '7')
+    """
+    if isinstance(x, bool | np.bool_):
+        return "✓" if x else "✗"
+    if isinstance(x, int | np.integer):
+        return str(x)
+    if not np.isfinite(x) or abs(x) >= 1e5:
+        return f"{x:.5g}".replace("e+0", "e").replace("e+", "e")
+    text = f"{x:.4f}"
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def _hidden_number(x: Any) -> str:
+    # Exactly 0, so without digits after the point: "0.0000" is what a small visible weight looks like.
+    return "0" if not isinstance(x, bool | np.bool_) and x == 0 else number(x)
+
+
+def printable(token: str) -> str:
+    """A token that keeps its line: leading and trailing blanks, line ends and control characters are made visible.
+
+    >>> printable(" cat"), printable("a\\n"), printable("")
+    ('␣cat', 'a⏎', '∅')
+    """
+    if not token:
+        return "∅"
+    body = token.strip(" ")
+    if not body:
+        return "␣" * len(token)
+    start = token.index(body)
+    whole = "␣" * start + body + "␣" * (len(token) - start - len(body))
+    whole = whole.replace("\n", "⏎").replace("\t", "⇥")
+    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs") else c for c in whole)
+
+
+def _shape(step: Step) -> str:
+    return " x ".join(str(n) for n in step.value.shape)
