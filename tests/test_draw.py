@@ -1,0 +1,325 @@
+"""Pictures of masks, and the verb that prints them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from inspect import cleandoc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowtri.cli.main import main
+from lowtri.errors import DataError, LowtriError, MaskError
+from lowtri.masks import causal, documents, first, full, heads, keys, strided, table, where, window
+from lowtri.masks.draw import draw
+from lowtri.masks.panels import MOST_CELLS, MOST_PANELS, display_width
+from lowtri.masks.svg import svg
+
+# Text.
+
+
+def test_a_table_of_tokens() -> None:
+    """The documents' two tables: everybody, and the triangle."""
+    drawn = draw(full(), 4, beside="causal", tokens="I love Machine Learning", ticks=True, titles=["no mask", "masked"])
+    expected = """
+        no mask                                 masked
+                  I  love  Machine  Learning              I  love  Machine  Learning
+        I         ✓   ✓       ✓        ✓        I         ✓   ✗       ✗        ✗
+        love      ✓   ✓       ✓        ✓        love      ✓   ✓       ✗        ✗
+        Machine   ✓   ✓       ✓        ✓        Machine   ✓   ✓       ✓        ✗
+        Learning  ✓   ✓       ✓        ✓        Learning  ✓   ✓       ✓        ✓
+    """
+    assert drawn.splitlines() == cleandoc(expected).splitlines()
+
+
+def test_tables_align_for_thai_and_chinese() -> None:
+    lines = causal().draw(4, tokens=["ที่นี่", "黑猫", "cat", "กำลัง"], ticks=True).splitlines()
+    assert lines == [
+        "      ที่นี่  黑猫  cat  กำลัง",
+        "ที่นี่    ✓    ✗     ✗    ✗",
+        "黑猫  ✓    ✓     ✗    ✗",
+        "cat   ✓    ✓     ✓    ✗",
+        "กำลัง  ✓    ✓     ✓    ✓",
+    ]
+    for row in lines[1:]:  # in columns of a terminal, every mark stands at the same place
+        assert [display_width(row[:i]) for i, c in enumerate(row) if c in "✓✗"] == [6, 11, 17, 22]
+
+
+@pytest.mark.parametrize("text", ["ที่นี่", "กำลัง", "น้ำ", "黑猫，", "ガ", "한국어", "é", "e\u0301", "✓✗█·▒", "Türkçe"])
+def test_display_width_agrees_with_the_terminal_library(text: str) -> None:
+    from rich.cells import cell_len
+
+    assert display_width(text) == cell_len(text)
+
+
+def test_ticks_without_tokens_count_positions() -> None:
+    expected = """
+           0  1  2
+        1  ✓  ✓  ✗
+        2  ✓  ✓  ✓
+    """
+    assert draw(causal(), 2, 3, ticks=True).splitlines() == cleandoc(expected).splitlines()
+
+
+def test_cross_attention_has_two_kinds_of_tokens() -> None:
+    drawn = draw(first(1), 2, 3, tokens=["le", "chat", "noir"], query_tokens=["the", "cat"])
+    expected = """
+             le  chat  noir
+        the  █    ·     ·
+        cat  █    ·     ·
+    """
+    assert drawn.splitlines() == cleandoc(expected).splitlines()
+
+
+def test_batch_rows_and_heads_one_after_the_other() -> None:
+    assert documents([[0, 0], [0, 1]]).draw(2).splitlines() == [
+        "batch row 0",
+        "██",
+        "██",
+        "",
+        "batch row 1",
+        "█·",
+        "·█",
+    ]
+    assert heads([full(), causal()]).draw(2).splitlines() == ["head 0", "██", "██", "", "head 1", "█·", "██"]
+    both = heads([full(), causal()]) & keys(lengths=[1, 2])
+    assert both.draw(2).splitlines()[-3:] == ["batch row 1, head 1", "█·", "██"]
+    beside = draw(causal(), 2, beside=documents([[0, 0], [0, 1]])).splitlines()
+    assert beside[5:] == ["batch row 1", beside[1], "█·        █·", "██        ·█"]
+
+
+def test_many_batch_rows_are_counted() -> None:
+    drawn = keys(lengths=[1] * 40).draw(2)
+    assert drawn.count("batch row") == MOST_PANELS
+    assert drawn.endswith("... and 24 more")
+
+
+def test_large_masks_are_drawn_by_tiles() -> None:
+    """A cell of 100 positions over 64 is 2 x 2 positions: the diagonal is partly visible."""
+    lines = causal().draw(100).splitlines()
+    assert len(lines) == 50 and lines[0] == "▒" + "·" * 49 and lines[2] == "██▒" + "·" * 47
+    lines = (causal() & window(4)).draw(128).splitlines()
+    assert lines[3].startswith("·▒█▒·")
+    assert where(lambda q, k: k <= q).draw(65).count("▒") == 33 * 33  # nothing is known about it but its pairs
+    assert strided(2).draw(65).count("▒") == 33 * 33 - 1  # 65 is odd: the last cell is one pair
+
+
+@pytest.mark.parametrize("n", [64, 65, 1000, 262_144, 10_000_000])
+def test_pictures_are_bounded(n: int) -> None:
+    lines = (causal() & window(n // 2)).draw(n).splitlines()
+    assert MOST_CELLS / 2 < len(lines) <= MOST_CELLS
+    assert all(len(line) == len(lines) for line in lines)
+
+
+def test_the_last_queries_of_many_keys() -> None:
+    lines = causal().draw(10, 1000).splitlines()
+    assert lines == ["█" * 61 + "▒▒"]  # keys 976 .. 991 and 992 .. 999; the queries are 990 .. 999
+
+
+def test_unprintable_tokens_are_written_out() -> None:
+    drawn = draw(full(), 2, tokens=["a\n", "\x1b[31m"])
+    assert "a\\n" in drawn and "\\x1b[31m" in drawn and "\x1b" not in drawn
+    assert "…" in draw(full(), 1, tokens=["x" * 100])
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: causal().draw(0), "draw: 0 queries and 0 keys: there is nothing to draw"),
+        (lambda: causal().draw(3, tokens="a b"), "draw: 2 tokens came for 3 keys. Fix: one token for each key"),
+        (lambda: full().draw(3, 2, tokens="a b"), "draw: 3 queries and 2 tokens. Fix: query_tokens= names the queries"),
+        (lambda: full().draw(2, tokens="a b", query_tokens="c"), "draw: 1 query_tokens came for 2 queries"),
+        (lambda: full().draw(2, query_tokens="c d"), "draw: query_tokens came without tokens"),
+        (lambda: full().draw(65, tokens=["a"] * 65), "draw: 65 tokens do not fit on a picture of 64 cells"),
+        (lambda: full().draw(2, titles=["a", "b"]), "draw: 2 titles came for 1 masks"),
+        (lambda: full().draw(2, beside=np.ones((2, 2), bool)), "beside: a bare ndarray came"),
+        (lambda: keys(lengths=[1, 2]).draw(2, beside=keys(lengths=[1, 2, 3])), "do not fit together"),
+        (
+            lambda: svg(causal(), 2, weights=np.ones((2, 3))),
+            "weights have shape (2, 3), but the picture has (2, 2) pairs",
+        ),
+        (lambda: svg(causal(), 2, weights=[[1, 2], [0, 1]]), "weights lie between 0 and 1, but some of these do not"),
+        (lambda: svg(causal(), 65, weights=np.ones((65, 65))), "weights of 65 x 65 pairs: a picture has at most 64"),
+        (lambda: svg(keys(lengths=[1, 1, 1]), 1, weights=np.ones((2, 1, 1))), "weights have no batch row or head 2"),
+    ],
+)
+def test_the_words_of_errors(act, words: str) -> None:
+    with pytest.raises(MaskError) as caught:
+        act()
+    assert words in str(caught.value)
+
+
+# SVG.
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def cells(text: str, fill: str) -> int:
+    """How many cells have this fill; neighbours are one rectangle, so widths are counted."""
+    found = [
+        r
+        for r in ET.fromstring(text).iter(f"{SPACE}rect")
+        if fill in ET.tostring(r, "unicode") and "stroke" not in r.attrib
+    ]
+    return round(
+        sum(float(r.get("width", "0")) / float(r.get("height", "1")) for r in found if "%" not in r.get("width", ""))
+    )
+
+
+def test_svg_shows_every_cell() -> None:
+    text = svg(causal(), 5)
+    assert cells(text, "#2b6cb0") == 15
+    assert cells(text, "url(#hidden)") == 10
+    assert svg(causal() & window(300), 1000).count("#a9c9ea") > 60
+
+
+def test_svg_names_tokens_on_both_axes_and_escapes_them() -> None:
+    root = ET.fromstring(svg(causal(), 3, tokens=["<b>", "R&D", "黑\x00猫"], beside=full(), titles=["a<b", "c"]))
+    texts = [node.text for node in root.iter(f"{SPACE}text")]
+    assert texts.count("<b>") == texts.count("R&D") == 3  # the queries once, the keys of each mask
+    assert "黑\\x00猫" in texts and "a<b" in texts
+    assert root.find(f"{SPACE}title").text == "a<b beside c"
+
+
+def test_svg_tells_hidden_from_weight_zero() -> None:
+    weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    text = svg(causal(), 2, weights=weights)
+    assert cells(text, "url(#hidden)") == 1
+    assert 'fill-opacity="0.000"' in text and 'fill-opacity="1.000"' in text
+    assert "weight 0" in text and "hidden" in text
+
+
+def test_svg_of_batches_shows_each_with_its_weights() -> None:
+    weights = np.zeros((2, 2, 3, 3))
+    weights[1, 0, 2, 1] = 0.625
+    text = svg(heads([causal(), full()]) & keys(lengths=[3, 2]), 3, weights=weights)
+    assert text.count("batch row 1, head 0") == 1
+    assert text.count('fill-opacity="0.625"') == 1
+    assert "... and 24 more" in svg(keys(lengths=[1] * 40), 2)
+
+
+def test_svg_needs_nothing_else() -> None:
+    text = svg(causal() & window(3), 8, tokens=list("abcdefgh"))
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in text and "<image" not in text
+    assert len(svg(table(np.random.default_rng(0).random((64, 64)) < 0.5), 64)) < 300_000
+
+
+def test_saving(tmp_path: Path) -> None:
+    path = tmp_path / "mask.svg"
+    path.write_text("old")
+    causal().save(path, 4, tokens="The black cat <end>")
+    assert path.read_text(encoding="utf-8") == svg(causal(), 4, tokens="The black cat <end>")
+    assert [p.name for p in tmp_path.iterdir()] == ["mask.svg"]
+    window(2).save(str(path))
+    assert cells(path.read_text(encoding="utf-8"), "#2b6cb0") == 31
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mask.png", "does not end in .svg, the one format that is written. Fix: mask.svg"),
+        ("nowhere/mask.svg", "cannot be written: No such file or directory. Fix: a folder that exists"),
+        ("folder.svg", "folder.svg cannot be written: "),
+    ],
+)
+def test_saving_where_it_cannot(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(DataError) as caught:
+        causal().save(tmp_path / name, 4)
+    assert words in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.svg"]  # nothing half written
+
+
+def test_a_picture_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "mask.svg"
+    path.write_text("old")
+    with pytest.raises(LowtriError):
+        causal().save(path, 4, tokens="too few")
+    assert path.read_text() == "old"
+
+
+# lowtri mask.
+
+
+def test_the_verb_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal & (window(2) | first(1))", "--n", "5"]) == 0
+    out = capsys.readouterr().out
+    expected = """
+        causal & (window(2) | first(1))
+        █····
+        ██···
+        ███··
+        █·██·
+        █··██
+
+        12 of 25 pairs visible (48.0%); causal
+    """
+    assert out.splitlines() == cleandoc(expected).splitlines()
+
+
+def test_the_verb_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal", "--beside", "full", "--tokens", "The black cat <end>", "--ticks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split() == ["cat", "✓", "✓", "✓", "✗", "cat", "✓", "✓", "✓", "✓"]
+    assert lines[-2:] == [
+        "causal: 10 of 16 pairs visible (62.5%); causal",
+        "full: 16 of 16 pairs visible (100.0%); not causal: somebody sees a later position",
+    ]
+
+
+def test_the_verb_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal & keys(lengths=[1, 3])", "--n", "3", "--queries", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "mask": "causal & keys(lengths=[1, 3])",
+        "queries": 2,
+        "keys": 3,
+        "batch": [2],
+        "pairs": [2, 5],
+        "share": [2 / 6, 5 / 6],
+        "causal": True,
+        "table": [[[1, 0, 0], [1, 0, 0]], [[1, 1, 0], [1, 1, 1]]],
+    }
+
+
+def test_the_verb_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1", "--head", "1"]) == 0
+    )
+    assert capsys.readouterr().out.splitlines()[1:3] == ["██", "██"]
+    assert main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1"]) == 0
+    assert "head 1" in capsys.readouterr().out
+
+
+def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.svg"
+    assert main(["mask", "causal", "--svg", str(path), "--tokens", "a b"]) == 0
+    assert path.read_text(encoding="utf-8") == svg(causal(), 2, tokens=["a", "b"])
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["causal &"], "mask: 'causal &' cannot be read"),
+        (["windw(3)"], "there is no mask 'windw'"),
+        (["causal", "--beside", "window(0)"], "window: n is 0"),
+        (["causal", "--tokens", " "], "mask: --tokens is empty"),
+        (["causal", "--n", "0"], "--n"),
+        (["causal", "--n", "3", "--queries", "4"], "mask: --queries is 4, but there are 3 positions"),
+        (["causal", "--svg", "nowhere/m.svg"], "nowhere/m.svg cannot be written"),
+        (["causal", "--svg", "m.png"], "does not end in .svg"),
+        (["heads([causal, full])", "--head", "2"], "head 2 asked of a mask with batch (1, 2)"),
+        (["heads([causal, full]) & keys(lengths=[1, 2])", "--head", "0"], "Fix: say --batch as well"),
+        (["causal", "--frobnicate"], "No such option"),
+    ],
+)
+def test_the_verb_refuses_in_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
