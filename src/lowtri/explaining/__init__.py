@@ -1,8 +1,8 @@
 """Every step of attention, with numbers.
 
-    capture  what a module computes on the way into attention: encodings, maps, q, k, v
-    steps    explain(): from q, k, v and a mask to scores, weights and output, masked beside unmasked
-    show     the steps as tables of text
-    html     the steps as one page
-    example  what to explain without a trained model: the worked example, or random weights
+capture  what a module computes on the way into attention: encodings, maps, q, k, v
+steps    explain(): from q, k, v and a mask to scores, weights and output, masked beside unmasked
+show     the steps as tables of text
+html     the steps as one page
+example  what to explain without a trained model: the worked example, or random weights
 """

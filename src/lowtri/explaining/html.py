@@ -76,5 +76,7 @@ def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool
 def _cell(step: Step, x: Any, visible: bool) -> str:
     if not visible:
         return f'<td class="hidden" title="hidden">{"0" if step.name == "weights" else number(x)}</td>'
-    shade = f' style="background:rgba(46,125,180,{0.7 * float(x):.3f})"' if step.name == "weights" else ""
+    shade = (
+        f' style="background:rgba(46,125,180,{0.7 * float(np.nan_to_num(x)):.3f})"' if step.name == "weights" else ""
+    )
     return f"<td{shade}>{number(x)}</td>"

@@ -1,0 +1,344 @@
+"""explain: every step comes out with its number, hidden is told from 0, and bad input ends in one clear line."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.cells import cell_len
+
+import lowtri
+from lowtri.cli.main import main
+from lowtri.errors import CallError, DataError, MaskError
+from lowtri.explaining.example import split, untrained, worked
+from lowtri.nn import Decoder, DecoderConfig, MaskedSelfAttention, MultiHeadAttention
+
+ALL_STEPS = (
+    *("tokens", "embedding", "position", "encoding", "W_q", "W_k", "W_v", "q", "k", "v"),
+    *("scores", "scaled", "mask", "masked", "weights", "output"),
+)
+
+
+def qkv(n: int = 4, heads: int = 1, kv_heads: int = 1, d: int = 3) -> list[Any]:
+    draw = np.random.default_rng(0).normal
+    return [draw(size=(h, n, d)) for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Decoder(DecoderConfig(vocab_size=300, hidden_size=32, intermediate_size=48, **sizes)).eval()
+
+
+# The numbers.
+
+
+def test_the_worked_example_has_every_step_in_order() -> None:
+    found = worked()
+    assert tuple(step.name for step in found.steps) == ALL_STEPS
+    assert found.tokens == ("Write", "a", "poem")
+    np.testing.assert_allclose(found["encoding"].value, found["embedding"].value + found["position"].value)
+    assert found["masked"].value[0].tolist()[1:] == [-1e9, -1e9]
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window(2) & causal", "causal - first(1)"])
+def test_steps_agree_with_attention_itself(mask: str) -> None:
+    q, k, v = qkv(n=5, heads=4, kv_heads=2)
+    found = lowtri.explain((q, k, v), mask=mask)
+    output, weights = lowtri.attention(q, k, v, mask, return_weights=True)
+    np.testing.assert_allclose(found["output"].value, output, atol=1e-12)
+    np.testing.assert_allclose(found["weights"].value, weights, atol=1e-12)
+    np.testing.assert_allclose(found["output"].unmasked, lowtri.attention(q, k, v, "full"), atol=1e-12)
+    assert found["joined"].value.shape == (5, 12)
+
+
+def test_fewer_queries_than_keys_are_the_last_tokens() -> None:
+    q, k, v = qkv(n=4)
+    found = lowtri.explain((q[:, 2:], k, v), mask="causal", tokens=["a", "b", "c", "d"])
+    assert found["weights"].rows == ("c", "d") and found["weights"].columns == ("a", "b", "c", "d")
+    assert found.visible.tolist() == [[True, True, True, False], [True, True, True, True]]
+
+
+def test_hidden_weight_is_exactly_0_and_told_from_a_visible_0() -> None:
+    q, k, v = np.array([[0.0], [1.0]]), np.array([[0.0], [5000.0]]), np.eye(2)
+    found = lowtri.explain((q, k, v), mask="causal")
+    assert found["weights"].value.tolist() == [[1, 0], [0, 1]]  # (0, 1) is hidden; (1, 0) is visible, and underflows
+    weights = str(found)[str(found).index("weights = ") :].splitlines()
+    assert weights[5].split()[:4] == ["0", "1.0000", "▒", "0"]
+    assert weights[6].split()[:3] == ["1", "0.0000", "1.0000"]
+    assert found.as_dict()["visible"] == [[True, False], [True, True]]
+    page = found.to_html()
+    row = page[page.index("<h2>weights") :]
+    assert '<td class="hidden" title="hidden">0</td>' in row and ">0.0000</td>" in row
+
+
+def test_a_query_that_sees_nothing_gets_0() -> None:
+    found = lowtri.explain(tuple(qkv(n=3)), mask="causal - first(1)")
+    assert found["weights"].value[0].tolist() == [0, 0, 0]
+    assert found["output"].value[0].tolist() == [0, 0, 0]
+
+
+def test_hidden_garbage_leaves_no_trace() -> None:
+    q, k, v = qkv(n=3)
+    clean = lowtri.explain((q, k, v), mask="causal")
+    k[:, 2], v[:, 2] = np.nan, np.inf
+    dirty = lowtri.explain((q, k, v), mask="causal")
+    np.testing.assert_array_equal(dirty["output"].value[:2], clean["output"].value[:2])
+    assert json.loads(dirty.to_json())["steps"][2]["value"][2] == ["nan", "nan", "nan"]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_plain_module_cut_into_heads(heads: int) -> None:
+    torch.manual_seed(1)
+    module, x = MaskedSelfAttention(4), torch.randn(5, 4)
+    found = lowtri.explain(module, x, heads=heads)
+    q, k, v = (w(x).unflatten(1, (heads, -1)).transpose(0, 1) for w in (module.W_q, module.W_k, module.W_v))
+    expected = lowtri.attention(q, k, v, "causal").transpose(0, 1).flatten(1).detach()
+    np.testing.assert_allclose(found["joined" if heads > 1 else "output"].value, expected, atol=1e-6)
+    one = lowtri.explain(module, x, heads=heads, head=heads - 1)
+    np.testing.assert_array_equal(
+        one["weights"].value, found["weights"].value[-1] if heads > 1 else found["weights"].value
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_heads": 2, "bias": True}, {"rope_theta": 10000.0, "mask": "window(2)"}]
+)
+def test_multi_head_attention_agrees_with_its_own_output(options: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    module, x = MultiHeadAttention(16, 4, **options), torch.randn(6, 16)
+    found = lowtri.explain(module, x)
+    own = module.o_proj(torch.as_tensor(found["joined"].value, dtype=torch.float32))
+    torch.testing.assert_close(own, module(x), atol=1e-5, rtol=1e-5)
+    assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
+    _, weights = module(x, return_weights=True)
+    np.testing.assert_allclose(found["weights"].value, weights.detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 3)])
+def test_a_decoder_shows_one_head_of_one_layer(decoder: Decoder, layer: int, head: int) -> None:
+    found = lowtri.explain(decoder, [5, 6, 7, 8], layer=layer, head=head, mask="causal & window(2)")
+    assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
+    assert found["W_q"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
+    assert found.visible.sum() == 7
+    rows = decoder.model.layers[layer].self_attn.k_proj.weight[head // 2 * 8 :][:8].detach()
+    np.testing.assert_array_equal(found["W_k"].value, rows.T)  # query heads 2 and 3 share key head 1
+    assert not decoder.model.layers[layer].self_attn.q_proj._forward_hooks  # nothing stays behind
+
+
+def test_a_mask_for_each_head() -> None:
+    found = lowtri.explain(tuple(qkv(n=3, heads=2, kv_heads=2)), mask="heads([causal, full])")
+    assert found.visible.sum((1, 2)).tolist() == [6, 9]
+
+
+# Text, JSON and the page.
+
+
+def test_tables_stand_in_line_for_thai_and_chinese() -> None:
+    tokens = ["ฉันรักน้ำ", "我爱你", "cat"]
+    text = str(lowtri.explain(tuple(qkv(n=3)), mask="causal", tokens=tokens))
+    scores = text[text.index("scores = ") :].splitlines()[2:7]
+    assert len({cell_len(line) for line in scores}) == 1, scores
+    assert all(len(token.split()) == 1 for token in tokens) and all(token in scores[0] for token in tokens)
+
+
+def test_tokens_cannot_break_a_table_or_the_page() -> None:
+    tokens = ["[bold]", ":cat:", "<script>alert(1)</script>", "a\nb"]
+    found = lowtri.explain(tuple(qkv(n=4)), mask="causal", tokens=tokens)
+    assert "[bold]" in str(found) and ":cat:" in str(found) and "a⏎b" in str(found)
+    assert "<script" not in found.to_html() and "&lt;script&gt;" in found.to_html()
+
+
+def test_long_sentences_are_cut_where_they_are_shown_and_whole_in_json() -> None:
+    found = lowtri.explain(tuple(qkv(n=60)), mask="causal")
+    assert "…" in str(found) and len(str(found)) < 30_000 and len(found.to_html()) < 100_000
+    assert len(json.loads(found.to_json())["steps"][-1]["value"]) == 60
+
+
+def test_the_page_is_one_whole_file_without_network() -> None:
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+            self.tags: set[str] = set()
+
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            self.tags.add(tag)
+            if tag not in ("meta", "br"):
+                self.open.append(tag)
+            assert not {"src", "href"} & {name for name, _ in attrs}
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    reader = Reader()
+    page = worked().to_html()
+    reader.feed(page)
+    assert reader.open == [] and not {"script", "link", "img"} & reader.tags
+    assert "http" not in page and "url(" not in page and "repeating-linear-gradient" in page
+    for name in ALL_STEPS:
+        assert f"<h2>{name}" in page
+
+
+# The command.
+
+
+def test_without_a_model_it_says_that_the_weights_are_random(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "The black cat <end>"]) == 0
+    assert "random weights, seed 42: untrained" in capsys.readouterr().out
+    assert main(["explain", "The black cat <end>", "--seed", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["note"] == "random weights, seed 7: untrained"
+
+
+def test_random_weights_leave_torchs_generator_alone() -> None:
+    torch.manual_seed(0)
+    first = untrained("a rose is a rose")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    again = untrained("a rose is a rose")
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(first["output"].value, again["output"].value)
+    embedding = first["embedding"].value
+    np.testing.assert_array_equal(embedding[0], embedding[3])
+
+
+def test_chinese_is_split_by_characters() -> None:
+    assert split("我爱NLP 吗") == ["我", "爱", "NLP", "吗"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("e.json", "[[1, 2, 3, 4], [5, 6, 7, 8]]"), ("e.csv", "1,2,3,4\n5,6,7,8\n"), ("e.txt", "1 2 3 4\n\n5 6 7 8")],
+)
+def test_encodings_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(["explain", "two words", "--encodings", str(path), "--heads", "2", "--json"]) == 0
+    steps = {step["name"]: step for step in json.loads(capsys.readouterr().out)["steps"]}
+    assert steps["encoding"]["value"] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert steps["q"]["shape"] == [2, 2, 2]
+    assert "embedding" not in steps
+    np.save(tmp_path / "e.npy", np.arange(8.0).reshape(2, 4))
+    assert main(["explain", "two words", "--encodings", str(tmp_path / "e.npy")]) == 0
+
+
+def test_html_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "steps.html"
+    assert main(["explain", "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == worked().to_html()
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.html"]
+    assert "wrote" in capsys.readouterr().err
+
+
+def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], decoder: Decoder) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from lowtri.nn.checkpoint import save
+
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    save(decoder, tmp_path, tokenizer)
+    run = ["explain", "a cat", "--model", str(tmp_path)]
+    assert main([*run, "--layer", "2", "--head", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == ["a", " ", "c", "a", "t"] and "untrained" not in found["note"]
+    expected = lowtri.explain(decoder, tokenizer.encode("a cat").ids, layer=2, head=3)["weights"].value
+    np.testing.assert_allclose({s["name"]: s["value"] for s in found["steps"]}["weights"], expected, atol=1e-6)
+    for wrong, words in [
+        (["--layer", "3"], "layer 3 asked, but there are 3. Fix: 0 to 2."),
+        (["--head", "4"], "head 4 asked, but there are 4. Fix: head from 0 to 3."),
+        (["--heads", "2"], "--heads is for random weights; a model has its own. Fix: drop --heads or --model."),
+        (["--encodings", "x"], "--encodings is for random weights"),
+    ]:
+        assert main([*run, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["explain", "", "--model", str(tmp_path)]) == 2
+    assert "the sentence is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["   "], 'the sentence is empty. Fix: a word at least, as in "Write a poem".'),
+        (["--encodings", "missing.json"], "missing.json: No such file or directory"),
+        (["--layer", "1"], "--layer is for a trained model. Fix: add --model DIR."),
+        (["--head", "1"], "head 1 asked, but there are 1. Fix: head from 0 to 0."),
+        (["--mask", "casual"], "casual"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--heads", "0"], "--heads"),
+        (["--html", "no/such/folder/x.html"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_clear_message(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *arguments]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1 2\n3", "is no table of numbers. Fix: a row for each token, all rows of equal length."),
+        ("a b", "is no table of numbers"),
+        ("", "holds (0,), or numbers that are not finite. Fix: (tokens, d_model) finite numbers."),
+        ("1 nan\n1 2\n1 2", "not finite"),
+        ("1 2", "the encodings are (1, 2), but the sentence has 3 tokens: Write | a | poem"),
+    ],
+)
+def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "e.txt"
+    path.write_text(content)
+    assert main(["explain", "--encodings", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: lowtri.explain(qkv()), MaskError, "who may see whom is always said"),
+        (lambda: lowtri.explain((1, 2), mask="full"), CallError, "2 arrays came, but (q, k, v) are three"),
+        (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
+        (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but one sequence is"),
+        (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
+        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "head 1 asked, but there are 1"),
+        (lambda: lowtri.explain(qkv(), mask="heads([full, causal])"), MaskError, "is for 2 heads, but there are 1"),
+        (lambda: lowtri.explain(qkv(), mask=lowtri.keys([[True] * 4] * 2)), MaskError, "differs between 2 batch rows"),
+        (lambda: lowtri.explain(torch.nn.Linear(2, 2), 1), CallError, "Linear has no attention that explain can open"),
+        (lambda: lowtri.explain(MaskedSelfAttention(2)), CallError, "inputs are missing"),
+        (lambda: lowtri.explain(MaskedSelfAttention(2), np.eye(3)), CallError, "but the module reads (N, 2)"),
+        (lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2))), CallError, "one sequence is (N, d_model)"),
+        (
+            lambda: lowtri.explain(MaskedSelfAttention(3), np.eye(3), heads=2),
+            CallError,
+            "2 heads do not divide d_model 3",
+        ),
+        (
+            lambda: lowtri.explain(MaskedSelfAttention(2), np.eye(2), position=np.eye(3)),
+            CallError,
+            "position is (3, 3), but inputs are (2, 2)",
+        ),
+        (lambda: lowtri.explain(MultiHeadAttention(4, 2), np.eye(4), heads=2), CallError, "position and heads are for"),
+        (lambda: untrained(" "), DataError, "the sentence is empty"),
+    ],
+)
+def test_words_of_the_errors(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
+
+
+def test_words_for_ids(decoder: Decoder) -> None:
+    with pytest.raises(CallError, match="ids are missing"):
+        lowtri.explain(decoder)
+    with pytest.raises(CallError, match="one sequence is \\(N,\\) whole numbers"):
+        lowtri.explain(decoder, [0.5])
+    with pytest.raises(KeyError, match="no step 'lse'; there are tokens, q, k"):
+        lowtri.explain(tuple(qkv()), mask="full")["lse"]
