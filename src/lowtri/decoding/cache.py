@@ -65,6 +65,7 @@ class KVCache:
         self._book = Book(self.mask, capacity, block)
         self._layers: dict[int, _Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
+        self._given: Any = None  # the positions it came with
 
     @property
     def capacity(self) -> int:
@@ -91,10 +92,12 @@ class KVCache:
         """The place of the next token; in a batch with places of its own for each row, the greatest."""
         return int(self._book.next.max())
 
-    def next_positions(self, n: int) -> NDArray[np.int64]:
-        """Where the next ``n`` tokens will stand, (n,), or (B, n) when the rows of the batch stand apart."""
-        places: NDArray[np.int64] = self._book.next[:, None] + np.arange(n)
-        return places[0] if len(places) == 1 else places
+    def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
+        """Where the next ``n`` tokens of a layer will stand, (n,), or (B, n) when the rows of the batch stand apart."""
+        book, entry = self._book, self._layers.get(layer)
+        follows = (entry.step if entry else 0) < book.step  # another layer has settled it already
+        found: NDArray[np.int64] = book.newest if follows else book.next[:, None] + np.arange(n)
+        return found[0] if len(found) == 1 else found
 
     def __repr__(self) -> str:
         return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
@@ -134,8 +137,10 @@ class KVCache:
                 late = min(name for name, other in self._layers.items() if other.step < book.step)
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
             book.open(n, k.shape[0] if k.ndim == 4 else 1, None if positions is None else places(positions))
-            self._arrived = 0
-        elif n != book.newest.shape[1] or (positions is not None and not _same(places(positions), book.newest)):
+            self._arrived, self._given = 0, positions
+        elif n != book.newest.shape[1] or not (
+            positions is None or positions is self._given or _same(places(positions), book.newest)
+        ):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
                 f"{book.newest.shape[1]}. All layers of an append have the same positions."

@@ -1,0 +1,19 @@
+"""Modules of torch: attention, and a decoder made of it.
+
+self_attention  MaskedSelfAttention: one head, three maps, nothing else
+multi_head      MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
+rotary          rotary position embedding
+positions       sinusoidal: the position encodings of the original Transformer
+config          DecoderConfig: the sizes of a decoder
+decoder         Decoder: a language model in Llama's shape
+state           what a module asks of a cache
+checkpoint      a Decoder as a folder that transformers can load, and back
+"""
+
+from lowtri.nn.config import DecoderConfig
+from lowtri.nn.decoder import Decoder
+from lowtri.nn.multi_head import MultiHeadAttention
+from lowtri.nn.positions import sinusoidal
+from lowtri.nn.self_attention import MaskedSelfAttention
+
+__all__ = ["Decoder", "DecoderConfig", "MaskedSelfAttention", "MultiHeadAttention", "sinusoidal"]

@@ -1,0 +1,108 @@
+"""The sizes of a decoder, under the names of Llama's ``config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+
+__all__ = ["DecoderConfig"]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a :class:`~lowtri.nn.Decoder` is built from.
+
+    >>> from lowtri.nn import DecoderConfig
+    >>> config = DecoderConfig(vocab_size=1000, hidden_size=96, num_attention_heads=4)
+    >>> config.head_dim, config.num_key_value_heads, config.intermediate_size
+    (24, 4, 256)
+
+    Args:
+        vocab_size: how many tokens there are.
+        hidden_size: the size of an encoding.
+        intermediate_size: the width of the feed-forward layer; default 8/3 of ``hidden_size``, rounded up to a multiple of 64.
+        num_hidden_layers: how many layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads, a divisor of the query heads; default: as many.
+        head_dim: the size of a head, an even number; default ``hidden_size // num_attention_heads``.
+        max_position_embeddings: the context, in tokens.
+        rms_norm_eps: what RMSNorm adds to the mean square.
+        rope_theta: the base of rotary embedding.
+        tie_word_embeddings: whether the output map is the embedding itself.
+        mask: who may see whom, as text; the one key that Llama's file does not have.
+
+    Raises:
+        CallError: if the sizes do not fit together.
+        MaskError: if the mask cannot be read.
+    """
+
+    vocab_size: int
+    hidden_size: int = 256
+    # None asks for the default and is replaced by it here, so that readers always find a number.
+    intermediate_size: int = None  # type: ignore[assignment]
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
+    max_position_embeddings: int = 1024
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    mask: str = "causal"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
+            self._positive(name)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise CallError(
+                    f"DecoderConfig: hidden_size {self.hidden_size} is no multiple of num_attention_heads "
+                    f"{self.num_attention_heads}. Fix: change one of them, or say head_dim=."
+                )
+            self._fill("head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_key_value_heads is None:
+            self._fill("num_key_value_heads", self.num_attention_heads)
+        if self.intermediate_size is None:
+            self._fill("intermediate_size", -(-8 * self.hidden_size // 3 // 64) * 64)
+        for name in ("head_dim", "num_key_value_heads", "intermediate_size"):
+            self._positive(name)
+        if self.head_dim % 2:
+            raise CallError(
+                f"DecoderConfig: head_dim is {self.head_dim}, but rotary embedding turns entries in pairs. "
+                "Fix: an even head_dim."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CallError(
+                f"DecoderConfig: num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}: each serves a whole number of query heads."
+            )
+        if not self.rms_norm_eps >= 0 or not self.rope_theta > 0:
+            raise CallError(
+                f"DecoderConfig: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
+                "the first is at least 0, the second above 0."
+            )
+        mask = as_mask(self.mask)
+        if isinstance(self.mask, Mask):  # kept as text, so that the config can be written to a file
+            self._fill("mask", repr(mask))
+            as_mask(self.mask)
+        if mask.batch and (mask.batch[0] != 1 or mask.batch[1:] not in ((), (self.num_attention_heads,))):
+            raise CallError(
+                f"DecoderConfig: mask {self.mask} has batch {mask.batch}, but a model has {self.num_attention_heads} "
+                "heads, and one mask for all rows."
+            )
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CallError(f"DecoderConfig: {name} is {value!r}; it is a whole number, at least 1.")
+
+    def _fill(self, name: str, value: int | str) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for its users

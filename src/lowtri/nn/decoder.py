@@ -1,0 +1,187 @@
+"""A decoder language model in Llama's shape: what it reads from its attention is what its mask lets it see.
+
+    ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm -> logits
+
+Parameters carry Llama's names, so a ``state_dict`` goes from here to transformers' ``LlamaForCausalLM`` and back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import lowtri
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+from lowtri.nn.config import DecoderConfig
+from lowtri.nn.multi_head import MultiHeadAttention
+from lowtri.nn.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from lowtri.nn.state import Cache
+
+__all__ = ["Decoder", "DecoderConfig"]
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model: ids to logits, with or without a state.
+
+    >>> import torch
+    >>> from lowtri.nn import Decoder, DecoderConfig
+    >>> _ = torch.manual_seed(0)
+    >>> model = Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> model(ids).shape
+    torch.Size([1, 5, 50])
+    >>> state = model.start()  # the same, token by token
+    >>> steps = [model(ids[:, t : t + 1], state=state) for t in range(5)]
+    >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-5)
+    True
+
+    Weights start as Llama's do, normal with deviation 0.02; those that write into the residual stream are smaller by
+    sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
+
+    Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mask = as_mask(config.mask)
+        self.model = _Body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if residual else 1))
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        mask: Mask | str | None = None,
+        positions: Any = None,
+        state: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Logits of the token after each.
+
+        Args:
+            ids: (B, N) int64.
+            mask: for this call, instead of the model's own: packed documents pass ``causal() & documents(ids)``.
+            positions: places in the sequence, (N,) or (B, N), -1 = pad; default 0 .. N-1, or on from the state's last.
+            state: of :meth:`start`; ``ids`` then holds the new tokens only, and the state grows by them.
+            logits_to_keep: only those of the last so many tokens; 0 keeps all.
+
+        Returns:
+            (B, N, V); whatever stands at a pad means nothing.
+
+        Raises:
+            CallError: if ids are no ids of this vocabulary, or stand beyond the context.
+        """
+        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise CallError(f"Decoder: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None].")
+        if state is not None and mask is not None and as_mask(mask) != state.mask:
+            raise CallError(
+                f"Decoder: mask {as_mask(mask)!r} came with a state that drops keys by {state.mask!r}.\n"
+                "Fix: start(batch_size, mask=...), and no mask here."
+            )
+        places = _places(positions) if positions is not None else None
+        if places is None and state is not None:
+            places = state.next_positions(ids.shape[1])
+        self._check_context(ids.shape[1], places)
+        chosen = state.mask if state is not None else self.mask if mask is None else as_mask(mask)
+        x = self.model(ids, chosen, places, state)  # (B, N, hidden)
+        return self.lm_head(x[:, -logits_to_keep:])
+
+    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> lowtri.KVCache:
+        """An empty state for ``batch_size`` sequences.
+
+        Args:
+            mask: instead of the model's own.
+            capacity: for how many tokens to make room at once; it grows when it must.
+        """
+        chosen = self.mask if mask is None else as_mask(mask)
+        if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
+            raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
+        # The cache stands in a later room and knows nothing of modules; its public door is enough here.
+        return lowtri.KVCache(chosen, capacity=capacity)
+
+    def _check_context(self, n: int, places: NDArray[np.int64] | None) -> None:
+        end = n if places is None else int(places.max(initial=-1)) + 1
+        limit = self.config.max_position_embeddings
+        if end > limit:
+            raise CallError(
+                f"Decoder: the last token stands at {end - 1}, but the context has {limit} places (0 .. {limit - 1}).\n"
+                f"Fix: keep the last {limit} ids, or a model with a larger max_position_embeddings."
+            )
+
+
+class _Body(nn.Module):
+    """Everything below the logits; the name ``model`` in a checkpoint."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, ids: Tensor, mask: Mask, places: NDArray[np.int64] | None, state: Cache | None) -> Tensor:
+        try:
+            x = self.embed_tokens(ids)  # (B, N, hidden)
+        except IndexError:
+            raise CallError(
+                f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
+                f"0 .. {self.config.vocab_size - 1}. Fix: the tokenizer that the model was trained with."
+            ) from None
+        here = np.arange(ids.shape[1]) if places is None else places
+        rotary = rotary_tables(here, self.config.head_dim, self.config.rope_theta, device=x.device)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, positions=places, cache=state, layer=index, rotary=rotary)
+        return self.norm(x)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            mask=config.mask,
+            rope_theta=config.rope_theta,
+        )
+        self.mlp = _SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **options)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, width, bias=False)
+        self.up_proj = nn.Linear(size, width, bias=False)
+        self.down_proj = nn.Linear(width, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _places(positions: Any) -> NDArray[np.int64]:
+    """Positions as NumPy, once for all layers."""
+    if isinstance(positions, Tensor):
+        positions = positions.detach().cpu().numpy()
+    return np.asarray(positions)

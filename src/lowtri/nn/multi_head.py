@@ -1,0 +1,191 @@
+"""Multi-head attention: many heads beside one another, with as many key/value heads as one likes.
+
+    num_kv_heads == num_heads   multi-head attention          (Vaswani et al. 2017)
+    1 < num_kv_heads < ...      grouped-query attention       (Ainslie et al. 2023)
+    num_kv_heads == 1           multi-query attention         (Shazeer 2019)
+
+The maps carry Llama's names, so the decoder uses this module as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lowtri.engines.attend import attention
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+from lowtri.nn.rotary import apply_rotary, rotary_tables
+
+if TYPE_CHECKING:
+    from lowtri.nn.state import Cache
+
+__all__ = ["MultiHeadAttention"]
+
+
+class MultiHeadAttention(nn.Module):
+    """Self-attention, or cross-attention when a context is given.
+
+    >>> import torch
+    >>> from lowtri.nn import MultiHeadAttention
+    >>> attend = MultiHeadAttention(64, 8, num_kv_heads=2, rope_theta=10000.0)
+    >>> attend(torch.randn(3, 10, 64)).shape
+    torch.Size([3, 10, 64])
+    >>> translate = MultiHeadAttention(64, 8, mask="full", context_size=32)
+    >>> output, weights = translate(torch.randn(3, 10, 64), torch.randn(3, 7, 32), return_weights=True)
+    >>> weights.shape
+    torch.Size([3, 8, 10, 7])
+
+    Args:
+        d_model: the size of an encoding.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, a divisor of ``num_heads``; default: as many.
+        head_dim: the size of a head; default ``d_model // num_heads``.
+        context_size: the size of a context's encodings, for cross-attention; default ``d_model``.
+        mask: the module's own mask, or its text.
+        rope_theta: the base of rotary embedding; None: no rotary embedding.
+        bias: whether the four maps have biases.
+
+    Raises:
+        CallError: if the sizes do not fit together.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        context_size: int | None = None,
+        mask: Mask | str = "causal",
+        rope_theta: float | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.num_heads = d_model, num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.mask, self.rope_theta = as_mask(mask), rope_theta
+        if min(d_model, num_heads, self.num_kv_heads) < 1 or num_heads % self.num_kv_heads:
+            raise CallError(
+                f"MultiHeadAttention: d_model {d_model}, num_heads {num_heads}, num_kv_heads {self.num_kv_heads}: "
+                "each key/value head serves a whole number of query heads.\n"
+                "Fix: num_heads a multiple of num_kv_heads."
+            )
+        if head_dim is None and d_model % num_heads:
+            raise CallError(
+                f"MultiHeadAttention: d_model {d_model} is no multiple of num_heads {num_heads}. "
+                "Fix: change one of them, or say head_dim=."
+            )
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        if rope_theta is not None and self.head_dim % 2:
+            raise CallError(
+                f"MultiHeadAttention: head_dim is {self.head_dim}, but rotary embedding turns entries in pairs. "
+                "Fix: an even head_dim."
+            )
+        source, width = context_size or d_model, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(source, width, bias=bias)
+        self.v_proj = nn.Linear(source, width, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | str | None = None,
+        positions: Any = None,
+        context_positions: Any = None,
+        cache: Cache | None = None,
+        layer: int = 0,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        return_weights: bool = False,
+    ) -> Any:
+        """Attend from the tokens of ``x`` to themselves (and to those in the cache), or to a context.
+
+        Args:
+            x: (B, N, d_model) or (N, d_model).
+            context: (B, M, context_size) or (M, context_size): what is attended to instead of ``x``.
+            mask: for this call, instead of the module's own.
+            positions: the places of ``x``, (N,) or (B, N), -1 = no token; default 0 .. N-1, or on from the cache's last.
+            context_positions: the same for the context, by default 0 .. M-1. It counts on its own: under a mask that
+                compares places, a place of ``x`` meets the same place of the context.
+            cache: a :class:`lowtri.KVCache` with this module's mask; ``x`` then holds the new tokens only.
+            layer: under which number the cache keeps this module's keys.
+            rotary: tables of ``positions``, where several layers share them; default: made here.
+            return_weights: also return the weights.
+
+        Returns:
+            output in the shape of ``x``; with ``return_weights`` also (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
+        """
+        if x.ndim == 2:
+            found = self.forward(
+                x[None],
+                None if context is None else context[None],
+                mask=mask,
+                positions=positions,
+                context_positions=context_positions,
+                cache=cache,
+                layer=layer,
+                rotary=rotary,
+                return_weights=return_weights,
+            )
+            return tuple(part[0] for part in found) if return_weights else found[0]
+        self._check(x, context, cache)
+        mask = self.mask if mask is None else mask
+        source = x if context is None else context
+        q = self._heads(self.q_proj(x), self.num_heads)  # (B, Hq, N, D)
+        k = self._heads(self.k_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
+        v = self._heads(self.v_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
+        q_places = k_places = positions  # None: keys at 0 .. Nk-1 and queries beside them
+        if context is not None:
+            q_places = np.arange(x.shape[1]) if positions is None else positions
+            k_places = np.arange(context.shape[1]) if context_positions is None else context_positions
+        elif cache is not None and positions is None:
+            q_places = cache.next_positions(x.shape[1], layer)
+        if self.rope_theta is not None:
+            if rotary is None:
+                places = np.arange(x.shape[1]) if q_places is None else q_places
+                rotary = rotary_tables(places, self.head_dim, self.rope_theta, device=x.device)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if cache is not None:
+            k, v, k_places = cache.append(k, v, q_places, layer)
+        found = attention(
+            q, k, v, mask, q_positions=q_places, k_positions=k_places, return_weights=return_weights
+        )  # (B, Hq, N, D)
+        output, weights = found if return_weights else (found, None)
+        output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
+        return (output, weights) if return_weights else output
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.unflatten(2, (count, self.head_dim)).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
+
+    def _check(self, x: Tensor, context: Tensor | None, cache: Cache | None) -> None:
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise CallError(
+                f"MultiHeadAttention: x is {tuple(x.shape)}, but encodings are (B, N, {self.d_model}) "
+                f"or (N, {self.d_model})."
+            )
+        if context is None:
+            if self.k_proj.in_features != self.d_model:
+                raise CallError(
+                    f"MultiHeadAttention: no context came, but context_size is {self.k_proj.in_features}. "
+                    "Fix: pass context."
+                )
+            return
+        if context.ndim != 3 or context.shape[2] != self.k_proj.in_features or context.shape[0] != x.shape[0]:
+            raise CallError(
+                f"MultiHeadAttention: context is {tuple(context.shape)}, but it is "
+                f"({x.shape[0]}, M, {self.k_proj.in_features}), its batch that of x."
+            )
+        if cache is not None or self.rope_theta is not None:
+            extra, why = "a cache", "a context does not grow"
+            if cache is None:
+                extra, why = "rope_theta", "the places of x and those of a context count different things"
+            raise CallError(f"MultiHeadAttention: a context came with {extra}, but {why}.\nFix: leave {extra} out.")
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, mask={self.mask!r}"

@@ -1,0 +1,37 @@
+"""The position encodings of the original Transformer, to be added to token embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtri.errors import CallError
+
+__all__ = ["sinusoidal"]
+
+
+def sinusoidal(n: int, d: int) -> Tensor:
+    """Sines and cosines of the places ``0 .. n-1``, from fast (left) to slow (right).
+
+    >>> sinusoidal(2, 4)
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8415, 0.5403, 0.0100, 0.9999]])
+
+    Entry ``2i`` is ``sin(place / 10000 ** (2i / d))`` and entry ``2i + 1`` the cosine of the same angle.
+
+    Args:
+        n: how many places.  d: the size of an encoding.
+
+    Returns:
+        float32 (n, d).
+
+    Raises:
+        CallError: if ``n`` is negative or ``d`` is below 1.
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
+    if n < 0 or d < 1:
+        raise CallError(f"sinusoidal: n is {n} and d is {d}; there are n places, at least 0, of size d, at least 1.")
+    speed = 10000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)  # (ceil(d/2),)
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * speed  # (n, ceil(d/2))
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :d].float()

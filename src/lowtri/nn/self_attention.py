@@ -1,0 +1,77 @@
+"""Masked self-attention as it is first taught: one head, three maps, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtri.engines.attend import attention
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+
+__all__ = ["MaskedSelfAttention"]
+
+
+class MaskedSelfAttention(nn.Module):
+    """Every token asks (q), is asked (k) and answers (v); the mask says who may see whom.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(42)
+    >>> attend = MaskedSelfAttention(2)
+    >>> write_a_poem = torch.tensor([[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]])
+    >>> output, weights = attend(write_a_poem, return_weights=True)
+    >>> weights.detach()
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.3606, 0.6394, 0.0000],
+            [0.0722, 0.0320, 0.8959]])
+
+    Args:
+        d_model: the size of an encoding, and of q, k and v.
+        mask: the module's own mask, or its text.
+
+    Source: Vaswani et al. 2017, section 3.2.1.
+    """
+
+    def __init__(self, d_model: int, mask: Mask | str = "causal") -> None:
+        super().__init__()
+        if d_model < 1:
+            raise CallError(f"MaskedSelfAttention: d_model is {d_model}; it is the size of an encoding, at least 1.")
+        self.mask = as_mask(mask)
+        # In this order, so that a seed gives the weights that notebooks show.
+        self.W_q = nn.Linear(d_model, d_model, bias=False)
+        self.W_k = nn.Linear(d_model, d_model, bias=False)
+        self.W_v = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor, mask: Mask | str | None = None, *, return_weights: bool = False) -> Any:
+        """Attend among the tokens of ``x``.
+
+        Args:
+            x: (N, d_model) or (B, N, d_model).
+            mask: for this call, instead of the module's own; ``"full"`` hides nothing.
+            return_weights: also return the weights.
+
+        Returns:
+            output in the shape of ``x``; with ``return_weights`` also the weights, (N, N) or (B, N, N).
+
+        Raises:
+            CallError: if ``x`` has another shape.
+            MaskError: if the mask is a bare tensor, since nobody said what True means in it.
+        """
+        if x.ndim not in (2, 3) or x.shape[-1] != self.W_q.in_features:
+            raise CallError(
+                f"MaskedSelfAttention: x is {tuple(x.shape)}, but encodings are (N, {self.W_q.in_features}) "
+                f"or (B, N, {self.W_q.in_features})."
+            )
+        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)  # (N, D) or (B, N, D)
+        if x.ndim == 3:
+            q, k, v = q[:, None], k[:, None], v[:, None]  # one head: (B, 1, N, D)
+        mask = self.mask if mask is None else mask
+        if not return_weights:
+            output = attention(q, k, v, mask)
+            return output[:, 0] if x.ndim == 3 else output
+        output, weights = attention(q, k, v, mask, return_weights=True)
+        return (output[:, 0], weights[:, 0]) if x.ndim == 3 else (output, weights)
+
+    def extra_repr(self) -> str:
+        return f"mask={self.mask!r}"

@@ -1,0 +1,247 @@
+"""The attention modules: the figures that notebooks show, every grouping of heads, rotary embedding, cross-attention."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowtri
+from lowtri.errors import CallError, MaskError
+from lowtri.nn import MaskedSelfAttention, MultiHeadAttention, sinusoidal
+from lowtri.nn.rotary import apply_rotary, rotary_tables
+
+WRITE_A_POEM = torch.tensor([[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]])
+close = {"atol": 6e-5, "rtol": 0.0}
+
+
+def plain_module(mask="causal"):
+    torch.manual_seed(42)
+    return MaskedSelfAttention(2, mask)
+
+
+# MaskedSelfAttention
+
+
+def test_seed_42_gives_the_notebooks_weights_in_their_order():
+    module = plain_module()
+    assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
+    expected = {
+        "W_q": [[0.5406, -0.1657], [0.5869, 0.6496]],
+        "W_k": [[-0.1549, -0.3443], [0.1427, 0.4153]],
+        "W_v": [[0.6233, 0.6146], [-0.5188, 0.1323]],
+    }
+    for name, transposed in expected.items():
+        assert torch.allclose(getattr(module, name).weight.T, torch.tensor(transposed), **close)
+
+
+def test_write_a_poem_masked():
+    output, weights = plain_module()(WRITE_A_POEM, return_weights=True)
+    expected = torch.tensor([[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]])
+    assert torch.allclose(output, expected, **close)
+    assert torch.allclose(weights, torch.tensor([[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]]), **close)
+    assert (weights[0, 1:] == 0).all(), "hidden weights are exactly 0"
+
+
+def test_the_mask_of_a_call_goes_before_the_modules_own():
+    seen = torch.tensor([[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]])
+    output, weights = plain_module()(WRITE_A_POEM, "full", return_weights=True)
+    assert torch.allclose(weights, seen, **close)
+    assert torch.allclose(output, torch.tensor([[1.0100, 1.0641], [0.2040, 0.7057], [3.4989, 2.2427]]), **close)
+    same = {"atol": 1e-6, "rtol": 0.0}
+    assert torch.allclose(plain_module(lowtri.full())(WRITE_A_POEM), output, **same), (
+        "its own mask, said when it is made"
+    )
+    masked = plain_module()(WRITE_A_POEM)
+    assert torch.allclose(plain_module()(WRITE_A_POEM, mask=None), masked, **same), "None: its own"
+    table = lowtri.hidden(torch.tensor([[False, True, True], [False, False, True], [False, False, False]]))
+    assert torch.allclose(plain_module("full")(WRITE_A_POEM, table), masked, **same)
+
+
+def test_a_batch_is_its_rows():
+    module = MaskedSelfAttention(4)
+    x = torch.randn(3, 5, 4)
+    output, weights = module(x, return_weights=True)
+    assert output.shape == (3, 5, 4) and weights.shape == (3, 5, 5)
+    for row in range(3):
+        assert torch.allclose(module(x[row]), output[row], atol=1e-6)
+    valid = np.array([[True] * 5, [False, True, True, True, True], [True] * 5])
+    batched = module(x, lowtri.causal() & lowtri.keys(valid))
+    assert torch.allclose(batched[0], output[0], atol=1e-6) and (batched[1, 0] == 0).all()
+
+
+def test_masked_self_attention_says_what_it_takes():
+    with pytest.raises(CallError, match=r"x is \(3, 5\), but encodings are \(N, 2\) or \(B, N, 2\)"):
+        plain_module()(torch.randn(3, 5))
+    with pytest.raises(CallError, match="d_model is 0"):
+        MaskedSelfAttention(0)
+    with pytest.raises(MaskError, match=r"lowtri\.hidden"):
+        plain_module()(WRITE_A_POEM, torch.ones(3, 3, dtype=torch.bool))
+
+
+# MultiHeadAttention
+
+
+def by_hand(module, x, context, visible):
+    """The formula with every head written out, float64; visible (Nq, Nk)."""
+    source = x if context is None else context
+    q, k, v = module.q_proj(x), module.k_proj(source), module.v_proj(source)
+    size, group, out = module.head_dim, module.num_heads // module.num_kv_heads, []
+    for head in range(module.num_heads):
+        at, kv = slice(head * size, (head + 1) * size), head // group
+        its = slice(kv * size, (kv + 1) * size)
+        scores = q[..., at] @ k[..., its].transpose(-2, -1) / math.sqrt(size)
+        weights = scores.masked_fill(~torch.from_numpy(visible), -torch.inf).softmax(-1)
+        out.append(weights @ v[..., its])
+    return module.o_proj(torch.cat(out, -1))
+
+
+@pytest.mark.parametrize("kv_heads", [None, 4, 2, 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_of_every_grouping(kv_heads, bias):
+    module = MultiHeadAttention(12, 4, kv_heads, head_dim=5, bias=bias, mask="causal & window(3)").double()
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    expected = by_hand(module, x, None, lowtri.mask("causal & window(3)").dense(7))
+    assert torch.allclose(module(x), expected, atol=1e-12)
+    assert torch.allclose(module(x[0]), expected[0], atol=1e-12), "without a batch"
+    assert (module.q_proj.bias is not None) == bias
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(3, 7), (7, 3), (1, 4)])
+def test_cross_attention_counts_queries_and_keys_apart(nq, nk):
+    module = MultiHeadAttention(12, 4, 2, mask="full", context_size=6).double()
+    x, context = torch.randn(2, nq, 12, dtype=torch.float64), torch.randn(2, nk, 6, dtype=torch.float64)
+    output, weights = module(x, context, return_weights=True)
+    assert torch.allclose(output, by_hand(module, x, context, np.ones((nq, nk), bool)), atol=1e-12)
+    assert weights.shape == (2, 4, nq, nk)
+    only = module(x, context, mask=lowtri.keys([True] * (nk - 1) + [False]))
+    assert torch.allclose(only, by_hand(module, x, context[:, :-1], np.ones((nq, nk - 1), bool)), atol=1e-12)
+    one, its = module(x[0], context[0], return_weights=True)
+    assert torch.allclose(one, output[0], atol=1e-12) and its.shape == (4, nq, nk)
+    # Under a mask that compares places, query i stands beside key i, whichever of the two is longer.
+    if nq >= 3:
+        diagonal = module(x, context, mask="causal", return_weights=True)[1]
+        assert (diagonal[0, 0, 0] > 0).tolist() == [True] + [False] * (nk - 1)
+
+
+def test_pads_are_hidden_and_their_garbage_stays_where_it_is():
+    module = MultiHeadAttention(8, 2, rope_theta=10000.0)
+    x = torch.randn(2, 5, 8)
+    padded = torch.cat([torch.full((2, 3, 8), float("nan")), x], 1)
+    found = module(padded, positions=[-1, -1, -1, 0, 1, 2, 3, 4])
+    assert torch.allclose(found[:, 3:], module(x), atol=1e-6)
+    ragged = np.array([[-1, -1, -1, 0, 1, 2, 3, 4], [-1, -1, -1, -1, 0, 1, 2, 3]])
+    found = module(padded, positions=ragged)
+    assert torch.allclose(found[0, 3:], module(x[0]), atol=1e-6)
+    assert torch.allclose(found[1, 4:], module(x[1, 1:]), atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & (window(4) | first(1))"])
+@pytest.mark.parametrize("theta", [None, 10000.0])
+def test_with_a_cache_it_gives_what_it_gives_without(mask, theta):
+    first, second = (MultiHeadAttention(8, 4, 2, mask=mask, rope_theta=theta).double() for _ in range(2))
+    x, cache = torch.randn(2, 11, 8, dtype=torch.float64), lowtri.KVCache(mask, block=2)
+    expected, parts, start = second(first(x)), [], 0
+    for size in (3, 1, 1, 5, 1):
+        part = x[:, start : start + size]
+        parts.append(second(first(part, cache=cache, layer=0), cache=cache, layer=1))
+        start += size
+    assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_heads": 3}, "d_model 8 is no multiple of num_heads 3. Fix: change one of them, or say head_dim="),
+        ({"num_heads": 4, "num_kv_heads": 3}, "each key/value head serves a whole number of query heads"),
+        ({"num_heads": 8, "rope_theta": 1e4}, "head_dim is 1, but rotary embedding turns entries in pairs"),
+        ({"num_heads": 0}, "num_heads 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(CallError, match=words):
+        MultiHeadAttention(8, **options)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    module, cross = MultiHeadAttention(8, 2), MultiHeadAttention(8, 2, context_size=6, mask="full")
+    x, context = torch.randn(2, 3, 8), torch.randn(2, 4, 6)
+    with pytest.raises(CallError, match=r"x is \(2, 3, 6\), but encodings are \(B, N, 8\) or \(N, 8\)"):
+        module(torch.randn(2, 3, 6))
+    with pytest.raises(CallError, match="no context came, but context_size is 6"):
+        cross(x)
+    with pytest.raises(CallError, match=r"context is \(1, 4, 6\), but it is \(2, M, 6\), its batch that of x"):
+        cross(x, context[:1])
+    with pytest.raises(CallError, match=r"a context came with a cache, but a context does not grow"):
+        cross(x, context, cache=lowtri.KVCache("full"))
+    with pytest.raises(CallError, match=r"came with rope_theta, but the places of x and those of a context"):
+        MultiHeadAttention(8, 2, rope_theta=1e4)(x, x)
+
+
+# Rotary embedding and sinusoids
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 5000), st.integers(-200, 200), st.sampled_from([2, 6, 16]))
+def test_scores_after_turning_depend_on_the_distance_alone(place, distance, size):
+    torch.manual_seed(place)
+    q, k = torch.randn(2, 1, size, dtype=torch.float64)
+
+    def score(at):
+        turned_q = apply_rotary(q, *rotary_tables([at + distance + 200], size))
+        return (turned_q * apply_rotary(k, *rotary_tables([at + 200], size))).sum()
+
+    # The tables are float32: an angle near 5000 is known to about 2e-4.
+    assert torch.allclose(score(place), score(0), atol=5e-3)
+    turned = apply_rotary(q, *rotary_tables([place], size))
+    assert torch.allclose(turned.norm(), q.norm(), atol=1e-5), "turning keeps lengths"
+
+
+def test_rotary_pairs_stand_half_a_head_apart():
+    cos, sin = rotary_tables([1], 4, theta=100.0)
+    turned = apply_rotary(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), cos, sin)
+    slow = 1 / 10
+    expected = [math.cos(1), -math.sin(slow), math.sin(1), math.cos(slow)]
+    assert torch.allclose(turned, torch.tensor([expected]))
+
+
+def test_rotary_of_rows_with_places_of_their_own():
+    cos, sin = rotary_tables(torch.tensor([[0, 1, 2], [-1, 0, 1]]), 6)
+    assert cos.shape == (2, 1, 3, 6)
+    x = torch.randn(1, 4, 3, 6).expand(2, -1, -1, -1)
+    turned = apply_rotary(x, cos, sin)
+    assert turned.isfinite().all(), "a pad's -1 is harmless"
+    assert torch.allclose(turned[1, :, 1], x[1, :, 1]), "place 0 does not turn"
+    half = apply_rotary(x.half(), cos, sin)
+    assert half.dtype == torch.float16
+    assert torch.allclose(half, apply_rotary(x.half().float(), cos, sin).half(), atol=0), "one rounding, at the end"
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_rotary_refuses_odd_heads(size):
+    with pytest.raises(CallError, match=f"the head size is {size}, but entries turn in pairs"):
+        rotary_tables([0], size)
+
+
+def test_rotary_refuses_places_that_are_none():
+    with pytest.raises(CallError, match=r"positions are \(2,\) torch.float64; places are whole numbers"):
+        rotary_tables([0.5, 1.0], 4)
+
+
+@pytest.mark.parametrize("d", [1, 2, 5, 8])
+def test_sinusoidal_is_the_formula(d):
+    table = sinusoidal(7, d)
+    assert table.shape == (7, d) and table.dtype == torch.float32
+    for place in range(7):
+        for i in range(d):
+            angle = place / 10000 ** (2 * (i // 2) / d)
+            assert table[place, i].item() == pytest.approx(math.sin(angle) if i % 2 == 0 else math.cos(angle), abs=1e-6)
+
+
+def test_sinusoidal_refuses_sizes_below_1():
+    with pytest.raises(CallError, match="n is 3 and d is 0"):
+        sinusoidal(3, 0)

@@ -1,0 +1,227 @@
+"""The decoder: transformers' Llama with the same weights gives the same logits, and a state changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.errors import CallError, MaskError
+from lowtri.nn import Decoder, DecoderConfig
+
+SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def decoder(seed=0, **options):
+    torch.manual_seed(seed)
+    model = Decoder(DecoderConfig(**{**SIZES, "max_position_embeddings": 64, **options}))
+    with torch.no_grad():  # larger weights than at the start of training, so that layers matter
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight.mul_(8)
+    return model.eval()
+
+
+def ids_of(shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape))
+
+
+def llama_of(model):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = model.config
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_hidden_layers,
+            num_attention_heads=c.num_attention_heads,
+            num_key_value_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            max_position_embeddings=c.max_position_embeddings,
+            rms_norm_eps=c.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            tie_word_embeddings=c.tie_word_embeddings,
+        )
+    )
+    llama.load_state_dict(model.state_dict(), strict=True)
+    return llama.eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kv_heads", "head_dim", "theta"), [(4, None, 1e4), (2, 10, 5e5), (1, 6, 100.0)])
+def test_transformers_llama_loads_it_and_gives_the_same_logits(tied, kv_heads, head_dim, theta):
+    model = decoder(num_key_value_heads=kv_heads, head_dim=head_dim, rope_theta=theta, tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    llama, ids = llama_of(model), ids_of((2, 40))
+    with torch.no_grad():
+        ours, theirs = model(ids), llama(ids).logits
+        assert ours.abs().max() > 0.3, "logits that say something"
+        assert torch.allclose(ours, theirs, atol=2e-5)
+        # The same for left padding: theirs by an attention mask, ours by places.
+        valid = torch.ones(2, 40, dtype=torch.int64)
+        valid[0, :9] = 0
+        places = (valid.cumsum(1) - 1).masked_fill(valid == 0, -1)
+        theirs = llama(ids, attention_mask=valid, position_ids=places.clamp(min=0)).logits
+        assert torch.allclose(model(ids, positions=places)[valid == 1], theirs[valid == 1], atol=2e-5)
+
+
+def test_gradients_are_those_of_llama():
+    model = decoder(num_key_value_heads=2).double()
+    llama, ids = llama_of(model).double(), ids_of((2, 12))
+    model(ids).logsumexp(-1).sum().backward()
+    llama(ids).logits.logsumexp(-1).sum().backward()
+    theirs = dict(llama.named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.allclose(weight.grad, theirs[name].grad, rtol=1e-5, atol=1e-5 * float(weight.grad.abs().max())), (
+            name
+        )
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal", "causal & window(5)", "causal & (window(4) | first(2))", "causal & chunks(6)"]
+)
+@pytest.mark.parametrize("chunks", [[1] * 24, [9, 1, 1, 1, 12], [24]])
+def test_a_state_changes_nothing(mask, chunks):
+    model, ids = decoder(num_key_value_heads=2, mask=mask), ids_of((2, 24))
+    state, parts, start = model.start(2), [], 0
+    with torch.no_grad():
+        for size in chunks:
+            parts.append(model(ids[:, start : start + size], state=state))
+            start += size
+        assert torch.allclose(torch.cat(parts, 1), model(ids), atol=2e-5)
+
+
+def test_prompts_of_different_lengths_share_a_batch():
+    model, lengths = decoder(num_key_value_heads=2, mask="causal & window(6)"), [9, 3, 6]
+    rows = [ids_of((n + 8,), seed=n) for n in lengths]
+    longest = max(lengths)
+    ids, places = torch.zeros(3, longest, dtype=torch.int64), np.full((3, longest), -1)
+    for b, n in enumerate(lengths):
+        ids[b, longest - n :] = rows[b][:n]
+        places[b, longest - n :] = np.arange(n)
+    state = model.start(3)
+    with torch.no_grad():
+        found = [model(ids, positions=places, state=state)[:, -1]]
+        for t in range(8):
+            found.append(
+                model(torch.stack([row[n + t] for row, n in zip(rows, lengths, strict=True)])[:, None], state=state)[
+                    :, 0
+                ]
+            )
+        for b, n in enumerate(lengths):
+            alone = model(rows[b][None])[0]
+            for t in range(9):
+                assert torch.allclose(found[t][b], alone[n - 1 + t], atol=2e-5), (b, t)
+
+
+def test_packed_documents_do_not_see_one_another():
+    model, one, two = decoder(), ids_of((1, 7), 1), ids_of((1, 9), 2)
+    packed = lowtri.causal() & lowtri.documents(lengths=[7, 9])
+    with torch.no_grad():
+        both = model(torch.cat([one, two], 1), mask=packed)
+        # Rotary embedding knows distances only, so a document may begin anywhere.
+        assert torch.allclose(both, torch.cat([model(one), model(two)], 1), atol=2e-5)
+        labels = np.array([[0] * 7 + [1] * 9, [0] * 16])
+        rows = model(torch.cat([one, two], 1).expand(2, -1), mask=lowtri.causal() & lowtri.documents(labels))
+        assert torch.allclose(rows[0], both[0], atol=2e-5)
+        assert torch.allclose(rows[1], model(torch.cat([one, two], 1))[0], atol=2e-5)
+
+
+def test_a_mask_for_each_head():
+    model = decoder(mask="heads([causal, causal & window(2), causal & window(3), causal])")
+    ids, state = ids_of((2, 10)), None
+    with torch.no_grad():
+        state = model.start(2)
+        steps = torch.cat([model(ids[:, t : t + 1], state=state) for t in range(10)], 1)
+        assert torch.allclose(steps, model(ids), atol=2e-5)
+
+
+def test_only_the_last_logits():
+    model, ids = decoder(), ids_of((2, 5))
+    with torch.no_grad():
+        assert model(ids, logits_to_keep=1).shape == (2, 1, 61)
+        assert torch.allclose(model(ids, logits_to_keep=2), model(ids)[:, -2:], atol=1e-5)
+
+
+def test_weights_begin_as_they_should():
+    model = Decoder(DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=8))
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert (layer.input_layernorm.weight == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    model, ids = decoder(num_key_value_heads=2), ids_of((2, 9))
+    with torch.no_grad():
+        expected = model(ids).double()
+        found = model.to(dtype)(ids)
+    assert found.dtype == dtype
+    bound = {torch.float16: 0.02, torch.bfloat16: 0.15, torch.float64: 2e-5}[dtype] * expected.abs().max()
+    assert (found.double() - expected).abs().max() < bound
+
+
+def test_inference_mode_and_a_state_mix():
+    model, ids = decoder(), ids_of((1, 6))
+    state = model.start()
+    with torch.inference_mode():
+        first = model(ids[:, :3], state=state)
+    rest = model(ids[:, 3:], state=state)  # with gradients on
+    assert torch.allclose(torch.cat([first, rest], 1), model(ids), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0; it is a whole number, at least 1"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0; it is a whole number"),
+        (
+            {"hidden_size": 25},
+            "hidden_size 25 is no multiple of num_attention_heads 4. Fix: change one of them, or say head_dim=",
+        ),
+        ({"head_dim": 5}, "head_dim is 5, but rotary embedding turns entries in pairs. Fix: an even head_dim"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"rope_theta": 0.0}, "rope_theta 0.0; the first is at least 0, the second above 0"),
+        ({"mask": "heads([causal, full])"}, r"has batch \(1, 2\), but a model has 4 heads"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(options, words):
+    with pytest.raises(CallError, match=words):
+        DecoderConfig(**{**SIZES, **options})
+
+
+def test_the_mask_of_a_config_is_text():
+    assert DecoderConfig(**SIZES, mask=lowtri.causal() & lowtri.window(3)).mask == "causal & window(3)"
+    with pytest.raises(MaskError):
+        DecoderConfig(**SIZES, mask="casual")
+    with pytest.raises(MaskError):
+        DecoderConfig(**SIZES, mask=lowtri.keys([True, False]))  # holds an array: no file could keep it
+
+
+def test_calls_that_do_not_fit_are_refused():
+    model = decoder(max_position_embeddings=8)
+    with pytest.raises(CallError, match=r"the last token stands at 8, but the context has 8 places \(0 .. 7\)"):
+        model(ids_of((1, 9)))
+    with pytest.raises(CallError, match="Fix: keep the last 8 ids, or a model with a larger max_position_embeddings"):
+        model(ids_of((1, 2)), positions=[7, 8])
+    state = model.start()
+    model(ids_of((1, 8)), state=state)
+    with pytest.raises(CallError, match="the last token stands at 8"):
+        model(ids_of((1, 1)), state=state)
+    with pytest.raises(CallError, match=r"ids are \(3,\) torch.int64; expected \(B, N\) int64. Fix: ids\[None\]"):
+        model(ids_of((3,)))
+    with pytest.raises(CallError, match="ids reach from 5 to 61, but the vocabulary has"):
+        model(torch.tensor([[5, 61]]))
+    with pytest.raises(
+        CallError, match=r"mask full came with a state that drops keys by causal.\nFix: start\(batch_size, mask="
+    ):
+        model(ids_of((1, 1)), state=model.start(), mask="full")
+    with pytest.raises(CallError, match="batch_size is 0"):
+        model.start(0)
+    with pytest.raises(CallError, match=r"batch_size is 3, and the mask .* has batch \(2,\)"):
+        model.start(3, mask=lowtri.keys([[True], [False]]))
