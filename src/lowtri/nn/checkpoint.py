@@ -8,7 +8,7 @@
 How the mask is written, so that transformers computes the same logits:
 
     causal                   model_type llama
-    causal & window(n)       model_type mistral, sliding_window n (there too the query's own position is one of the n)
+    window(n) [& causal]     model_type mistral, sliding_window n (there too the query's own position is one of the n)
     any other                model_type llama, and the text of the mask as lowtri_mask: transformers has no such mask and
                              would run it as causal. ``lowtri_mask`` is always written, and decides when lowtri loads.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then move it there: the file is the old one or the new one, never half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        beside.touch()
+        mode = beside.stat().st_mode  # what any new file gets here; some writers make theirs unreadable for others
         write(beside)
+        beside.chmod(mode)
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())  # before the move, or a power cut could leave the new name with no bytes
         os.replace(beside, path)
@@ -127,12 +131,10 @@ def _to_llama(config: DecoderConfig, tokenizer: Tokenizer | None, dtype: str) ->
 
 
 def _window_size(mask: object) -> int | None:
-    """The n of ``causal & window(n)`` in either order, None for any other mask."""
-    import re
-
+    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
     found = re.search(r"window\((\d+)\)", repr(mask))
     n = int(found.group(1)) if found else 0
-    return n if found and mask in (causal() & window(n), window(n) & causal()) else None
+    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
 
 
 # Keys of other models' files that change the computation, with the one value for which Decoder computes the same.

@@ -74,6 +74,13 @@ class Packed:
         """How many rows of ``context`` inputs there are; each needs one more token, its last target."""
         return max(0, (len(self.ids) - 1) // context)
 
+    def require(self, context: int) -> None:
+        """Raise a DataError if there is not even one row."""
+        if not self.count(context):
+            raise DataError(
+                f"the text has {len(self)} tokens, and one row takes {context + 1}.\nFix: more text, or a smaller context"
+            )
+
     def rows(self, numbers: Sequence[int] | npt.NDArray[np.int64], context: int) -> Rows:
         """The rows with these numbers: row ``i`` starts at token ``i * context``. Every token is a target at most once."""
         at = np.asarray(numbers, dtype=np.int64)[:, None] * context + np.arange(context)  # (B, N)

@@ -59,7 +59,9 @@ class Recipe:
 
 
 def split(rows: int, held_out: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the rows to train on, and of those held out: spread evenly, 64 at most; of two rows or more at least one on either side.
+    """Numbers of the rows to train on, and of those held out.
+
+    Those held out are spread evenly, 64 at most; of two rows or more there is at least one on either side.
 
     >>> split(10, held_out=0.2)
     (array([0, 1, 3, 4, 5, 6, 8, 9]), array([2, 7]))

@@ -1,11 +1,12 @@
 """From text files to a folder: a plan, the corpus, the tokenizer, the model, the loop, the files.
 
-    training.json            the plan, written first of all; at the end also the losses
-    tokenizer.json           as soon as it is learnt
+    training.json            the plan, written as soon as it is known to work; at the end also the losses
+    tokenizer.json           beside it
     training-state.pt        while the run is not finished: what resuming needs
     config.json, model.safetensors, tokenizer_config.json, loss.png        at the end
 
-So a folder with model.safetensors is a finished one, and a run can be resumed from any moment after it began.
+So a folder with model.safetensors is a finished one, a plan that cannot work leaves nothing behind, and a run can be resumed
+from any moment.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from lowtri.errors import DataError
 from lowtri.masks import as_mask
 from lowtri.nn.checkpoint import load_tokenizer, save, write_whole
 from lowtri.nn.decoder import Decoder, DecoderConfig
-from lowtri.training.corpus import Document, Packed, python_text, read_files
+from lowtri.training.corpus import Packed, python_text, read_files
 from lowtri.training.plot import plot
 from lowtri.training.recipe import Recipe
 from lowtri.training.state import History
-from lowtri.training.tokenizer import BYTES, encode_document, learn
+from lowtri.training.tokenizer import encode_document, learn
 from lowtri.training.train import Step, train
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ class Plan:
     layers: int = 4
     heads: int = 4
     kv_heads: int | None = None  # as many as heads
-    intermediate: int | None = None  # 8/3 of hidden, rounded up to a multiple of 64
     recipe: Recipe = field(default_factory=Recipe)
 
     def config(self, vocabulary: int) -> DecoderConfig:
@@ -56,7 +56,6 @@ class Plan:
         return DecoderConfig(
             vocab_size=vocabulary,
             hidden_size=self.hidden,
-            intermediate_size=self.intermediate or -(-8 * self.hidden // 3 // 64) * 64,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads or self.heads,
@@ -108,22 +107,22 @@ def run(
         raise DataError(f"{folder} holds another run: {', '.join(_differences(standing, plan))}.\nFix: another folder")
     if standing is None and (folder / WEIGHTS).exists():
         raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_by_a_kill in folder.glob(".*.part"):
-        left_by_a_kill.unlink()
-    if standing is None:
-        _write(folder / PLAN, {"plan": asdict(plan)})
-    elif "history" in (content := _read(folder / PLAN) or {}):
+    if standing is not None and "history" in (content := _read(folder / PLAN) or {}):
         (folder / STATE).unlink(missing_ok=True)
         note(f"{folder} is finished: {plan.recipe.steps} steps")
         return Outcome(folder, content["parameters"], content["tokens"], _history(content["history"]))
     documents = read_files(plan.files) if plan.files else python_text(note)
-    tokenizer = _tokenizer(plan, folder, documents, note)
+    tokenizer = load_tokenizer(folder) if standing is not None else None
+    if tokenizer is None:
+        note(f"learning {plan.vocabulary} tokens from {len(documents)} documents")
+        tokenizer = learn((document.text for document in documents), plan.vocabulary)
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
+    corpus.require(plan.recipe.context)
     torch.manual_seed(plan.recipe.seed)
     model = Decoder(plan.config(tokenizer.get_vocab_size())).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    note(f"{len(documents)} documents, {len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    _begin(plan, folder, tokenizer)
     history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch)
     if not plot(history, folder / CURVE):
         note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
@@ -134,14 +133,12 @@ def run(
     return Outcome(folder, parameters, len(corpus), history)
 
 
-def _tokenizer(plan: Plan, folder: Path, documents: list[Document], note: Callable[[str], object]) -> Tokenizer:
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        if plan.vocabulary > BYTES:
-            note(f"learning {plan.vocabulary} tokens")
-        tokenizer = learn((document.text for document in documents), plan.vocabulary)
-        write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
-    return tokenizer
+def _begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_by_a_kill in folder.glob(".*.part"):
+        left_by_a_kill.unlink()
+    write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
+    _write(folder / PLAN, {"plan": asdict(plan)})
 
 
 def _differences(standing: Plan, plan: Plan) -> list[str]:

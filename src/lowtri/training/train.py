@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lowtri.errors import CallError, DataError
+from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask, documents
 from lowtri.training.corpus import IGNORED, Packed, Rows
 from lowtri.training.recipe import Recipe, rows_of_step, split
@@ -71,12 +71,8 @@ def train(
     (True, True)
     """
     recipe = recipe or Recipe()
+    corpus.require(recipe.context)
     train_rows, held_out = split(corpus.count(recipe.context), recipe.held_out)
-    if not len(train_rows):
-        raise DataError(
-            f"the text has {len(corpus)} tokens, and one row takes {recipe.context + 1}.\n"
-            "Fix: more text, or a smaller context"
-        )
     run = Run(model, _optimizer(model, recipe), recipe, corpus)
     if state is not None and state.exists():
         run.restore(state)

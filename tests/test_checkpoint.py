@@ -1,0 +1,213 @@
+"""Folders in Llama's layout: what transformers computes from them, what comes back, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtri.errors import DataError
+from lowtri.nn import Decoder, DecoderConfig
+from lowtri.nn.checkpoint import load, save, write_whole
+from lowtri.training.tokenizer import learn
+
+TEXTS = ["the cat sat on the mat", "  two  spaces\n\n\tand a tab", "naïve 你好 สวัสดี 🐈", "", " ", "1234567 don't"]
+
+
+def small(mask: str = "causal", **sizes: Any) -> Decoder:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = DecoderConfig(**{"vocab_size": 300, "max_position_embeddings": 64, **shape, **sizes}, mask=mask)
+    model = Decoder(config)
+    with torch.no_grad():
+        for weight in model.parameters():  # fresh norms are all ones, and fresh logits nearly equal: neither would tell
+            weight += 0.2 * torch.randn_like(weight)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return learn([*TEXTS, "the cat sat on the mat and the cat sat"] * 3, 290)
+
+
+@pytest.mark.parametrize(
+    ("mask", "model_type"),
+    [
+        ("causal", "llama"),
+        ("causal & window(5)", "mistral"),
+        ("window(5) & causal", "mistral"),
+        ("window(5)", "mistral"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": True}, {"head_dim": 16, "rope_theta": 500.0}])
+def test_transformers_computes_the_same_logits(
+    mask: str, model_type: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = small(mask, **sizes)
+    save(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert theirs.config.model_type == model_type
+    ids = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours_out, theirs_out = model(ids), theirs(ids).logits
+    assert ours_out.std() > 0.5
+    torch.testing.assert_close(ours_out, theirs_out, atol=2e-5, rtol=1e-5)
+
+
+def test_the_window_there_counts_the_query_itself_as_here(tmp_path: Path) -> None:
+    """A window one key longer or shorter gives other logits, so the test above can fail."""
+    ids = torch.randint(300, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        five, six = (small(f"causal & window({n})")(ids) for n in (5, 6))
+    assert (five - six).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & window(5)"])
+def test_transformers_reads_the_same_tokens(mask: str, tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save(small(mask), tmp_path, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = tokenizer.encode(text).ids
+        assert theirs(text).input_ids == ids
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (0, 1)
+    assert theirs.model_max_length == 64
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "causal & (window(3) | first(2))", "chunks(4) | causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_saved_comes_back_bit_for_bit(mask: str, dtype: torch.dtype, tokenizer: Any, tmp_path: Path) -> None:
+    model = small(mask, tie_word_embeddings=True).to(dtype)
+    save(model, tmp_path, tokenizer)
+    back, its_tokenizer = load(tmp_path)
+    assert back.config == model.config
+    assert not back.training
+    assert its_tokenizer is not None and its_tokenizer.to_str() == tokenizer.to_str()
+    for name, weight in model.state_dict().items():
+        assert back.state_dict()[name].dtype == dtype
+        assert torch.equal(back.state_dict()[name], weight), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_a_mask_that_transformers_lacks_is_kept_as_text(tmp_path: Path) -> None:
+    save(small("causal & (window(3) | first(2))"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "llama" and "sliding_window" not in config
+    assert config["lowtri_mask"] == "causal & (window(3) | first(2))"
+    assert load(tmp_path)[1] is None
+
+
+def test_a_folder_that_transformers_wrote_is_read(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    shape = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    more = dict(num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 700.0})
+    ids = torch.arange(20)[None]
+    for theirs in (
+        LlamaForCausalLM(LlamaConfig(**shape, **more)),
+        MistralForCausalLM(MistralConfig(**shape, **more, sliding_window=4)),
+    ):
+        theirs.eval().save_pretrained(tmp_path)
+        ours, _ = load(tmp_path)
+        assert ours.config.rope_theta == 700.0
+        with torch.no_grad():
+            torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def broken(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (
+            lambda f: (f / "config.json").unlink(),
+            "has no config.json: it is no checkpoint, or one that is not finished",
+        ),
+        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
+        (
+            lambda f: (f / "config.json").write_text("[]"),
+            "model_type None came, lowtri's Decoder reads llama and mistral",
+        ),
+        (lambda f: broken(f, model_type="gpt2"), "model_type 'gpt2' came, lowtri's Decoder reads llama and mistral"),
+        (lambda f: broken(f, vocab_size="gone"), "does not describe a decoder: .*vocab_size"),
+        (lambda f: broken(f, hidden_size=-4), "does not describe a decoder: DecoderConfig: hidden_size is -4"),
+        (lambda f: broken(f, lowtri_mask="causl"), "does not describe a decoder: .*causl"),
+        (lambda f: broken(f, attention_bias=True), "attention_bias True came, lowtri's Decoder has False only"),
+        (
+            lambda f: broken(f, rope_parameters={"rope_type": "llama3"}),
+            "rope_scaling .*llama3.* came, .* has None only",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors: training is not finished"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x01\x02"), "model.safetensors is damaged: "),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+            "model.safetensors is damaged: ",
+        ),
+        (
+            lambda f: broken(f, vocab_size=299),
+            r"do not fit together at lm_head.weight:\n  the config asks for \(299, 48\), the file has \(300, 48\)",
+        ),
+        (lambda f: broken(f, num_hidden_layers=1), r"fit together at model.layers.1.* asks for nothing, the file has"),
+        (lambda f: broken(f, num_hidden_layers=3), r"fit together at model.layers.2.*, the file has nothing"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer: "),
+    ],
+)
+def test_a_broken_folder_is_named_and_so_is_what_is_wrong(
+    harm: Any, words: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    import re
+
+    save(small(), tmp_path, tokenizer)
+    harm(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    assert re.search(words, str(caught.value), re.DOTALL), str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"is not a folder: a checkpoint is a folder with config\.json and model\.safetensors"
+    ):
+        load(tmp_path / "nothing")
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_whole(path, lambda beside: beside.write_text("old"))
+
+    def fails(beside: Path) -> None:
+        beside.write_text("ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, fails)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save(small(), tmp_path)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o644}
