@@ -23,7 +23,21 @@ from lowtri.errors import MaskError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["EMPTY", "END", "FULL", "PARTIAL", "And", "Mask", "Not", "Or", "Tile", "default_positions", "verdict"]
+__all__ = [
+    "EMPTY",
+    "END",
+    "FULL",
+    "PARTIAL",
+    "And",
+    "Answer",
+    "Mask",
+    "Not",
+    "Or",
+    "Positions",
+    "Tile",
+    "default_positions",
+    "verdict",
+]
 
 END = 2**62
 """The end of time: later than any position, and small enough that sums of two stay inside int64."""

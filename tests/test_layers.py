@@ -1,0 +1,211 @@
+"""The order of rooms, as one list, checked from the imports; and what `import lowtri` brings along."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import lowtri
+
+SOURCE = Path(lowtri.__file__).parent
+
+ROOMS = [  # the order of reading; imports run upward in this list only
+    "_version",
+    "errors",
+    "masks",
+    "plain",
+    "ops",
+    "kernels",
+    "engines",
+    "nn",
+    "decoding",
+    "training",
+    "auditing",
+    "explaining",
+    "integrations",
+    "cli",
+]
+IN_MASKS = ["mask", "formulas", "held", "atoms", "text", "plan", "panels", "svg", "draw"]
+ENGINES = ["reference", "formula", "sdpa", "cpu", "flex"]  # each is blind to the others; attend knows them all
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+class Import(NamedTuple):
+    file: str  # e.g. masks/mask.py
+    line: int
+    module: str  # e.g. lowtri.masks.plan
+    name: str  # "" where the module itself is imported
+    lazy: bool  # inside a function
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module} {self.name}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of lowtri in a file, also inside functions; public names stand for the room that holds them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    file = path.relative_to(SOURCE).as_posix()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "lowtri":
+                    yield Import(file, node.lineno, alias.name, "", id(node) in inside)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are written in full"
+            module = node.module or ""
+            if module.split(".")[0] != "lowtri":
+                continue
+            for alias in node.names:
+                if (SOURCE.parent / Path(*module.split("."), alias.name + ".py")).exists() or (
+                    SOURCE.parent / Path(*module.split("."), alias.name)
+                ).is_dir():
+                    yield Import(file, node.lineno, f"{module}.{alias.name}", "", id(node) in inside)
+                else:
+                    home = lowtri._HOME.get(alias.name, module) if module == "lowtri" else module
+                    yield Import(file, node.lineno, home, alias.name, id(node) in inside)
+
+
+IMPORTS = [one for path in FILES if path != SOURCE / "__init__.py" for one in imports_of(path)]
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def test_every_room_stands_in_the_list() -> None:
+    found = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
+    assert found <= set(ROOMS), f"rooms without a place: {sorted(found - set(ROOMS))}"
+    assert {"errors", "masks", "ops", "engines", "cli"} <= found
+
+
+def test_imports_run_upward() -> None:
+    assert len(IMPORTS) > 50
+    wrong = []
+    for one in IMPORTS:
+        here = ROOMS.index(room_of(one.file))
+        parts = one.module.split(".")
+        if (
+            len(parts) == 1
+        ):  # `import lowtri` says nothing about which room is meant; the command alone stands above all
+            there = len(ROOMS) if room_of(one.file) != "cli" and one.name != "__version__" else 0
+        else:
+            there = ROOMS.index(parts[1])
+        if there > here:
+            wrong.append(str(one))
+    assert wrong == []
+
+
+def test_imports_run_upward_within_masks() -> None:
+    """At the top of a file; a method that forwards to a later file imports it when it is called."""
+    files = {path.stem for path in (SOURCE / "masks").glob("*.py")} - {"__init__"}
+    assert files == set(IN_MASKS)
+    wrong = [
+        str(one)
+        for one in IMPORTS
+        if one.file.startswith("masks/") and not one.lazy and one.module.startswith("lowtri.masks.")
+        if (stem := Path(one.file).stem) != "__init__"
+        if IN_MASKS.index(one.module.split(".")[2]) >= IN_MASKS.index(stem)
+    ]
+    assert wrong == []
+
+
+def test_masks_know_numpy_only() -> None:
+    for path in [*(SOURCE / "masks").glob("*.py"), SOURCE / "errors.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in ("lowtri", "numpy") or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_no_engine_imports_another() -> None:
+    wrong = [
+        str(one)
+        for one in IMPORTS
+        if one.file.startswith("engines/") and (stem := Path(one.file).stem) in ENGINES
+        if one.module.startswith("lowtri.engines.") and one.module.split(".")[2] in {*ENGINES, "attend"} - {stem}
+    ]
+    assert wrong == []
+
+
+def test_only_declared_names_cross_a_border() -> None:
+    """What one file takes from another stands in the other's ``__all__``."""
+    wrong = []
+    for one in IMPORTS:
+        declared = getattr(importlib.import_module(one.module), "__all__", ())
+        if one.name not in (*declared, "", "__version__"):
+            wrong.append(str(one))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
+def test_all_is_exact(path: Path) -> None:
+    """Every file with functions or classes has an ``__all__``; each name in it is there, once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    dotted = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(dotted)
+    declared = getattr(module, "__all__", None)
+    if declared is None:
+        assert not {name for name in defined if not name.startswith("_")} or path.parent.name == "cli"
+        return
+    assert len(declared) == len(set(declared))
+    assert [name for name in declared if not hasattr(module, name)] == []
+    assert [name for name in declared if name.startswith("_") and name != "__version__"] == []
+
+
+def test_the_public_names() -> None:
+    """One list, so that a name neither comes nor goes by accident."""
+    masks = "Mask Tile EMPTY PARTIAL FULL END mask causal full window band first documents chunks strided keys table hidden where heads"
+    calls = "attention merge scaled_dot_product_attention which_engine KVCache generate audit assert_causal AuditReport explain"
+    errors = "LowtriError MaskError CallError EngineError DataError LeakError UndecidedError"
+    expected = {*masks.split(), *calls.split(), *errors.split(), "nn", "plain", "__version__"}
+    assert set(lowtri.__all__) == expected
+    assert set(dir(lowtri)) == expected
+    for name in lowtri.__all__:
+        assert getattr(lowtri, name) is not None
+    with pytest.raises(AttributeError, match="module 'lowtri' has no attribute 'atention'"):
+        lowtri.atention  # noqa: B018
+
+
+def test_no_package_bears_the_name_of_a_public_function() -> None:
+    """Else ``lowtri.audit`` would be the package or the function, by what was imported before."""
+    packages = {path.name.removesuffix(".py") for path in SOURCE.iterdir()}
+    assert packages & set(lowtri.__all__) == {"nn", "plain"}  # these two are the public names
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The top-level modules in a fresh process after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import lowtri", {"numpy", "torch", "numba", "rich", "typer"}),
+        ("import lowtri; lowtri.causal().draw(4)", {"torch", "numba", "rich", "typer"}),
+        ("import lowtri; lowtri.mask('causal & window(4)').pairs(100)", {"torch", "numba"}),
+        ("import lowtri.errors", {"numpy", "torch", "numba"}),
+        ("from lowtri.cli.main import main; main(['--help'])", {"numpy", "torch", "numba", "matplotlib"}),
+        ("from lowtri.cli.main import main; main(['mask', 'causal'])", {"torch", "numba", "matplotlib"}),
+    ],
+)
+def test_nothing_is_loaded_before_it_is_used(statement: str, absent: set[str]) -> None:
+    assert loaded_after(statement) & absent == set()
