@@ -1,0 +1,63 @@
+# make demo   everything in one run, with its files in out/demo
+# make test   what tests need, and the tests: under six minutes on two cores
+#
+# Both need Python >= 3.10 and make, nothing else; another Python is chosen by `make PYTHON=python3.12 test`. On Linux, pip's
+# plain torch brings CUDA, some gigabytes: README.md says how to get the CPU build.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out/demo
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# Two workers on two cores: more threads in each would only wait for one another.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.NOTPARALLEL:
+.PHONY: help demo test sweeps test-all lint clean
+
+help:
+	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
+	@echo 'make test      the tests, without the long sweeps: under six minutes'
+	@echo 'make sweeps    the long sweeps alone'
+	@echo 'make test-all  both'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make clean     removes $(VENV) and what the tools left'
+
+demo: $(VENV)/installed
+	$(BIN)/lowtri demo --out $(OUT)
+
+test: $(VENV)/installed-test
+	$(PYTEST) -m 'not sweep'
+
+sweeps: $(VENV)/installed-test
+	$(PYTEST) -m sweep
+
+test-all: test sweeps
+
+lint: $(VENV)/installed-lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+# Each stamp says what is installed; it is older than pyproject.toml or constraints.txt when that must be done again.
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lowtri needs Python 3.10 or newer: make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
+	@touch $@
+
+$(VENV)/installed: $(VENV)/made pyproject.toml constraints.txt
+	@echo 'installing lowtri into $(VENV): a minute or two, torch is large'
+	@$(INSTALL) '.[plot]'
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@$(INSTALL) '.[plot,test]'
+	@touch $@
+
+$(VENV)/installed-lint: $(VENV)/installed-test
+	@$(INSTALL) '.[plot,test,lint]'
+	@touch $@
