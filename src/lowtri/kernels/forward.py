@@ -18,29 +18,37 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from lowtri.kernels.passes import (
+    LN2,
+    LOG2E,
+    QUERIES,
+    ROW,
+    add_bias,
+    all_finite,
+    cap,
+    fill,
+    mix_broken,
+    seen_range,
+    times,
+    turn_in,
+    turn_out,
+)
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.simd import (
     above_or,
-    add,
     bits_float,
     div,
-    exp2_less_1,
     fetch_add,
     load,
     mul,
-    only,
     read,
     read_int32,
     read_int64,
-    read_word,
     splat,
     store,
-    transpose,
-    where_finite,
     write,
 )
-from lowtri.kernels.softmax import QUERIES, ROW, hide, softmax_tile
-from lowtri.kernels.target import ROWS
+from lowtri.kernels.softmax import hide, softmax_tile
 
 __all__ = ["FIELDS", "KEYS", "forward", "room"]
 
@@ -64,118 +72,12 @@ FIELDS = (
 ) = range(len(FIELDS))
 # fmt: on
 
-LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 FULL = 2
-_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def room(d: int, dv: int) -> int:
     """Bytes that one thread works in: queries, scores, output, shift, sum, and a clean copy of one tile's values."""
-    return ROW * (d + ROWS + KEYS + ROWS + dv + ROWS + 16 + 2) + 4 * KEYS * dv
-
-
-@njit
-def turn_in(source, row_step, step, n, size, target):
-    """n <= 64 rows of ``size`` floats become (size, 64): queries in lanes. Lanes past n repeat the last row."""
-    if step == 1 and size >= 16:
-        for lane in range(0, QUERIES, 16):
-            top = min(lane, n - 1)
-            last = min(n - 1 - top, 15)
-            for d in range(0, size, 16):
-                at = min(d, size - 16)  # the last block overlaps the one before
-                transpose(source + 4 * (top * row_step + at), 4 * row_step, last, target + ROW * at + 4 * lane, ROW)
-    else:
-        for d in range(size):
-            for i in range(QUERIES):
-                write(target + ROW * d + 4 * i, read(source + 4 * (min(i, n - 1) * row_step + d * step)))
-
-
-@njit
-def turn_out(source, n, size, target, row_step):
-    """(size, 64) becomes n <= 64 rows of ``size`` floats, one after the other."""
-    whole = n - n % 16 if size >= 16 else 0
-    for lane in range(0, whole, 16):
-        for d in range(0, size, 16):
-            at = min(d, size - 16)
-            transpose(source + ROW * at + 4 * lane, ROW, 15, target + 4 * (lane * row_step + at), 4 * row_step)
-    for i in range(whole, n):
-        for d in range(size):
-            write(target + 4 * (i * row_step + d), read(source + ROW * d + 4 * i))
-
-
-@njit
-def times(address, floats, factor):
-    """Multiply ``floats`` numbers (a multiple of 16) by one factor."""
-    for at in range(0, 4 * floats, 64):
-        store(address + at, mul(load(address + at), splat(factor)))
-
-
-@njit
-def all_finite(address, floats):
-    """Whether ``floats`` numbers (a multiple of 16) are all finite."""
-    for at in range(0, 4 * floats, 64):
-        if not where_finite(load(address + at)):
-            return False
-    return True
-
-
-@njit
-def cap(scores, keys, softcap):
-    """c * tanh(s / c) on scores in units of log 2, by tanh(x) = (e^(2x) - 1) / (e^(2x) + 1)."""
-    c = softcap * LOG2E
-    to_exponent = splat(np.float32(2.0) * LOG2E / c)
-    two, most, least = splat(np.float32(2.0)), splat(np.float32(60.0)), splat(np.float32(-60.0))
-    for at in range(0, ROW * keys, 64):
-        x = mul(load(scores + at), to_exponent)
-        x = above_or(x, most, most, above_or(least, x, least, x))
-        more = exp2_less_1(x)
-        store(scores + at, mul(div(more, add(more, two)), splat(c)))
-
-
-@njit
-def add_bias(scores, bias, q_step, k_step, n, keys):
-    """Add bias[i, j] * log2(e) to the scores; steps in floats, 0 where bias broadcasts."""
-    for j in range(keys):
-        row = scores + ROW * j
-        for i in range(n):
-            write(row + 4 * i, read(row + 4 * i) + read(bias + 4 * (i * q_step + j * k_step)) * LOG2E)
-
-
-@njit
-def seen_range(words, keys):
-    """The first key and one past the last that any of 64 queries sees."""
-    start, stop = 0, keys
-    while start < stop and read_word(words + 8 * start) == 0:
-        start += 1
-    while stop > start and read_word(words + 8 * (stop - 1)) == 0:
-        stop -= 1
-    return start, stop
-
-
-@njit
-def mix_visible(values, v_n, v_d, weights, words, keys, output, dv, clean):
-    """Output += weights x values where a value that is not finite may be hidden from some: it reaches those who see it only.
-
-    Rows that are not finite are set to 0 in a clean copy (keys, dv) for the product, then added lane by lane.
-    """
-    for j in range(keys):
-        finite = True
-        for d in range(dv):
-            x = read(values + 4 * (j * v_n + d * v_d))
-            finite = finite and np.isfinite(x)
-        for d in range(dv):
-            x = read(values + 4 * (j * v_n + d * v_d))
-            write(clean + 4 * (j * dv + d), x if finite else np.float32(0.0))
-        if not finite:
-            word = read_word(words + 8 * j) if words else _ALL
-            for d in range(dv):
-                x = splat(read(values + 4 * (j * v_n + d * v_d)))
-                for lane in range(0, QUERIES, 16):
-                    place = output + ROW * d + 4 * lane
-                    so_far = load(place)
-                    more = add(so_far, mul(load(weights + ROW * j + 4 * lane), x))
-                    store(place, only(word, np.uint64(lane), more, so_far))
-    product_add(clean, 1, dv, weights, QUERIES, output, QUERIES, dv, keys, QUERIES)
+    return ROW * (d + KEYS + dv + 2) + 4 * KEYS * dv
 
 
 @njit
@@ -183,9 +85,9 @@ def attend_tile(t, here, b, h, r, careful):
     """One tile of queries of one head: its output (Dv, 64) before the division, shift m and sum l, in the thread's room."""
     d, dv, nk, kv = t[D], t[DV], t[NK], h // t[GROUP]
     queries = here
-    scores = queries + ROW * (d + ROWS)
-    output = scores + ROW * (KEYS + ROWS)
-    m = output + ROW * (dv + ROWS)
+    scores = queries + ROW * d
+    output = scores + ROW * KEYS
+    m = output + ROW * dv
     l = m + ROW
     clean = l + ROW
     n = min(QUERIES, t[NQ] - r * QUERIES)
@@ -197,11 +99,9 @@ def attend_tile(t, here, b, h, r, careful):
     if t[SINKS]:
         start_m = read(t[SINKS] + 4 * h) * LOG2E
         start_l = np.float32(1.0) if start_m > -np.inf else np.float32(0.0)
-    for lane in range(0, ROW, 64):
-        store(m + lane, splat(start_m))
-        store(l + lane, splat(start_l))
-    for at in range(0, ROW * dv, 64):
-        store(output + at, splat(np.float32(0.0)))
+    fill(m, QUERIES, start_m)
+    fill(l, QUERIES, start_l)
+    fill(output, QUERIES * dv, np.float32(0.0))
     sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
     row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
     for run in range(read_int64(row), read_int64(row + 8)):
@@ -216,7 +116,7 @@ def attend_tile(t, here, b, h, r, careful):
             keys, key0 = end - begin, tile * KEYS + begin
             from_k = t[K] + 4 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
             from_v = t[V] + 4 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-            product(from_k, t[K_N], t[K_D], queries, QUERIES, scores, QUERIES, keys, d, QUERIES)
+            product(from_k, t[K_N], t[K_D], queries, scores, keys, d)
             if softcap > 0:
                 cap(scores, keys, softcap)
             if t[BIAS]:
@@ -225,10 +125,11 @@ def attend_tile(t, here, b, h, r, careful):
             if kind != FULL:
                 hide(scores, words, keys)
             softmax_tile(scores, keys, m, l, output, dv)
+            v_d, v_n = t[V_D], t[V_N]
             if careful:
-                mix_visible(from_v, t[V_N], t[V_D], scores, words, keys, output, dv, clean)
-            else:
-                product_add(from_v, t[V_D], t[V_N], scores, QUERIES, output, QUERIES, dv, keys, QUERIES)
+                mix_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean)
+                from_v, v_d, v_n = clean, 1, dv
+            product_add(from_v, v_d, v_n, scores, output, dv, keys, QUERIES)
     return output, m, l, n
 
 
@@ -236,10 +137,14 @@ def attend_tile(t, here, b, h, r, careful):
 def forward_tile(t, here, b, h, r):
     """One tile of queries, from the plan's row to the output and log-sum-exp in memory."""
     dv = t[DV]
-    output, m, l, n = attend_tile(t, here, b, h, r, False)
-    if not all_finite(output, QUERIES * dv):
-        # Somebody met a NaN or inf among the values. If it was hidden it must leave no trace: again, pair by pair.
-        output, m, l, n = attend_tile(t, here, b, h, r, True)
+    careful = False
+    while True:
+        output, m, l, n = attend_tile(t, here, b, h, r, careful)
+        if careful or all_finite(output, QUERIES * dv):
+            break
+        careful = (
+            True  # somebody met a NaN or inf among the values; what was hidden must leave no trace: again, row by row
+        )
     zero, one = splat(np.float32(0.0)), splat(np.float32(1.0))
     for lane in range(0, ROW, 64):
         total = load(l + lane)

@@ -1,7 +1,7 @@
 """The product that everything is made of: C (+)= A B, with a tile of C in registers.
 
-A is read one number at a time and may lie in any direction in memory; B and C are rows of 64 floats, or fewer. In attention the
-64 columns are queries: with S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the A of every product and are read where
+A is read one number at a time and may lie in any direction in memory; B and C are packed rows. Mostly their 64 columns are
+queries: with S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the A of every product and are read where
 they lie. Source of the register tile: Goto and van de Geijn 2008.
 """
 
@@ -19,11 +19,12 @@ from lowtri.kernels.target import LANES, ROWS, VECTORS
 
 __all__ = ["product", "product_add"]
 
+COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
 
 
-def _panel(builder: Any, args: Any, rows: int, accumulate: bool) -> None:
-    """One register tile: ``rows`` x VECTORS accumulators over all steps. Rows past the last one repeat it, into spare room."""
+def _panel(builder: Any, args: Any, vectors: int, accumulate: bool) -> None:
+    """One register tile, ROWS x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
     floats = F32.as_pointer()
     a, b, c = (builder.inttoptr(p, floats) for p in (a, b, c))
@@ -32,25 +33,25 @@ def _panel(builder: Any, args: Any, rows: int, accumulate: bool) -> None:
         place = builder.add(offset, ir.Constant(I64, j * LANES))
         return builder.bitcast(builder.gep(base, [place]), VECTOR.as_pointer())
 
-    tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(VECTORS)] for _ in range(rows)]
+    tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(ROWS)]
     a_rows, c_rows = [], []
-    for r in range(rows):
+    for r in range(ROWS):
         number = ir.Constant(I64, r)
         clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
         a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
-        c_rows.append(builder.mul(number, c_row))
-        for j in range(VECTORS):
+        c_rows.append(builder.mul(clamped, c_row))
+        for j in range(vectors):
             start = builder.load(vector_at(c, c_rows[r], j), align=4) if accumulate else ir.Constant(VECTOR, None)
             builder.store(start, tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
-        from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(VECTORS)]
+        from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
-        for r in range(rows):
+        for r in range(ROWS):
             one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4))
-            for j in range(VECTORS):
+            for j in range(vectors):
                 builder.store(fused(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
-    for r in range(rows):
-        for j in range(VECTORS):
+    for r in range(ROWS):
+        for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
 
 
@@ -58,60 +59,56 @@ _SIGNATURE = types.void(*[types.intp] * 9)
 
 
 @intrinsic
-def _panel_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+def _wide_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
     def emit(context, builder, signature, args):
-        _panel(builder, args, ROWS, accumulate=False)
+        _panel(builder, args, VECTORS, accumulate=False)
         return context.get_dummy_value()
 
     return _SIGNATURE, emit
 
 
 @intrinsic
-def _panel_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+def _wide_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
     def emit(context, builder, signature, args):
-        _panel(builder, args, ROWS, accumulate=True)
+        _panel(builder, args, VECTORS, accumulate=True)
+        return context.get_dummy_value()
+
+    return _SIGNATURE, emit
+
+
+@intrinsic
+def _narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    def emit(context, builder, signature, args):
+        _panel(builder, args, 1, accumulate=True)
         return context.get_dummy_value()
 
     return _SIGNATURE, emit
 
 
 @njit
-def product(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
-    """C = A B.  A (rows, depth), B (depth, columns), C (rows, columns).
+def product(a, row_step, depth_step, b, c, rows, depth):
+    """C = A B for 64 columns.  A (rows, depth), B (depth, 64), C (rows, 64).
 
-    Addresses in bytes, steps in floats: A[r, d] stands at ``a + 4 * (r * row_step + d * depth_step)``, B[d, j] at
-    ``b + 4 * (d * b_row + j)``. Columns are a multiple of WIDTH; C has room for ROWS - 1 rows more than it has.
+    Addresses in bytes, steps in floats: A[r, d] stands at ``a + 4 * (r * row_step + d * depth_step)``.
     """
-    for j in range(0, columns, WIDTH):
+    for j in range(0, COLUMNS, WIDTH):
         for r in range(0, rows, ROWS):
             last = min(ROWS, rows - r) - 1
-            _panel_set(
-                a + 4 * r * row_step,
-                row_step,
-                depth_step,
-                b + 4 * j,
-                b_row,
-                c + 4 * (r * c_row + j),
-                c_row,
-                depth,
-                last,
-            )
+            at = c + 4 * (r * COLUMNS + j)
+            _wide_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
 
 
 @njit
-def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
-    """C += A B, as :func:`product`; the spare rows of C hold garbage afterwards."""
-    for j in range(0, columns, WIDTH):
-        for r in range(0, rows, ROWS):
-            last = min(ROWS, rows - r) - 1
-            _panel_add(
-                a + 4 * r * row_step,
-                row_step,
-                depth_step,
-                b + 4 * j,
-                b_row,
-                c + 4 * (r * c_row + j),
-                c_row,
-                depth,
-                last,
-            )
+def product_add(a, row_step, depth_step, b, c, rows, depth, columns):
+    """C += A B, B and C with ``columns`` columns, a multiple of 16.  A (rows, depth), B (depth, columns), C (rows, columns)."""
+    for r in range(0, rows, ROWS):
+        last = min(ROWS, rows - r) - 1
+        from_a, j = a + 4 * r * row_step, 0
+        while j + WIDTH <= columns:
+            at = c + 4 * (r * columns + j)
+            _wide_add(from_a, row_step, depth_step, b + 4 * j, columns, at, columns, depth, last)
+            j += WIDTH
+        while j < columns:
+            at = c + 4 * (r * columns + j)
+            _narrow_add(from_a, row_step, depth_step, b + 4 * j, columns, at, columns, depth, last)
+            j += LANES

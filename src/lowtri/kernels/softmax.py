@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from lowtri.kernels.passes import ALL, QUERIES, ROW
 from lowtri.kernels.simd import (
     above_or,
     add,
@@ -27,14 +28,11 @@ from lowtri.kernels.simd import (
     sub,
 )
 
-__all__ = ["QUERIES", "hide", "softmax_tile"]
+__all__ = ["hide", "softmax_tile"]
 
-QUERIES = 64  # queries in a tile: four vectors of 16
-ROW = 4 * QUERIES  # bytes of one key's scores
 _VECTOR = 64  # bytes of 16 floats
 _HIDDEN = np.float32(-np.inf)
 _RISE = np.float32(8.0)  # rescale only when the maximum rose by more: weights then stay below 2 ** 8
-_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @njit
@@ -43,7 +41,7 @@ def hide(scores, words, keys):
     hidden = splat(_HIDDEN)
     for j in range(keys):
         word = read_word(words + 8 * j)
-        if word != _ALL:
+        if word != ALL:
             row = scores + ROW * j
             for lane in range(0, QUERIES, 16):
                 place = row + 4 * lane

@@ -66,13 +66,13 @@ def cache_folder() -> Path | None:
 def _numba_cache() -> Iterator[bool]:
     """Numba's setting for where to keep code, ours while a kernel is made, then the user's again."""
     folder = cache_folder()
-    before = config.CACHE_DIR
+    before = config.CACHE_DIR  # type: ignore[attr-defined]
     try:
         if folder is not None:
-            config.CACHE_DIR = str(folder)
+            config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         yield folder is not None
     finally:
-        config.CACHE_DIR = before
+        config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
 @cache

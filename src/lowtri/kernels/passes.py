@@ -1,0 +1,157 @@
+"""Passes over one tile: turning queries into lanes and back, softcap, bias, and the care for numbers that are not finite.
+
+A tile is rows of 64 floats, a lane for each query.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from lowtri.kernels.simd import (
+    above_or,
+    add,
+    div,
+    exp2_less_1,
+    load,
+    mul,
+    only,
+    read,
+    read_word,
+    splat,
+    store,
+    transpose,
+    where_finite,
+    write,
+)
+
+__all__ = [
+    "ALL",
+    "LN2",
+    "LOG2E",
+    "QUERIES",
+    "ROW",
+    "add_bias",
+    "all_finite",
+    "cap",
+    "fill",
+    "mix_broken",
+    "seen_range",
+    "times",
+]
+__all__ += ["turn_in", "turn_out"]
+
+QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of bits
+ROW = 4 * QUERIES  # bytes in a row
+LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
+
+
+@njit
+def fill(address, floats, value):
+    """Set ``floats`` numbers (a multiple of 16) to one value."""
+    for at in range(0, 4 * floats, 64):
+        store(address + at, splat(value))
+
+
+@njit
+def turn_in(source, row_step, step, n, size, target):
+    """n <= 64 rows of ``size`` floats become (size, 64): queries in lanes. Lanes past n repeat the last row."""
+    if step == 1 and size >= 16:
+        for lane in range(0, QUERIES, 16):
+            top = min(lane, n - 1)
+            last = min(n - 1 - top, 15)
+            for d in range(0, size, 16):
+                at = min(d, size - 16)  # the last block overlaps the one before
+                transpose(source + 4 * (top * row_step + at), 4 * row_step, last, target + ROW * at + 4 * lane, ROW)
+    else:
+        for d in range(size):
+            for i in range(QUERIES):
+                write(target + ROW * d + 4 * i, read(source + 4 * (min(i, n - 1) * row_step + d * step)))
+
+
+@njit
+def turn_out(source, n, size, target, row_step):
+    """(size, 64) becomes n <= 64 rows of ``size`` floats, one after the other."""
+    whole = n - n % 16 if size >= 16 else 0
+    for lane in range(0, whole, 16):
+        for d in range(0, size, 16):
+            at = min(d, size - 16)
+            transpose(source + ROW * at + 4 * lane, ROW, 15, target + 4 * (lane * row_step + at), 4 * row_step)
+    for i in range(whole, n):
+        for d in range(size):
+            write(target + 4 * (i * row_step + d), read(source + ROW * d + 4 * i))
+
+
+@njit
+def times(address, floats, factor):
+    """Multiply ``floats`` numbers (a multiple of 16) by one factor."""
+    for at in range(0, 4 * floats, 64):
+        store(address + at, mul(load(address + at), splat(factor)))
+
+
+@njit
+def all_finite(address, floats):
+    """Whether ``floats`` numbers (a multiple of 16) are all finite."""
+    for at in range(0, 4 * floats, 64):
+        if not where_finite(load(address + at)):
+            return False
+    return True
+
+
+@njit
+def cap(scores, keys, softcap):
+    """c * tanh(s / c) on scores in units of log 2, by tanh(x) = (e^(2x) - 1) / (e^(2x) + 1)."""
+    c = softcap * LOG2E
+    to_exponent = splat(np.float32(2.0) * LOG2E / c)
+    two, most, least = splat(np.float32(2.0)), splat(np.float32(60.0)), splat(np.float32(-60.0))
+    for at in range(0, ROW * keys, 64):
+        x = mul(load(scores + at), to_exponent)
+        x = above_or(x, most, most, above_or(least, x, least, x))
+        more = exp2_less_1(x)
+        store(scores + at, mul(div(more, add(more, two)), splat(c)))
+
+
+@njit
+def add_bias(scores, bias, q_step, k_step, n, keys):
+    """Add bias[i, j] * log2(e) to the scores; steps in floats, 0 where bias broadcasts."""
+    for j in range(keys):
+        row = scores + ROW * j
+        for i in range(n):
+            write(row + 4 * i, read(row + 4 * i) + read(bias + 4 * (i * q_step + j * k_step)) * LOG2E)
+
+
+@njit
+def seen_range(words, keys):
+    """The first key and one past the last that any of 64 queries sees."""
+    start, stop = 0, keys
+    while start < stop and read_word(words + 8 * start) == 0:
+        start += 1
+    while stop > start and read_word(words + 8 * (stop - 1)) == 0:
+        stop -= 1
+    return start, stop
+
+
+@njit
+def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean):
+    """Output += weights x values for those rows of values that are not finite: they reach the queries that see them only.
+
+    The other rows are left to the product: ``clean`` becomes a copy (keys, dv) with 0 in the broken rows.
+    """
+    for j in range(keys):
+        finite = True
+        for d in range(dv):
+            x = read(values + 4 * (j * v_n + d * v_d))
+            finite = finite and np.isfinite(x)
+        for d in range(dv):
+            x = read(values + 4 * (j * v_n + d * v_d))
+            write(clean + 4 * (j * dv + d), x if finite else np.float32(0.0))
+        if not finite:
+            word = read_word(words + 8 * j) if words else ALL
+            for d in range(dv):
+                x = splat(read(values + 4 * (j * v_n + d * v_d)))
+                for lane in range(0, QUERIES, 16):
+                    place = output + ROW * d + 4 * lane
+                    so_far = load(place)
+                    more = add(so_far, mul(load(weights + ROW * j + 4 * lane), x))
+                    store(place, only(word, np.uint64(lane), more, so_far))
