@@ -120,7 +120,7 @@ def audit(
         batch=inputs.batch,
         noise=noise,
         findings=tuple(findings),
-        leaks=tuple(leaks[pair] for pair in sorted(leaks)),
+        leaks=tuple(sorted(leaks.values(), key=_order)),
         allowed=np.asarray(allowed.any(axis=0)),
         seen=context.seen,
         reason=noise.broken or (undecided[0] if undecided else None),
@@ -171,7 +171,10 @@ class _Twin:
             return self._without(name, finding)
         second = PROBES[name](copy_)
         size = finding.measured.get("greatest", 0.0)
-        if second.status in ("clean", "skipped"):
+        if second.status == "skipped":
+            self.why_not = self.why_not or second.message
+            return self._without(name, finding)
+        if second.status == "clean":
             text = f"{finding.message}, which vanishes in float64: rounding"
             return dataclasses.replace(second, status="clean", message=second.message), self.context, f"{name}: {text}"
         if second.status in ("doubt", "undecided"):
@@ -236,6 +239,11 @@ def _with_module(context: Context, finding: Finding) -> Finding:
     if name is None:
         return finding
     return dataclasses.replace(finding, leaks=tuple(leak.at(name) for leak in finding.leaks))
+
+
+def _order(leak: Leak) -> tuple[bool, int, int]:
+    """Pairs of positions come before lengths, pads, neighbours and caches."""
+    return leak.probe not in ("change", "gradient"), leak.query, leak.key
 
 
 def _chosen(probes: Sequence[str] | None) -> list[str]:

@@ -101,7 +101,17 @@ class Context:
 
         subject = self.subject.twin()
         noise = measure_noise(subject, self.inputs, ~has_token(self.allowed))
-        return replace(self, subject=subject, noise=noise, seen=self.seen.copy(), _base=None)
+        options = {name: _of_the_copy(value, self.subject.model, subject.model) for name, value in self.options.items()}
+        return replace(self, subject=subject, noise=noise, options=options, seen=self.seen.copy(), _base=None)
+
+
+def _of_the_copy(value: Any, model: Any, twin: Any) -> Any:
+    """The model itself, or a method of it, as the copy's own; anything else as it is."""
+    if value is not None and value is model:
+        return twin
+    if getattr(value, "__self__", None) is model and hasattr(value, "__name__"):
+        return getattr(twin, value.__name__)
+    return value
 
 
 def draw(inputs: Inputs, vocab: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Inputs:

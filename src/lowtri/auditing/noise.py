@@ -49,6 +49,13 @@ class Noise:
             return "leak"
         return "clean" if not doubtful and size <= max(_ROUNDING * rounding, 2.0 * self.greatest) else "doubt"
 
+    def first(self, sizes: npt.NDArray[np.float64], scale: float, *, doubtful: bool = True) -> int:
+        """The first position of (N,) whose movement is more than nothing."""
+        kinds = [self.weigh(float(size), scale, doubtful=doubtful) for size in sizes]
+        return next(
+            (i for wanted in ("leak", "doubt") for i, kind in enumerate(kinds) if kind == wanted), int(sizes.argmax())
+        )
+
 
 def measure_noise(subject: Subject, inputs: Inputs, ignored: npt.NDArray[np.bool_]) -> Noise:
     """Run the same input several times, in several orders and under two seeds.

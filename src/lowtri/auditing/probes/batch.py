@@ -40,7 +40,7 @@ def batch(context: Context) -> Finding:
         greatest = max(greatest, size)
         if weight != "clean":
             status = "leak" if "leak" in (weight, status) else "doubt"
-            leaks.append(_name(context, inputs, fresh, before, sizes))
+            leaks.append(_name(context, inputs, fresh, before, sizes, scale))
     alone = None
     if not context.noise.random:
         try:
@@ -52,7 +52,7 @@ def batch(context: Context) -> Finding:
         weight = "clean" if alone is None else context.noise.weigh(alone, magnitude(before), doubtful=False)
         if weight != "clean" and not leaks:
             status = weight
-            query = int(np.flatnonzero(sizes > sizes.max() / 10)[0])
+            query = context.noise.first(sizes, magnitude(before), doubtful=False)
             note = f"row 0 answers differently alone: output {query} moves by {sizes[query]:.2g}"
             leaks.append(Leak(query, query, float(sizes[query]), "batch", note=note))
     measured = {"greatest": greatest, "alone": alone, "rows": inputs.batch}
@@ -79,9 +79,9 @@ def _fresh(context: Context, inputs: Inputs, salt: int, kind: str) -> Inputs:
     return draw(inputs, context.vocab, np.random.default_rng([context.seed, salt]), kind)
 
 
-def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: Rows) -> Leak:
+def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: Rows, scale: float) -> Leak:
     """The first position of row 0 that moves, and one position of its neighbours that moves it."""
-    query = int(np.flatnonzero(sizes > sizes.max() / 10)[0])
+    query = context.noise.first(sizes, scale)
     chosen, size = 0, float(sizes[query])
     for key in context.places(32):
         where = (np.arange(inputs.batch)[:, None] > 0) & (np.arange(context.n) == key)

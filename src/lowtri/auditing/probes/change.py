@@ -75,10 +75,9 @@ class _Sweep:
         self.poisoned += int((np.isnan(sizes) & clean).sum())
         for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
             size = float(sizes[row, query])
-            known = (
-                self.pairs[row, query] if self.context.noise.weigh(size, scale) == "leak" else self.doubtful[row, query]
-            )
-            if known.any() or self.pairs[row, query].any() or len(self.jointly) >= 8:
+            sure = self.context.noise.weigh(size, scale) == "leak"
+            known = self.pairs[:, query].any() or (not sure and self.doubtful[:, query].any())
+            if known or len(self.jointly) >= 8:
                 continue
             hidden = np.flatnonzero(where[row % where.shape[0]])
             found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale))

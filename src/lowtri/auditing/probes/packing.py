@@ -29,10 +29,6 @@ def packing(context: Context) -> Finding:
         return Finding("packing", "skipped", "the model draws random numbers, and another length draws others")
     subject = context.subject
     if alone is not None:
-        if subject.form.double:
-            from lowtri.auditing.double import double_copy
-
-            alone = double_copy(alone)
         subject = replace(subject, model=alone, form=replace(subject.form, constants={}))
     leaks: list[Leak] = []
     status, greatest, compared = "clean", 0.0, 0
@@ -54,7 +50,7 @@ def packing(context: Context) -> Finding:
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
         row = int(sizes.max(axis=1).argmax())
-        query = int(np.flatnonzero(sizes[row] > size / 10)[0]) + start
+        query = context.noise.first(sizes[row], magnitude(packed, rows), doubtful=False) + start
         # The nearest position of another document: before this one, or just behind it.
         key = start - 1 if start else stop
         note = (

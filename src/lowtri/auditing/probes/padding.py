@@ -63,9 +63,9 @@ def padding(context: Context) -> Finding:
             warned = f"left padding moves outputs by {sizes.max():.2g}, and the model takes no positions to correct it"
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
-        row, query = np.unravel_index(int(sizes.argmax()), sizes.shape)
-        first = int(np.flatnonzero(sizes[row] > sizes[row, query] / 10)[0])
-        key = 0 if left else left + context.n
+        row = int(sizes.max(axis=1).argmax())
+        first = context.noise.first(sizes[row], scale, doubtful=False)
+        key = -1 if left else context.n  # counted as the real positions are
         note = f"position {first} sees {what}: its output moves by {sizes[row, first]:.2g}"
         leaks.append(Leak(first, key, float(sizes[row, first]), "padding", int(row), note=note))
     measured = {"keyword": name, "tried": tried, "greatest": greatest}

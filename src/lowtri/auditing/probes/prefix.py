@@ -46,7 +46,7 @@ def prefix(context: Context) -> Finding:
         worst = max(worst, size)
         kind = context.noise.weigh(size, magnitude(whole, alone), doubtful=False)
         if kind != "clean":
-            first = int(np.argwhere(sizes[row] > size / 10)[0][0])
+            first = context.noise.first(sizes[row], magnitude(whole, alone), doubtful=False)
             note = f"position {first} sees the length: output {first} moves by {sizes[row, first]:.2g} when the input ends before {t}"
             leaks.append(Leak(first, t, float(sizes[row, first]), "prefix", int(row), note=note))
             status = "leak" if "leak" in (kind, status) else "doubt"

@@ -1,0 +1,34 @@
+"""A window of 4 whose cache keeps 3: cached decoding differs from position 3 on."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x):  # (B, N, 8)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        at = torch.arange(x.shape[1])
+        back = at[:, None] - at[None, :]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(back >= 0) & (back < 4))
+
+    def step(self, state, x):  # x (B, 8)
+        q, k, v = self.qkv(x[:, None]).chunk(3, -1)
+        keys, values = (k, v) if state is None else (torch.cat([state[0], k], 1), torch.cat([state[1], v], 1))
+        keys, values = keys[:, -3:], values[:, -3:]
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values), (keys, values)
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    model = Model()
+    return model, torch.randn(2, 9, 8), {"step": model.step}
+
+
+MASK = "causal & window(4)"
+PAIR = (3, 0)
+PROBE = "cache"

@@ -1,0 +1,26 @@
+"""Layer norm over time and channels: every position enters the mean (a separation network's gLN)."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x):  # (B, N, 8)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(torch.nn.functional.layer_norm(x, x.shape[1:]))
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model(), torch.randn(2, 9, 8)
+
+
+MASK = "causal"
+PAIR = (0, 1)
+PROBE = "change"

@@ -1,0 +1,27 @@
+"""In half precision -1e9 does not exist, and `finfo.tiny` was taken for `finfo.min`: it hides nothing."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x):  # (B, N, 8)
+        q, k, v = self.qkv(x).half().chunk(3, -1)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT / 8**0.5).masked_fill(hidden, torch.finfo(torch.float16).tiny)
+        return self.out((scores.softmax(-1) @ v).float())
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model(), torch.randn(2, 9, 8)
+
+
+MASK = "causal"
+PAIR = (0, 1)
+PROBE = "change"

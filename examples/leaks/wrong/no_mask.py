@@ -1,0 +1,25 @@
+"""Plain self-attention where a causal mask was meant: the mask was never passed."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x):  # (B, N, 8)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT / 8**0.5).softmax(-1) @ v)
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model(), torch.randn(2, 9, 8)
+
+
+MASK = "causal"
+PAIR = (0, 1)
+PROBE = "change"

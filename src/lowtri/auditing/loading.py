@@ -1,0 +1,125 @@
+"""A model to audit from the command line: made by a function in a file, or read from a checkpoint folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowtri.errors import DataError
+
+__all__ = ["Target", "load_target"]
+
+
+@dataclass
+class Target:
+    """A model, what to run it on, and what its maker says about it."""
+
+    name: str
+    model: Any
+    example: Any
+    mask: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def load_target(text: str, *, length: int | None = None, vocab_size: int | None = None, seed: int = 0) -> Target:
+    """Read `FILE.py:make_model` or a folder with a config.json.
+
+    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`). A name `MASK` in
+    the file is the mask that the model declares. Without an example, token ids are drawn.
+
+    Raises:
+        DataError: if there is no such file, folder or function, or the model cannot be made.
+    """
+    path, _, name = text.rpartition(":")
+    if path and path.endswith(".py"):
+        target = _from_file(Path(path), name)
+    elif text.endswith(".py"):
+        raise DataError(f"{text}: say which function makes the model, as {text}:make_model")
+    elif Path(text).is_dir():
+        target = _from_folder(Path(text))
+    else:
+        raise DataError(f"{text}: neither a folder with a config.json nor FILE.py:make_model")
+    if target.example is None:
+        target.example = _ids(target.model, length, vocab_size, seed)
+    elif length is not None:
+        raise DataError(f"{text}: its function gives an example, so --length has nothing to set")
+    return target
+
+
+def _from_file(path: Path, name: str) -> Target:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise DataError(f"{path}: cannot be read as Python")
+    module = importlib.util.module_from_spec(spec)
+    # Files may import their neighbours, as they may when run.
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, name, None)
+        if not callable(make):
+            raise DataError(f"{path}: has no function {name!r}")
+        made = make()
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}:{name}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
+        raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
+    arguments = dict(parts[2]) if len(parts) == 3 else {}
+    mask = arguments.pop("mask", getattr(module, "MASK", None))
+    return Target(f"{path.name}:{name}", parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
+
+
+def _from_folder(folder: Path) -> Target:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: no readable config.json ({error})") from None
+    if "lowtri_mask" in config:
+        from lowtri.nn.checkpoint import load
+
+        model: Any = load(folder)[0]
+        # The mask in the file is each layer's; from end to end a layer passes on what it has seen.
+        return Target(folder.name, model, None, model.mask, {"layers": model.config.num_hidden_layers})
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise DataError(f"{folder}: a checkpoint of transformers, which is not installed") from None
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{folder}: transformers cannot load it: {first}") from None
+    return Target(folder.name, model, None)
+
+
+def _ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
+    """Two rows of random ids, long enough to go past the model's window where that is small."""
+    config = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None) or 1 << 30
+    if length is None:
+        window = getattr(config, "sliding_window", None)
+        length = 24 if not isinstance(window, int) else max(24, min(window + 8, 256))
+        length = min(length, most)
+    size = vocab_size or getattr(config, "vocab_size", None)
+    if size is None and hasattr(model, "modules"):
+        size = next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
+    if size is None:
+        raise DataError("the model names no vocabulary: return (model, example) from the function, or say --vocab")
+    ids = np.random.default_rng(seed).integers(0, size, (2, length))
+    if not hasattr(model, "parameters"):
+        return ids
+    import torch
+
+    return torch.from_numpy(ids)

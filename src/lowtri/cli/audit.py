@@ -1,0 +1,70 @@
+"""lowtri audit: does a model peek?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtri.cli.options import Json, Out, Seed, Threads, note, use_threads
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="FILE.py:make_model, or a lowtri or transformers checkpoint folder")],
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            "--mask",
+            metavar="TEXT",
+            help="What an output may depend on; default: what the target declares, else causal.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="The mask is one layer's: widen it to what this many layers reach."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="How many positions, when ids are drawn.")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="How many ids to draw from.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Audit in training mode.")] = False,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Audit a copy with its weights redrawn: fresh ones hide leaks.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Also audit under torch.compile.")] = False,
+    out: Out = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
+    lowtri audit out/model --out audit.html
+
+    Finds what each output depends on and holds it against the mask; names the pair of positions that leaks, and the module
+    where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
+    MASK in its file is the mask it declares.
+
+    --out writes the report as .html, .json or text. Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
+    """
+    use_threads(threads)
+    from lowtri.auditing.audit import audit
+    from lowtri.auditing.loading import load_target
+
+    found = load_target(target, length=length, vocab_size=vocab, seed=seed)
+    arguments = dict(found.arguments)
+    if mask is not None:
+        arguments.pop("layers", None)
+    if layers is not None:
+        arguments["layers"] = layers
+    if vocab is not None:
+        arguments["vocab_size"] = vocab
+    for name, asked in (("train", train), ("redraw", redraw), ("compile", compile)):
+        if asked:
+            arguments[name] = True
+    declared = mask if mask is not None else "causal" if found.mask is None else found.mask
+    report = audit(found.model, found.example, mask=declared, seed=seed, **arguments)
+    print(report.to_json() if json else report)
+    if out is not None:
+        note(f"wrote {report.save(out)}")
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)

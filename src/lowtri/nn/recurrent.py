@@ -1,0 +1,233 @@
+"""A language model without attention: the past is a state that each token turns into the next one.
+
+It is autoregressive by construction, so the loops that train, generate and audit a decoder serve it unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lowtri.errors import CallError
+from lowtri.masks import Mask, as_mask
+
+__all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
+
+_CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The sizes of a `RecurrentLM`, as they are written to a file."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    num_hidden_layers: int = 2
+    cell: str = "lstm"
+    tie_word_embeddings: bool = False
+    mask: str = "causal"
+
+    def __post_init__(self) -> None:
+        if self.cell not in _CELLS:
+            raise CallError(f"RecurrentLM: cell is {self.cell!r}; there are {', '.join(_CELLS)}.")
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CallError(f"RecurrentLM: {name} is {value!r}; it is a whole number, at least 1.")
+        if self.mask != "causal":
+            raise CallError(
+                f"RecurrentLM: mask is {self.mask!r}, but a state cannot forget by position: it is causal.\n"
+                "Fix: a Decoder for any other mask; packed documents are said at the call, with mask= or positions=."
+            )
+
+
+class RecurrentState:
+    """What the model keeps of the past: one state for each row, whatever the length."""
+
+    def __init__(self, hidden: tuple[Tensor, ...] | None, batch: int) -> None:
+        self.hidden = hidden  # (layers, B, hidden_size) each; None before the first token
+        self.batch = batch
+        self.last = np.full(batch, -1)  # the place of each row's newest token
+
+    @property
+    def length(self) -> int:
+        """The number of places behind, the furthest row's."""
+        return int(self.last.max()) + 1
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the state; it does not grow."""
+        return sum(part.numel() * part.element_size() for part in self.hidden or ())
+
+    def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
+        """The places of the next `n` tokens, (B, n)."""
+        return np.asarray(self.last[:, None] + 1 + np.arange(n))
+
+    def reorder(self, index: Any) -> None:
+        """Keep these rows, in this order."""
+        rows = torch.as_tensor(np.asarray(index), dtype=torch.long)
+        if self.hidden is not None:
+            self.hidden = tuple(part[:, rows.to(part.device)] for part in self.hidden)
+        self.last, self.batch = self.last[rows.numpy()], len(rows)
+
+
+class RecurrentLM(nn.Module):
+    """An LSTM, GRU or plain recurrent language model: ids to logits, with or without a state.
+
+    >>> import torch
+    >>> from lowtri.nn.recurrent import RecurrentLM
+    >>> _ = torch.manual_seed(0)
+    >>> model = RecurrentLM(50, 32, cell="gru")
+    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> model(ids).shape
+    torch.Size([1, 5, 50])
+    >>> state = model.start()  # the same, token by token
+    >>> steps = [model(ids[:, t : t + 1], state=state) for t in range(5)]
+    >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-6)
+    True
+
+    Args:
+        vocab_size: how many tokens there are.
+        hidden_size: the size of an encoding and of the state.
+        num_hidden_layers: how many layers of cells.
+        cell: "lstm" (Hochreiter and Schmidhuber 1997), "gru" (Cho et al. 2014) or "rnn" (Elman 1990).
+        tie_word_embeddings: whether the output map is the embedding itself.
+
+    Raises:
+        CallError: if a size or the cell's name does not fit.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int = 256,
+        *,
+        num_hidden_layers: int = 2,
+        cell: str = "lstm",
+        tie_word_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
+        self.mask = as_mask("causal")
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @classmethod
+    def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
+        """The model of a config, with fresh weights."""
+        return cls(
+            config.vocab_size,
+            config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            cell=config.cell,
+            tie_word_embeddings=config.tie_word_embeddings,
+        )
+
+    def start(self, batch_size: int = 1) -> RecurrentState:
+        """An empty state for `batch_size` sequences."""
+        if batch_size < 1:
+            raise CallError(f"start: batch_size is {batch_size}; at least 1.")
+        return RecurrentState(None, batch_size)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        mask: Mask | str | None = None,
+        positions: Any = None,
+        state: RecurrentState | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Logits of the token after each.
+
+        Args:
+            ids: (B, N) int64.
+            mask: `causal`, or `causal & documents(...)`: the state starts anew with each document. Nothing else can be
+                said of a state, so any other mask is refused.
+            positions: places, (N,) or (B, N), -1 = pad, which leaves the state alone; a place of 0 starts a new document.
+            state: of `start`; `ids` then holds the new tokens only.
+            logits_to_keep: only those of the last so many tokens; 0 keeps all.
+
+        Returns:
+            (B, N, V); whatever stands at a pad means nothing.
+
+        Raises:
+            CallError: if ids are no ids (B, N), or for a mask that a state cannot follow.
+        """
+        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise CallError(
+                f"RecurrentLM: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None]."
+            )
+        batch, n = ids.shape
+        state = state if state is not None else self.start(batch)
+        if state.batch != batch:
+            raise CallError(f"RecurrentLM: ids have {batch} rows, the state {state.batch}. Fix: start({batch}).")
+        places = state.next_positions(n) if positions is None else _places(positions, batch, n)
+        anew = (places == 0) | _document_starts(mask, batch, n)
+        x = self._run(self.embed_tokens(ids), anew, places < 0, state)
+        state.last = np.maximum(state.last, places.max(axis=1, initial=-1))
+        return self.lm_head(x[:, -logits_to_keep:])
+
+    def _run(self, x: Tensor, anew: NDArray[np.bool_], pad: NDArray[np.bool_], state: RecurrentState) -> Tensor:
+        """The cells over stretches in which no row starts anew and the same rows hold pads."""
+        n = x.shape[1]
+        cut = np.asarray(anew.any(axis=0))
+        cut[1:] |= (pad[:, 1:] != pad[:, :-1]).any(axis=0)
+        starts = sorted({0, *np.flatnonzero(cut).tolist()})
+        outputs = []
+        for start, stop in zip(starts, [*starts[1:], n], strict=True):
+            old = state.hidden if state.hidden is not None else self._zeros(x)
+            old = tuple(_where(anew[:, start], torch.zeros_like(part), part) for part in old)
+            answer, new = self.cells(x[:, start:stop], old if isinstance(self.cells, nn.LSTM) else old[0])
+            fresh = new if isinstance(new, tuple) else (new,)
+            state.hidden = tuple(_where(pad[:, start], before, after) for before, after in zip(old, fresh, strict=True))
+            outputs.append(answer)
+        return torch.cat(outputs, dim=1) if outputs else x
+
+    def _zeros(self, x: Tensor) -> tuple[Tensor, ...]:
+        shape = (self.config.num_hidden_layers, x.shape[0], self.config.hidden_size)
+        return tuple(x.new_zeros(shape) for _ in range(2 if isinstance(self.cells, nn.LSTM) else 1))
+
+
+def _where(rows: NDArray[np.bool_], yes: Tensor, no: Tensor) -> Tensor:
+    """`yes` for the chosen rows of (layers, B, hidden)."""
+    if not rows.any():
+        return no
+    return torch.where(torch.from_numpy(np.ascontiguousarray(rows)).to(no.device)[None, :, None], yes, no)
+
+
+def _places(positions: Any, batch: int, n: int) -> NDArray[np.int64]:
+    if isinstance(positions, Tensor):
+        positions = positions.detach().cpu().numpy()
+    return np.broadcast_to(np.asarray(positions), (batch, n))
+
+
+def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.bool_]:
+    """Where each row begins another document, (B, N), read from what the mask shows of the position before."""
+    starts = np.zeros((batch, n), bool)
+    if mask is None or n == 0:
+        return starts
+    chosen = as_mask(mask)
+    table = np.asarray(chosen.dense(n))  # (N, N) or (B, N, N)
+    if table.ndim > 3 or (table.ndim == 3 and table.shape[0] not in (1, batch)):
+        raise CallError(
+            f"RecurrentLM: mask {chosen!r} has batch {chosen.batch}, the ids have {batch} rows and no heads."
+        )
+    table = np.broadcast_to(table, (batch, n, n))
+    starts[:, 1:] = ~np.diagonal(table, -1, axis1=1, axis2=2)
+    document = starts.cumsum(axis=1)
+    followed = (document[:, :, None] == document[:, None, :]) & np.tri(n, dtype=bool)
+    if not np.array_equal(table, followed):
+        raise CallError(
+            f"RecurrentLM: mask {chosen!r} cannot be followed by a state, which sees all of its document's past.\n"
+            "Fix: causal, causal & documents(...), or a Decoder."
+        )
+    return starts

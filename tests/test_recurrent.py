@@ -1,0 +1,119 @@
+"""nn.RecurrentLM: a state in the place of attention, under the same protocol as the decoder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.errors import CallError
+from lowtri.nn.recurrent import RecurrentLM
+
+
+@pytest.fixture(params=["lstm", "gru", "rnn"])
+def model(request: pytest.FixtureRequest) -> RecurrentLM:
+    torch.manual_seed(0)
+    return RecurrentLM(30, 16, cell=request.param).eval()
+
+
+def some_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 30, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_steps_equal_the_whole(model: RecurrentLM) -> None:
+    ids = some_ids(2, 9)
+    state = model.start(2)
+    parts = [model(ids[:, a:b], state=state) for a, b in ((0, 4), (4, 5), (5, 9))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids), atol=1e-6, rtol=0)
+    assert state.length == 9
+
+
+def test_the_state_does_not_grow(model: RecurrentLM) -> None:
+    state = model.start(1)
+    model(some_ids(1, 3), state=state)
+    before = state.bytes
+    model(some_ids(1, 50), state=state)
+    assert state.bytes == before > 0
+
+
+def test_pads_leave_the_state_alone(model: RecurrentLM) -> None:
+    ids = some_ids(2, 5)
+    places = torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]])
+    padded = model(ids, positions=places)
+    torch.testing.assert_close(padded[:1, 2:], model(ids[:1, 2:]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(padded[1:], model(ids[1:]), atol=1e-6, rtol=0)
+
+
+def test_generation_goes_on_after_left_padding(model: RecurrentLM) -> None:
+    ids, more = some_ids(2, 5), some_ids(2, 2)
+    state = model.start(2)
+    model(ids, positions=torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]), state=state)
+    assert state.next_positions(2).tolist() == [[3, 4], [5, 6]]
+    got = model(more, state=state)
+    torch.testing.assert_close(got[:1], model(torch.cat([ids[:1, 2:], more[:1]], 1))[:, 3:], atol=1e-6, rtol=0)
+
+
+def test_packed_documents_equal_the_documents_alone(model: RecurrentLM) -> None:
+    ids = some_ids(1, 7)
+    alone = torch.cat([model(ids[:, :4]), model(ids[:, 4:])], 1)
+    packed = model(ids, mask="causal & documents(lengths=[4, 3])")
+    restarted = model(ids, positions=np.array([0, 1, 2, 3, 0, 1, 2]))
+    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(restarted, alone, atol=1e-6, rtol=0)
+
+
+def test_rows_can_be_reordered(model: RecurrentLM) -> None:
+    ids, more = some_ids(2, 5), some_ids(2, 1)
+    state = model.start(2)
+    model(ids, state=state)
+    state.reorder([1, 1])
+    got = model(more, state=state)
+    torch.testing.assert_close(got[:1], model(torch.cat([ids[1:], more[:1]], 1))[:, -1:], atol=1e-6, rtol=0)
+
+
+def test_it_is_audited_like_the_rest(model: RecurrentLM) -> None:
+    report = lowtri.audit(model, some_ids(2, 10))
+    assert report.ok, report
+    ran = {finding.probe for finding in report.findings if finding.status == "clean"}
+    assert {"change", "gradient", "prefix", "batch", "padding", "cache"} <= ran
+
+
+def test_its_bidirectional_twin_is_caught() -> None:
+    torch.manual_seed(0)
+    twin = RecurrentLM(30, 16, num_hidden_layers=1)
+    twin.cells = torch.nn.LSTM(16, 8, batch_first=True, bidirectional=True)
+    twin._zeros = lambda x: tuple(x.new_zeros(2, x.shape[0], 8) for _ in range(2))  # type: ignore[method-assign]
+    report = lowtri.audit(twin, some_ids(2, 8), probes=["change"])
+    assert (report.first.query, report.first.key, report.first.module) == (0, 1, "cells")
+
+
+def test_it_learns_under_the_decoders_loop(model: RecurrentLM) -> None:
+    torch.manual_seed(0)
+    ids = some_ids(4, 12)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(30):
+        logits = model(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_messages() -> None:
+    with pytest.raises(CallError, match="cell is 'qrnn'; there are lstm, gru, rnn"):
+        RecurrentLM(30, 16, cell="qrnn")
+    with pytest.raises(CallError, match="hidden_size is 0; it is a whole number, at least 1"):
+        RecurrentLM(30, 0)
+    model = RecurrentLM(30, 16)
+    with pytest.raises(CallError, match=r"ids are \(5,\) torch.int64; expected \(B, N\) int64"):
+        model(some_ids(5))
+    with pytest.raises(CallError, match=r"ids have 2 rows, the state 1. Fix: start\(2\)"):
+        model(some_ids(2, 5), state=model.start(1))
+    with pytest.raises(CallError, match="cannot be followed by a state"):
+        model(some_ids(2, 5), mask="causal & window(2)")
+    with pytest.raises(CallError, match="at least 1"):
+        model.start(0)
