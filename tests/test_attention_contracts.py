@@ -1,0 +1,487 @@
+"""The contracts of attention, each for every engine and dtype that runs the call by its own word.
+
+Here: what True means, queries that see nothing, what is hidden, windows, heads, positions, bias, softcap, sinks, dropout.
+Rounding, repetition and shapes stand in test_attention_numbers.py, life in a program in test_attention_in_use.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowtri
+from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_by_pair, wide, with_gradients
+from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
+
+NAN, INF = float("nan"), float("inf")
+
+MASKS = {
+    "causal": causal(),
+    "full": full(),
+    "window": window(3),
+    "sinks": causal() & (window(2) | first(1)),
+    "prefix": causal() | first(4),
+    "documents": causal() & documents([0, 0, 0, 1, 1, 1, 1, 2, 2]),
+    "pads": causal() & keys([[False, False] + [True] * 7, [True] * 9]),
+    "none": ~full(),
+    "by head": heads([causal(), window(1), full(), ~causal()]),
+    "by row and head": heads([causal() & keys(lengths=[9, 5]), window(2), full() & keys(lengths=[0, 3]), full()]),
+    "table": table(np.random.default_rng(0).random((2, 4, 9, 9)) < 0.4),
+}
+
+
+def test_every_engine_is_under_test():
+    q, k, v = draw()
+    assert set(able(q, k, v, "causal")) == set(ENGINES)
+    assert {"reference", "formula", "sdpa"} <= set(ENGINES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MASKS)
+def test_true_means_may_see(name, dtype):
+    """Output, weights and log-sum-exp are those worked out pair by pair from mask(q, k)."""
+    q, k, v = draw(dtype=dtype)
+    exact = pair_by_pair(*map(wide, (q, k, v)), MASKS[name])
+    for engine in able(q, k, v, MASKS[name]):
+        out = attention(q, k, v, MASKS[name], engine=engine)
+        assert out.dtype == q.dtype and out.shape == (2, 4, 9, 5)
+        assert near(out, exact[0], dtype), engine
+    for engine in able(q, k, v, MASKS[name], return_lse=True):
+        out, lse = attention(q, k, v, MASKS[name], engine=engine, return_lse=True)
+        assert lse.dtype in (torch.float32, torch.float64) and lse.shape == (2, 4, 9)
+        assert near(out, exact[0], dtype) and near(lse, exact[2], "float64" if dtype == "float64" else "float32"), (
+            engine
+        )
+    for engine in able(q, k, v, MASKS[name], return_weights=True):
+        out, weights = attention(q, k, v, MASKS[name], engine=engine, return_weights=True)
+        assert weights.dtype == q.dtype and weights.shape == (2, 4, 9, 9)
+        assert near(out, exact[0], dtype) and near(weights, exact[1], dtype), engine
+        assert not weights[torch.from_numpy(exact[1]) == 0].any(), engine  # exactly 0 where hidden
+
+
+def test_what_is_returned_and_in_which_order():
+    x = np.eye(3)
+    for engine in able(x, x, x, "causal", return_weights=True, return_lse=True):
+        out, weights, lse = attention(x, x, x, "causal", return_weights=True, return_lse=True, engine=engine)
+        assert (out.shape, weights.shape, lse.shape) == ((3, 3), (3, 3), (3,))
+        assert isinstance(attention(x, x, x, "causal", engine=engine), np.ndarray)
+        assert np.allclose(attention(x, x, x, "causal", return_weights=True, engine=engine)[1], weights)
+        assert np.allclose(attention(x, x, x, "causal", return_lse=True, engine=engine)[1], lse)
+
+
+# A query that sees nothing.
+
+NOTHING = {  # name -> (mask, options): the rows 0 and 4 of five see nothing
+    "table": (table([[False] * 5, *[[True] * 5] * 3, [False] * 5]), {}),
+    "positions": (causal(), {"q_positions": [-1, 1, 2, 3, -1]}),
+    "bias": (full(), {"bias": torch.tensor([-INF, 0, 0, 0, -INF])[:, None].expand(5, 5).contiguous()}),
+    "bias of one column": (full(), {"bias": torch.tensor([-INF, 0, 0, 0, -INF])[:, None]}),
+    "mask and bias": (table(np.eye(5, dtype=bool)), {"bias": torch.diag(torch.tensor([-INF, 0, 0, 0, -INF]))}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_query_that_sees_nothing(name, dtype):
+    mask, options = NOTHING[name]
+    rows = [0, 4]
+    q, k, v = draw(nq=5, nk=5, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    for engine in able(*leaves, mask, **options):
+        out, (d_q, d_k, d_v, *_) = with_gradients(engine, (q, k, v), mask, **options)
+        assert not out[:, :, rows].any() and out[:, :, 1:4].all(), engine
+        assert not d_q[:, :, rows].any() and d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all(), (
+            engine
+        )
+        only = torch.zeros_like(out)
+        only[:, :, rows] = 1  # whatever is asked of the empty rows moves nothing
+        for moved in with_gradients(engine, (q, k, v), mask, only, **options)[1]:
+            assert not moved.any(), engine
+    for engine in able(q, k, v, mask, return_lse=True, **options):
+        out, lse = attention(q, k, v, mask, return_lse=True, engine=engine, **options)
+        assert (lse[:, :, rows] == -INF).all() and lse[:, :, 1:4].isfinite().all() and not out[:, :, rows].any(), engine
+    for engine in able(q, k, v, mask, return_weights=True, **options):
+        weights = attention(q, k, v, mask, return_weights=True, engine=engine, **options)[1]
+        assert not weights[:, :, rows].any() and not weights.isnan().any(), engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_query_that_sees_only_the_sink(name, dtype):
+    mask, options = NOTHING[name]
+    q, k, v = draw(nq=5, nk=5, dtype=dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 40.0])
+    for engine in able(q, k, v, mask, sinks=sinks, **options):
+        out = attention(q, k, v, mask, sinks=sinks, engine=engine, **options)
+        assert not out[:, :, [0, 4]].any() and not out.isnan().any(), engine
+    for engine in able(q, k, v, mask, sinks=sinks, return_lse=True, **options):
+        lse = attention(q, k, v, mask, sinks=sinks, return_lse=True, engine=engine, **options)[1]
+        assert torch.allclose(lse[:, :, [0, 4]].float(), sinks[None, :, None]), engine
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    for engine in able(*leaves, mask, sinks=sinks, **options):
+        _, moved = with_gradients(engine, (q, k, v), mask, sinks=sinks, **options)
+        assert all(m.isfinite().all() for m in moved) and not moved[0][:, :, [0, 4]].any(), engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_keys_at_all(dtype):
+    q, k, v = draw(nk=0, dtype=dtype)
+    for options in ({}, {"return_lse": True}, {"return_lse": True, "return_weights": True}):
+        for engine in able(q, k, v, "full", **options):
+            got = attention(q, k, v, "full", engine=engine, **options)
+            out, *rest = got if options else (got,)
+            assert out.shape == (2, 4, 9, 5) and not out.any()
+            assert not rest or (rest[-1] == -INF).all()
+
+
+# What is hidden.
+
+GARBAGE = (NAN, INF, -INF, 6e4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", GARBAGE)
+def test_hidden_from_everyone_leaves_no_trace(value, dtype):
+    """Pads by keys(), by positions of -1, and keys beyond every window: the same bits as with zeros there."""
+    pads = [[False, True, True, True, True, False], [True, True, False, True, True, True]]
+    places = np.array([[-1, 0, 1, 2, 3, -1], [0, 1, -1, 2, 3, 4]])
+    cases = [
+        (full() & keys(pads), {}, np.array(pads), None),
+        (causal(), {"q_positions": places, "k_positions": places}, places >= 0, places >= 0),
+        (
+            window(2),
+            {"q_positions": np.arange(9, 15)[None], "k_positions": np.arange(3, 9)},
+            np.arange(6)[None] > 4,
+            None,
+        ),
+    ]
+    for mask, options, real_k, real_q in cases:
+        q, k, v = draw(nq=6, nk=6, dtype=dtype)
+        gone = torch.from_numpy(np.broadcast_to(~real_k, (2, 6)).copy())[:, None, :, None]
+        gone_q = (
+            torch.zeros(2, 1, 6, 1, dtype=torch.bool) if real_q is None else torch.from_numpy(~real_q)[:, None, :, None]
+        )
+        clean = [q.masked_fill(gone_q, 0), k.masked_fill(gone, 0), v.masked_fill(gone, 0)]
+        dirty = [q.masked_fill(gone_q, value), k.masked_fill(gone, value), v.masked_fill(gone, value)]
+        for engine in able(*dirty, mask, **options):
+            expected, found = (attention(*x, mask, engine=engine, **options) for x in (clean, dirty))
+            assert torch.equal(expected, found), (engine, mask)
+        leaves = [x.clone().requires_grad_() for x in dirty]
+        for engine in able(*leaves, mask, **options):
+            expected, found = (with_gradients(engine, tuple(x), mask, **options)[1] for x in (clean, dirty))
+            assert all(map(torch.equal, expected, found)), (engine, mask)
+            assert not found[1].masked_select(gone).any() and not found[0].masked_select(gone_q).any(), (engine, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", GARBAGE)
+def test_hidden_from_some_leaves_no_trace_with_them(value, dtype):
+    """Two documents, the second full of garbage: the first is the same, forward and backward. sdpa cannot."""
+    mask = causal() & documents([0, 0, 0, 1, 1, 1])
+    clean = draw(nq=6, nk=6, dtype=dtype)
+    dirty = tuple(torch.cat([x[:, :, :3], torch.full_like(x[:, :, 3:], value)], 2) for x in clean)
+    for engine in able(*dirty, mask, among=TRACELESS):
+        expected, found = (attention(*x, mask, engine=engine)[:, :, :3] for x in (clean, dirty))
+        assert near(found, expected, dtype), engine
+    leaves = [x.clone().requires_grad_() for x in dirty]
+    for engine in able(*leaves, mask, among=TRACELESS):
+        expected, found = (with_gradients(engine, x, mask)[1] for x in (clean, dirty))
+        for e, f in zip(expected, found, strict=True):
+            assert near(f[:, :, :3], e[:, :, :3], dtype), engine
+    assert set(able(*dirty, mask, among=TRACELESS)) >= {"reference", "formula"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_future_token_leaves_no_trace_in_the_past(dtype):
+    clean = draw(nq=6, nk=6, dtype=dtype)
+    for value in GARBAGE:
+        dirty = tuple(torch.cat([x[:, :, :4], torch.full_like(x[:, :, 4:], value)], 2) for x in clean)
+        for engine in able(*dirty, "causal", among=TRACELESS):
+            expected, found = (attention(*x, "causal", engine=engine)[:, :, :4] for x in (clean, dirty))
+            assert near(found, expected, dtype), (engine, value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_visible_nan_comes_out(dtype):
+    for part in range(3):
+        inputs = [x.clone() for x in draw(nq=6, nk=6, dtype=dtype)]
+        inputs[part][:, :, 3] = NAN
+        for engine in able(*inputs, "causal"):
+            bad = attention(*inputs, "causal", engine=engine).isnan().all(dim=3)  # (B, H, N)
+            assert bad[:, :, 3].all() if part == 0 else bad[:, :, 3:].all(), (engine, part)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        for engine in able(*leaves, "causal"):
+            d_v = with_gradients(engine, tuple(inputs), "causal")[1][2]
+            assert part == 2 or d_v[:, :, :4].isnan().all(), (engine, part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_visible_infinity_comes_out(dtype):
+    q, k, v = draw(nq=6, nk=6, dtype=dtype)
+    v[:, :, 2, 1] = INF
+    for engine in able(q, k, v, "causal", among=TRACELESS):
+        out = attention(q, k, v, "causal", engine=engine)
+        assert (out[:, :, 2:, 1] == INF).all() and out[:, :, :2].isfinite().all(), engine
+
+
+# Windows, heads, positions.
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9, 20])
+def test_a_window_sees_exactly_n_keys(n):
+    q, k, v = draw()
+    zero = torch.zeros_like(q)  # all scores alike: a weight is 1 / how many are seen
+    for engine in able(zero, k, v, window(n), return_weights=True):
+        weights = attention(zero, k, v, window(n), return_weights=True, engine=engine)[1]
+        seen = torch.minimum(torch.arange(1, 10), torch.tensor(n))
+        assert torch.equal((weights > 0).sum(dim=3)[0, 0], seen) and torch.allclose(weights.amax(3)[0, 0], 1 / seen), (
+            engine
+        )
+    ones = torch.eye(9).expand(2, 2, 9, 9)
+    for engine in able(zero, k, ones, window(n)):
+        seen = attention(zero, k, ones, window(n), engine=engine) > 0
+        assert torch.equal(seen[0, 0], torch.from_numpy(window(n).dense(9))), engine
+
+
+@pytest.mark.parametrize(("hq", "hkv"), [(1, 1), (6, 6), (6, 3), (6, 2), (6, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_key_value_head_serves_neighbouring_query_heads(hq, hkv, dtype):
+    q, k, v = draw(hq=hq, hkv=hkv, dtype=dtype)
+    written_out = [x.repeat_interleave(hq // hkv, dim=1) for x in (k, v)]
+    for engine in able(q, k, v, "causal"):
+        out = attention(q, k, v, "causal", engine=engine)
+        assert near(out, attention(q, *written_out, "causal", engine=engine), dtype), engine
+        assert near(out, pair_by_pair(*map(wide, (q, k, v)), "causal")[0], dtype), engine
+
+
+positions = st.lists(st.integers(-1, 12), min_size=7, max_size=7)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.data(),
+    st.sampled_from(["causal", "window(3)", "full", "~causal", "causal & (window(2) | first(1))", "chunks(4)"]),
+)
+def test_positions_in_any_order(data, text):
+    """(N,) or (B, N), repeated, unordered, -1 for no token: always what mask(q, k) says of each pair."""
+    q, k, v = draw(nq=7, nk=7)
+    at_q, at_k = (
+        np.array(data.draw(st.one_of(positions, st.lists(positions, min_size=2, max_size=2)))) for _ in range(2)
+    )
+    exact = pair_by_pair(wide(q), wide(k), wide(v), text, q_positions=at_q, k_positions=at_k)[0]
+    for engine in able(q, k, v, text, q_positions=at_q, k_positions=at_k):
+        out = attention(q, k, v, text, q_positions=at_q, k_positions=torch.from_numpy(at_k), engine=engine)
+        assert near(out, exact, "float32"), engine
+
+
+def test_queries_stand_at_the_last_of_the_keys():
+    q, k, v = draw(nq=2, nk=9)
+    for engine in able(q, k, v, "causal"):
+        out = attention(q, k, v, "causal", engine=engine)
+        assert torch.allclose(out, attention(q, k, v, "causal", q_positions=[7, 8], engine=engine)), engine
+        assert near(out, pair_by_pair(wide(q), wide(k), wide(v), "causal")[0], "float32"), engine
+
+
+def test_queries_stand_where_the_last_keys_stand():
+    """A shifted stretch, left pads: the places of the keys are those of the queries too, if nobody says otherwise."""
+    q, k, v = draw(nq=3, nk=5)
+    for places in ([20, 21, 22, 23, 24], [-1, -1, 0, 1, 2], [[-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]]):
+        for engine in able(q, k, v, "causal", k_positions=places):
+            out = attention(q, k, v, "causal", k_positions=places, engine=engine)
+            said = attention(
+                q, k, v, "causal", k_positions=places, q_positions=np.array(places)[..., 2:], engine=engine
+            )
+            assert torch.equal(out, said) and out.all(), (engine, places)
+    padded = attention(
+        q, k, v, "full", k_positions=[0, 1, 2, -1, -1]
+    )  # other people's keys: who asks is there all the same
+    assert padded.all() and torch.allclose(padded, attention(q, k[:, :, :3], v[:, :, :3], "full"), atol=1e-6)
+
+
+def test_more_queries_than_keys():
+    q, k, v = draw(nq=9, nk=4)
+    for text in ("full", "first(2)", "full & keys(lengths=[4, 2])"):
+        for engine in able(q, k, v, text):
+            exact = pair_by_pair(wide(q), wide(k), wide(v), text, q_positions=np.arange(9))[0]
+            assert near(attention(q, k, v, text, engine=engine), exact, "float32"), engine
+    with pytest.raises(lowtri.MaskError, match=r"9 queries and 4 keys under causal.*\n.*q_positions=range\(nq\)"):
+        attention(q, k, v, "causal")
+    for engine in able(q, k, v, "causal", q_positions=range(9)):
+        out = attention(q, k, v, "causal", q_positions=range(9), engine=engine)
+        assert near(out, pair_by_pair(wide(q), wide(k), wide(v), "causal", q_positions=np.arange(9))[0], "float32")
+
+
+# Options.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(9,), (9, 1), (1, 1), (9, 9), (4, 1, 9), (4, 9, 9), (2, 1, 1, 9), (2, 4, 9, 9), (1, 4, 9, 1)]
+)
+def test_bias_broadcasts(shape, dtype):
+    q, k, v = draw(dtype=dtype)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
+    exact = pair_by_pair(wide(q), wide(k), wide(v), "causal", bias=bias.numpy())
+    for engine in able(q, k, v, "causal", bias=bias):
+        assert near(attention(q, k, v, "causal", bias=bias, engine=engine), exact[0], dtype), engine
+    for engine in able(q, k, v, "causal", bias=bias, return_lse=True):
+        lse = attention(q, k, v, "causal", bias=bias, return_lse=True, engine=engine)[1]
+        assert near(lse, exact[2], "float32", times=16), engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_bias_is_never_read_at_hidden_pairs(value, dtype):
+    q, k, v = draw(dtype=dtype)
+    mask = causal() & keys(lengths=[9, 6])
+    clean = torch.randn(2, 1, 9, 9, generator=torch.Generator().manual_seed(1))
+    dirty = clean.masked_fill(~torch.from_numpy(mask.dense(9))[:, None], value)
+    for engine in able(q, k, v, mask, bias=dirty):
+        expected, found = (attention(q, k, v, mask, bias=bias, engine=engine) for bias in (clean, dirty))
+        assert torch.equal(expected, found), engine
+    leaf = dirty.clone().requires_grad_()
+    for engine in able(q, k, v, mask, bias=leaf):
+        expected, found = (with_gradients(engine, (q, k, v), mask, bias=bias)[1] for bias in (clean, dirty))
+        assert all(map(torch.equal, expected, found)), engine
+        assert not found[3].masked_select(~torch.from_numpy(mask.dense(9))[:, None]).any(), engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_bias_beside_half_inputs_is_not_rounded(dtype):
+    """Neighbouring integers at 1000 are one number in bfloat16; a bias in float32 keeps them apart."""
+    q, k, v = draw(dtype=dtype)
+    bias = -torch.arange(9.0) - 1000
+    exact = pair_by_pair(wide(q), wide(k), wide(v), "full", bias=bias.numpy())[0]
+    for engine in able(q, k, v, "full", bias=bias):
+        assert near(
+            attention(q, k, v, "full", bias=bias, engine=engine),
+            exact,
+            dtype,
+            times=1000,  # scores of 1000 are themselves rounded
+        ), engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1.0},
+        {"scale": -0.5},
+        {"scale": 0.0},
+        {"softcap": 2.0},
+        {"softcap": 30.0, "scale": 3.0},
+        {"sinks": True},
+        {"sinks": True, "softcap": 1.5, "bias": True},
+    ],
+    ids=str,
+)
+def test_options_alone_and_together(options, dtype):
+    q, k, v = draw(dtype=dtype)
+    options = dict(options)
+    if "sinks" in options:
+        options["sinks"] = torch.tensor([0.0, 1.0, -2.0, 3.0])
+    if "bias" in options:
+        options["bias"] = torch.linspace(-2, 2, 9)
+    exact = pair_by_pair(wide(q), wide(k), wide(v), "window(4)", **options)
+    ran = able(q, k, v, "window(4)", **options)
+    for engine in ran:
+        assert near(attention(q, k, v, "window(4)", engine=engine, **options), exact[0], dtype), engine
+    for engine in able(q, k, v, "window(4)", return_lse=True, **options):
+        lse = attention(q, k, v, "window(4)", return_lse=True, engine=engine, **options)[1]
+        assert near(lse, exact[2], "float64" if dtype == "float64" else "float32", times=16), engine
+    for engine in able(q, k, v, "window(4)", return_weights=True, **options):
+        weights = attention(q, k, v, "window(4)", return_weights=True, engine=engine, **options)[1]
+        assert near(weights, exact[1], dtype), engine
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    n, p = 512, 0.25
+    q, k, ones = torch.zeros(1, 2, n, 4), torch.zeros(1, 2, n, 4), torch.ones(1, 2, n, 1)
+    for engine in able(q, k, ones, "full", dropout=p):
+        torch.manual_seed(0)
+        out = attention(q, k, ones, "full", dropout=p, engine=engine)
+        again = attention(q, k, ones, "full", dropout=p, engine=engine)
+        assert not torch.equal(out, again), engine
+        torch.manual_seed(0)
+        assert torch.equal(out, attention(q, k, ones, "full", dropout=p, engine=engine)), engine
+        # A row's sum of n weights kept with probability 1 - p has mean 1 and this spread.
+        spread = math.sqrt(p / (1 - p) / n)
+        assert abs(out.mean() - 1) < 5 * spread / math.sqrt(2 * n) and abs(out.std() / spread - 1) < 0.15, engine
+        assert not attention(q, k, ones, "full", dropout=1.0, engine=engine).any(), engine
+    assert "reference" not in able(q, k, ones, "full", dropout=p)
+    values = torch.eye(n).expand(1, 2, n, n)
+    for engine in able(q, k, values, "causal", dropout=p):
+        dropped = attention(q, k, values, "causal", dropout=p, engine=engine)[0, 0]  # the weights themselves
+        share = (dropped == 0)[torch.tril(torch.ones(n, n)) > 0].float().mean()
+        assert abs(share - p) < 0.01 and not dropped.triu(1).any(), engine
+    kept = attention(q, k, ones, "full", dropout=p, return_weights=True)[1]
+    assert torch.allclose(kept, torch.full_like(kept, 1 / n))  # weights are those before dropout
+
+
+# Engines.
+
+
+def test_an_engine_by_name_runs_or_raises():
+    q, k, v = draw()
+    with pytest.raises(
+        EngineError, match=r'(?s)engine "sdpa" cannot run this call, and it was asked for by name.*it has no softcap'
+    ):
+        attention(q, k, v, "causal", softcap=1.0, engine="sdpa")
+    with pytest.raises(EngineError, match=r"there is no engine 'fast'\. There are: auto, .*formula, reference"):
+        attention(q, k, v, "causal", engine="fast")
+    for engine in ENGINES:
+        assert lowtri.which_engine(q, k, v, "causal", engine=engine).engine == engine
+
+
+def test_auto_drops_nothing():
+    """Whatever is asked, auto answers as the definition does: mask, options, dtype and gradient."""
+    sinks, bias = torch.tensor([0.5, 0.0, -1.0, 2.0]), torch.randn(9, 9)
+    for name, mask in MASKS.items():
+        for options in (
+            {},
+            {"softcap": 2.0},
+            {"sinks": sinks},
+            {"bias": bias},
+            {"sinks": sinks, "bias": bias, "scale": 2.0},
+        ):
+            q, k, v = (x.requires_grad_() for x in draw())
+            out = attention(q, k, v, mask, **options)
+            exact = attention(q, k, v, mask, engine="reference", **options)
+            assert out.dtype == torch.float32 and near(out, exact, "float32"), (name, options)
+            weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+            for e, f in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (exact, out)), strict=True):
+                assert near(f, e, "float32", times=32), (name, options)
+
+
+def test_which_engine_says_why_not():
+    x = np.eye(3)
+    choice = lowtri.which_engine(x, x, x, "causal")
+    assert choice.engine in ENGINES and list(choice.answers) == list(ENGINES)
+    assert choice.answers["sdpa"] == "no: the arrays are NumPy's"
+    assert "sdpa       no: the arrays are NumPy's" in str(choice)
+    t = torch.eye(3)
+    said = {
+        "it has no sinks": {"sinks": torch.zeros(1)},
+        "it has no softcap": {"softcap": 1.0},
+        "it does not return weights": {"return_weights": True},
+        "it does not return log-sum-exp": {"return_lse": True},
+    }
+    for reason, options in said.items():
+        assert lowtri.which_engine(t, t, t, "causal", **options).answers["sdpa"] == f"no: {reason}"
+    assert lowtri.which_engine(t[:0], t, t, "causal").answers["sdpa"] == "no: there is nothing to attend to"
+    assert (
+        lowtri.which_engine(t, t, t, "causal", dropout=0.5)
+        .answers["reference"]
+        .startswith("no: dropout draws at random")
+    )
+
+
+def test_a_boolean_bias_is_refused():
+    q, k, v = draw()
+    with pytest.raises(CallError, match=r"bias is bool.*lowtri\.table\(m\) or lowtri\.hidden\(m\)"):
+        attention(q, k, v, "causal", bias=torch.ones(9, 9, dtype=torch.bool))
