@@ -25,6 +25,9 @@ __all__ = ["Choice", "attention", "merge", "which_engine"]
 
 ENGINES = ("cpu", "sdpa", "formula", "reference")
 _TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
+_WORTH_A_KERNEL = (
+    2**25
+)  # multiplications: a call below takes under a millisecond, and need not wait for a first compilation
 _SMALL = 2**18  # pairs over all heads: below it NumPy answers before torch is loaded
 
 
@@ -210,8 +213,12 @@ def _choose(call: Call, engine: str) -> str:
 
 
 def _automatic(call: Call) -> str:
-    rows, heads, nq, _ = call.q.shape
+    rows, heads, nq, size = call.q.shape
     pairs = nq * call.k.shape[2]
+    # The rule looks at the call alone, so that the same call always takes the same road and gives the same bits.
+    worth = nq >= 16 and rows * heads * pairs * (size + call.v.shape[3]) >= _WORTH_A_KERNEL
+    if worth and _engine("cpu").why_not(call) is None:
+        return "cpu"
     if call.is_numpy:
         small = pairs * rows * heads <= _SMALL and _engine("reference").why_not(call) is None
         return "reference" if small else "formula"

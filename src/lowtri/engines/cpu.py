@@ -1,22 +1,26 @@
 """The engine ``cpu``: the kernels, on CPU tensors and NumPy arrays.
 
-Numba and NumPy are loaded late, and where Numba is missing ``why_not`` says so. A plan is made once for a mask and its positions
-and kept, bounded in bytes.
+Numba is loaded late, and where it is missing ``why_not`` says so. A plan is made once for a mask and its positions and kept,
+bounded in bytes.
 """
 
 from __future__ import annotations
 
-import math
+import os
 import struct
 from collections import OrderedDict
+from functools import cache
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lowtri.masks.plan import Plan, plan
 from lowtri.ops.call import Call, Result
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["name", "run", "why_not"]
 
@@ -31,13 +35,12 @@ def why_not(call: Call) -> str | None:
     """What the kernels cannot do."""
     if call.device != "cpu":
         return f"the tensors are on {call.device}"
-    if find_spec("numba") is None:
+    if not _has_numba():
         return "numba is not installed"
     missing = {
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,
         "it has no float64": call.dtype == "float64",
-        "it has no gradient": call.needs_grad,
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
     }
     return next((reason for reason, holds in missing.items() if holds), None)
@@ -45,45 +48,116 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> Result:
     """Run the kernels; half types are computed in float32 and rounded once."""
+    if call.needs_grad:
+        output, lse = _function().apply(call, call.q, call.k, call.v, call.bias, call.sinks)
+        return Result(output, None, lse)
+    q, k, v, bias, sinks = (_float32(x) for x in (call.q, call.k, call.v, call.bias, call.sinks))
+    output, lse = _forward(call, q, k, v, bias, sinks, call.return_lse)
+    return Result(_as(output, call.q), None, lse)
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
+    """Output (B, Hq, Nq, Dv) and log-sum-exp (B, Hq, Nq), float32."""
     from lowtri.kernels import forward as kernel
+
+    rows, heads, nq, d = q.shape
+    output, lse = _empty(q, (rows, heads, nq, v.shape[3])), _empty(q, (rows, heads, nq))
+    found = _plan(call, kernel.KEYS)
+    fields = _common_fields(call, found, q, k, v, bias)
+    fields |= {"tasks": rows * heads * found.rows, **_strided("o", output)}
+    fields |= {"lse": _address(lse) if want_lse else 0, "sinks": 0 if sinks is None else _address(sinks)}
+    _launch(kernel.forward, kernel.FIELDS, fields, kernel.room(d, v.shape[3]), _threads(call))
+    return output, lse
+
+
+def _backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
+    """dq, dk, dv and d bias (or None), float32, from the gradient of the output and delta = sum of dO * O (B, Hq, Nq)."""
+    import torch
+
+    from lowtri.kernels import backward as kernel
+    from lowtri.kernels.forward import KEYS
+
+    (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
+    found, threads = _plan(call, KEYS), _threads(call)
+    # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
+    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.rows)
+    dq = torch.empty((rows, heads, nq, d))
+    dk, dvalue = (torch.zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
+    fields = _common_fields(call, found, q, k, v, bias)
+    fields |= {"tasks": parts * rows * kv_heads, "parts": parts, **_strided("do", d_output), "lse": _address(lse)}
+    fields |= {"delta": _address(delta), "dq": _address(dq), "dk": _address(dk), "dvalue": _address(dvalue)}
+    d_bias = None
+    if bias is not None and call.bias.requires_grad:
+        d_bias = torch.zeros((parts, rows, heads, *bias.shape[2:]))
+        steps = [step if size > 1 else 0 for size, step in zip(d_bias.shape, d_bias.stride(), strict=True)]
+        fields |= {
+            "dbias": _address(d_bias),
+            **{f"dbias_{axis}": step for axis, step in zip("pbhqk", steps, strict=True)},
+        }
+    _launch(kernel.backward, kernel.FIELDS, fields, kernel.room(d, dv), threads)
+    dk, dvalue = dk.sum(0)[..., :d] * call.scale, dvalue.sum(0)[..., :dv]
+    return dq, dk, dvalue, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
+
+
+@cache
+def _function() -> type[torch.autograd.Function]:
+    """The kernels as a differentiable torch function; made late, since torch is loaded late."""
+    import torch
+
+    class Kernels(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
+            q, k, v, bias, sinks = (_float32(x) for x in inputs)
+            output, lse = _forward(call, q, k, v, bias, sinks, True)
+            ctx.call = call
+            ctx.save_for_backward(*inputs, output, lse)
+            return output.to(call.q.dtype), lse
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, d_output: torch.Tensor, d_lse: torch.Tensor) -> Any:
+            *inputs, output, lse = ctx.saved_tensors
+            q, k, v, bias, sinks = (_float32(x) for x in inputs)
+            d_output = d_output.float()
+            nothing = lse == -torch.inf
+            delta = ((d_output * output).sum(-1) - d_lse).masked_fill(nothing, 0)
+            dq, dk, dv, d_bias = _backward(ctx.call, q, k, v, bias, lse, d_output, delta)
+            found = [d.to(x.dtype) for d, x in zip((dq, dk, dv), inputs, strict=False)]
+            to_bias = None if d_bias is None else d_bias.to(inputs[3].dtype)
+            to_sinks = None
+            if sinks is not None:  # a sink takes its share of what every row must give up
+                share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
+                to_sinks = -(share * delta).sum((0, 2)).to(inputs[4].dtype)
+            return (None, *found, to_bias, to_sinks)
+
+    return Kernels
+
+
+def _common_fields(call: Call, found: Plan, q: Any, k: Any, v: Any, bias: Any) -> dict[str, int]:
+    """What both kernels read of a call: sizes, inputs, plan, options."""
+    sheet = found.sheet
+    fields = {"batch": q.shape[0], "heads": q.shape[1], "group": call.group, "nq": q.shape[2], "nk": k.shape[2]}
+    fields |= {"d": q.shape[3], "dv": v.shape[3], "rows": found.rows}
+    fields |= {**_strided("q", q), **_strided("k", k), **_strided("v", v)}
+    if bias is not None:
+        steps = [step if size > 1 else 0 for size, step in zip(bias.shape, _strides(bias), strict=True)]
+        fields |= {"bias": _address(bias), **{f"bias_{axis}": step for axis, step in zip("bhqk", steps, strict=True)}}
+    fields |= {"sheet": sheet.ctypes.data, "sheet_b": sheet.shape[1] if sheet.shape[0] > 1 else 0}
+    fields |= {"sheet_h": 1 if sheet.shape[1] > 1 else 0, "row_start": found.row_start.ctypes.data}
+    fields |= {"runs": found.runs.ctypes.data, "tile_bits": found.tile_bits.ctypes.data, "bits": found.bits.ctypes.data}
+    return fields | {"scale": _bits(call.scale), "softcap": _bits(call.softcap or 0.0)}
+
+
+def _launch(kernel: Any, names: tuple[str, ...], fields: dict[str, int], room: int, threads: int) -> None:
     from lowtri.kernels.workers import run_team
 
-    q, k, v, bias, sinks = (_float32(x) for x in (call.q, call.k, call.v, call.bias, call.sinks))
-    rows, heads, nq, _ = q.shape
-    dv = v.shape[3]
-    output, lse = _empty(q, (rows, heads, nq, dv)), _empty(q, (rows, heads, nq))
-    found = _plan(call, kernel.KEYS)
-    threads = min(_threads(call), rows * heads * found.rows)
-    room = -(-kernel.room(q.shape[3], dv) // 64) * 64
+    threads = min(threads, fields["tasks"])
+    room = -(-room // 64) * 64
     rooms = np.empty(threads * room + 64, np.uint8)
-    sheet = found.sheet
-    fields = {
-        "tasks": rows * heads * found.rows,
-        "room": -(-rooms.ctypes.data // 64) * 64,
-        "room_bytes": room,
-        **{"batch": rows, "heads": heads, "group": call.group, "nq": nq, "nk": k.shape[2], "d": q.shape[3], "dv": dv},
-        "rows": found.rows,
-        **_strided("q", q),
-        **_strided("k", k),
-        **_strided("v", v),
-        **{name: value for name, value in _strided("o", output).items() if name != "o_d"},
-        "lse": _address(lse) if call.return_lse else 0,
-        **_bias_fields(bias),
-        "sinks": 0 if sinks is None else _address(sinks),
-        "sheet": sheet.ctypes.data,
-        "sheet_b": sheet.shape[1] if sheet.shape[0] > 1 else 0,
-        "sheet_h": 1 if sheet.shape[1] > 1 else 0,
-        "row_start": found.row_start.ctypes.data,
-        "runs": found.runs.ctypes.data,
-        "tile_bits": found.tile_bits.ctypes.data,
-        "bits": found.bits.ctypes.data,
-        "scale": _bits(call.scale),
-        "softcap": _bits(call.softcap or 0.0),
-    }
-    descriptor = np.array([fields.get(field, 0) for field in kernel.FIELDS], np.int64)
+    fields |= {"room": -(-rooms.ctypes.data // 64) * 64, "room_bytes": room}
+    descriptor = np.array([fields.get(field, 0) for field in names], np.int64)
     descriptor[0] = descriptor.ctypes.data
-    run_team(kernel.forward, descriptor.ctypes.data, threads)
-    return Result(_as(output, call.q), None, lse)
+    run_team(kernel, descriptor.ctypes.data, threads)
 
 
 def _plan(call: Call, tile_k: int) -> Plan:
@@ -109,10 +183,13 @@ def _plan(call: Call, tile_k: int) -> Plan:
     return found
 
 
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
 def _threads(call: Call) -> int:
     if call.is_numpy:
-        import os
-
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     import torch
 
@@ -141,17 +218,10 @@ def _strides(x: Any) -> tuple[int, ...]:
     return tuple(step // 4 for step in x.strides) if isinstance(x, np.ndarray) else tuple(x.stride())
 
 
-def _strided(letter: str, x: Any) -> dict[str, int]:
-    return {letter: _address(x), **{f"{letter}_{axis}": step for axis, step in zip("bhnd", _strides(x), strict=True)}}
-
-
-def _bias_fields(bias: Any) -> dict[str, int]:
-    if bias is None:
-        return {"bias": 0}
-    steps = (step if size > 1 else 0 for size, step in zip(bias.shape, _strides(bias), strict=True))
-    return {"bias": _address(bias), **{f"bias_{axis}": step for axis, step in zip("bhqk", steps, strict=True)}}
+def _strided(name: str, x: Any) -> dict[str, int]:
+    return {name: _address(x), **{f"{name}_{axis}": step for axis, step in zip("bhnd", _strides(x), strict=True)}}
 
 
 def _bits(value: float) -> int:
-    assert math.isfinite(value)
+    """A float64 as the int64 that a descriptor holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -123,20 +123,20 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
             known[key] = len(sheets)
             sheets.append(_sheet(one, qb, kb, pool))
         sheet[b, h] = known[key]
-    runs = [one.runs for one in sheets]
-    for place, one in zip(np.cumsum([0] + [len(one.tile_bits) for one in sheets[:-1]]), sheets, strict=True):
-        one.runs[one.runs[:, 2] == PARTIAL, 3] += place
-    counts = np.concatenate([one.row_counts for one in sheets])
+    places = np.cumsum([0] + [len(done.tile_bits) for done in sheets[:-1]])
+    for place, done in zip(places, sheets, strict=True):
+        done.runs[done.runs[:, 2] == PARTIAL, 3] += place
+    counts = np.concatenate([done.row_counts for done in sheets])
     return Plan(
         nq=q.shape[1],
         nk=k.shape[1],
         tile_k=tile_k,
         sheet=sheet,
         row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        runs=np.concatenate(runs),
-        tile_bits=np.concatenate([one.tile_bits for one in sheets]).astype(np.int32),
+        runs=np.concatenate([done.runs for done in sheets]),
+        tile_bits=np.concatenate([done.tile_bits for done in sheets]).astype(np.int32),
         bits=np.array(pool.words, np.uint64).reshape(-1, tile_k),
-        sheet_pairs=tuple(one.pairs for one in sheets),
+        sheet_pairs=tuple(done.pairs for done in sheets),
     )
 
 
