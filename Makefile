@@ -49,15 +49,10 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
-$(VENV)/installed: $(VENV)/made pyproject.toml constraints.txt
-	@echo 'installing lowtri into $(VENV): a minute or two, torch is large'
-	@$(INSTALL) '.[plot]'
-	@touch $@
-
-$(VENV)/installed-test: $(VENV)/installed
-	@$(INSTALL) '.[plot,test]'
-	@touch $@
-
-$(VENV)/installed-lint: $(VENV)/installed-test
-	@$(INSTALL) '.[plot,test,lint]'
+$(VENV)/installed: EXTRAS := plot
+$(VENV)/installed-test: EXTRAS := plot,test
+$(VENV)/installed-lint: EXTRAS := plot,test,lint
+$(VENV)/installed $(VENV)/installed-test $(VENV)/installed-lint: $(VENV)/made pyproject.toml constraints.txt
+	@echo 'installing lowtri[$(EXTRAS)] into $(VENV): a minute or two the first time, torch is large'
+	@$(INSTALL) '.[$(EXTRAS)]'
 	@touch $@

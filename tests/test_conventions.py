@@ -1,0 +1,399 @@
+"""Every row of docs/conventions.md, run: lowtri's meanings beside torch's and transformers'."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config
+from transformers.masking_utils import (
+    eager_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import lowtri
+from lowtri.errors import CallError, MaskError
+from lowtri.masks import band, causal, full, hidden, keys, table, where, window
+
+N = 6
+TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
+
+
+def qkv(heads: int = 2, n: int = N, size: int = 8, kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Random float64 inputs, (2, heads, n, size)."""
+    made = torch.Generator().manual_seed(0)
+    shapes = [(2, h, n, size) for h in (heads, kv_heads or heads, kv_heads or heads)]
+    q, k, v = (torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes)
+    return q, k, v
+
+
+def same(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod=None, score_mod=None) -> Tensor:
+    """FlexAttention as its plain formula, on CPU."""
+    blocks = None if mask_mod is None else create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled, said once a process
+        return flex_attention(q, k, v, block_mask=blocks, score_mod=score_mod)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> tuple[Tensor, Tensor]:
+    """The eager attention of transformers, back in (B, H, N, D)."""
+    module = types.SimpleNamespace(num_key_value_groups=1, head_dim=q.shape[-1], training=False)
+    output, weights = eager_attention_forward(module, q, k, v, mask, **options)
+    return output.transpose(1, 2), weights
+
+
+# What True means.
+
+
+def test_true_in_lowtri() -> None:
+    q, k, v = qkv()
+    same(lowtri.attention(q, k, v, table(TRIANGLE)), lowtri.attention(q, k, v, causal()))
+    same(lowtri.attention(q, k, v, hidden(~TRIANGLE)), lowtri.attention(q, k, v, causal()))
+    with pytest.raises(
+        MaskError, match=r"True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA"
+    ):
+        lowtri.attention(q, k, v, TRIANGLE)
+
+
+def test_true_in_sdpa() -> None:
+    q, k, v = qkv()
+    same(F.scaled_dot_product_attention(q, k, v, attn_mask=TRIANGLE), lowtri.attention(q, k, v, table(TRIANGLE)))
+
+
+def test_true_in_multihead_attention() -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 1, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, N, 8, dtype=torch.float64)
+    pads = torch.tensor([[False] * N, [False] * 4 + [True] * 2])
+    _, weights = module(x, x, x, attn_mask=~TRIANGLE, key_padding_mask=pads)
+    q, k, v = (part.unsqueeze(1) for part in F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))
+    mask = hidden((~TRIANGLE).numpy()) & keys((~pads).numpy())
+    same(weights, lowtri.attention(q, k, v, mask, return_weights=True)[1].squeeze(1))
+
+
+def test_true_in_flex_attention() -> None:
+    q, k, v = qkv()
+    same(flex(q, k, v, lambda b, h, i, j: j <= i), lowtri.attention(q, k, v, where(lambda i, j: j <= i)))
+
+
+def test_true_in_transformers() -> None:
+    """Their table for a row with two pads at its end."""
+    real = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    ours = causal() & keys(real.numpy() == 1)
+    theirs = sdpa_mask(1, N, N, attention_mask=real.bool(), allow_is_causal_skip=False)
+    np.testing.assert_array_equal(theirs[:, 0].numpy(), ours.dense(N))
+
+
+# How far a window reaches.
+
+
+def test_window_in_lowtri() -> None:
+    assert window(3).dense(9)[8].sum() == 3
+    assert band(3, 2).dense(9)[4].sum() == 3 + 1 + 2
+
+
+def test_window_as_a_torch_table() -> None:
+    np.testing.assert_array_equal(torch.ones(9, 9).tril().triu(-3 + 1).numpy() == 1, window(3).dense(9))
+
+
+def test_window_in_transformers() -> None:
+    theirs = sdpa_mask(1, 9, 9, mask_function=sliding_window_causal_mask_function(3), allow_is_causal_skip=False)
+    np.testing.assert_array_equal(theirs[0, 0].numpy(), window(3).dense(9))
+
+
+def test_window_in_bidirectional_transformers() -> None:
+    reach = sliding_window_bidirectional_mask_function(3)
+    theirs = sdpa_mask(1, 9, 9, mask_function=reach, allow_is_causal_skip=False)
+    np.testing.assert_array_equal(theirs[0, 0].numpy(), band(3, 3).dense(9))
+
+
+# Where queries stand when there are fewer queries than keys.
+
+
+def test_alignment_in_lowtri() -> None:
+    q, k, v = qkv()
+    whole = lowtri.attention(q, k, v, "causal")
+    same(lowtri.attention(q[:, :, -2:], k, v, "causal"), whole[:, :, -2:])
+    same(lowtri.attention(q[:, :, :2], k, v, "causal", q_positions=range(2)), whole[:, :, :2])
+
+
+def test_alignment_in_sdpa() -> None:
+    q, k, v = qkv()
+    theirs = F.scaled_dot_product_attention(q[:, :, -2:], k, v, is_causal=True)
+    same(theirs[:, :, 0], v[:, :, 0])  # the first of two new queries sees key 0 alone
+    same(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
+    same(theirs, lowtri.scaled_dot_product_attention(q[:, :, -2:], k, v, is_causal=True))
+
+
+def test_alignment_in_torch_bias() -> None:
+    q, k, v = qkv()
+    new = q[:, :, -2:]
+    upper, lower = causal_upper_left(2, N), causal_lower_right(2, N)
+    same(F.scaled_dot_product_attention(new, k, v, upper), lowtri.attention(new, k, v, "causal", q_positions=range(2)))
+    same(F.scaled_dot_product_attention(new, k, v, lower), lowtri.attention(new, k, v, "causal"))
+
+
+def test_alignment_in_transformers() -> None:
+    theirs = sdpa_mask(1, 2, N, q_offset=N - 2, allow_is_causal_skip=False)
+    np.testing.assert_array_equal(theirs[0, 0].numpy(), causal().dense(2, N))
+
+
+def test_more_queries_than_keys() -> None:
+    q, k, v = qkv()
+    few_k, few_v = k[:, :, :2], v[:, :, :2]
+    with pytest.raises(MaskError, match=r"Fix: say where they stand, q_positions=range\(nq\)"):
+        lowtri.attention(q, few_k, few_v, "causal")
+    theirs = F.scaled_dot_product_attention(q, few_k, few_v, is_causal=True)
+    same(theirs, lowtri.attention(q, few_k, few_v, "causal", q_positions=range(N)))
+    same(theirs[:, :, 2:], lowtri.attention(q[:, :, 2:], few_k, few_v, full()))
+
+
+# A query that sees nothing.
+
+BLIND = TRIANGLE.clone()
+BLIND[0, 0] = False  # query 0 sees nothing
+
+
+def test_empty_rows_in_lowtri() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    output, weights, lse = lowtri.attention(q, k, v, table(BLIND), return_weights=True, return_lse=True)
+    assert not output[:, :, 0].any() and not weights[:, :, 0].any()
+    assert torch.isneginf(lse[:, :, 0]).all()
+    output.sum().backward()
+    assert not q.grad[:, :, 0].any() and all(x.grad.isfinite().all() for x in (q, k, v))
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    output, lse = lowtri.attention(q, k, v, table(BLIND), sinks=sinks, return_lse=True)
+    assert not output[:, :, 0].any()
+    same(lse[:, :, 0], sinks.expand(2, 2))
+
+
+def test_empty_rows_in_softmax() -> None:
+    assert torch.softmax(torch.full((4,), -math.inf), 0).isnan().all()
+    assert torch.equal(torch.softmax(torch.full((4,), -1e9), 0), torch.full((4,), 0.25))
+
+
+def test_empty_rows_in_sdpa() -> None:
+    q, k, v = qkv()
+    for mask in (BLIND, torch.zeros(N, N, dtype=torch.float64).masked_fill(~BLIND, -math.inf)):
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert not theirs[:, :, 0].any()
+        same(theirs, lowtri.attention(q, k, v, table(BLIND)))
+
+
+def test_empty_rows_in_multihead_attention() -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, bias=False)
+    x = torch.randn(1, N, 8)
+    assert module(x, x, x, attn_mask=~BLIND, need_weights=True)[0][0, 0].isnan().all()
+    assert not module(x, x, x, attn_mask=~BLIND, need_weights=False)[0][0, 0].any()
+
+
+def test_empty_rows_in_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    blind = eager_mask(2, N, N, mask_function=lambda b, h, i, j: (j <= i) & (i > 0), use_vmap=True)
+    output, weights = eager(q, k, v, blind)
+    torch.testing.assert_close(weights[:, :, 0], torch.full((2, 2, N), 1 / N))
+    torch.testing.assert_close(output[:, :, 0], v.mean(2))
+
+
+# What is added where a pair is hidden.
+
+
+def test_additive_in_lowtri() -> None:
+    q, k, v = qkv()
+    weights = lowtri.attention(q, k, v, "causal", return_weights=True)[1]
+    assert not weights[..., ~TRIANGLE].any()
+    assert np.isneginf(causal().additive(N)[0, 1:]).all()
+    assert (causal().additive(N, hidden=-1e9)[0, 1:] == -1e9).all()
+
+
+def test_additive_in_sdpa() -> None:
+    q, k, v = qkv()
+    added = F.scaled_dot_product_attention(q, k, v, attn_mask=causal().additive(N, like=q))
+    same(added, lowtri.attention(q, k, v, "causal"))
+    numbers = torch.randn(N, N, dtype=torch.float64)
+    added = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers)
+    same(added, lowtri.attention(q, k, v, "full", bias=numbers))
+    with pytest.raises(MaskError, match="numbers to add to the scores belong in bias="):
+        lowtri.attention(q, k, v, numbers)
+
+
+def test_additive_in_float16() -> None:
+    half = torch.zeros(2, 2).half()
+    with pytest.raises(RuntimeError, match=r"cannot be converted to type .*Half without overflow"):
+        half.masked_fill(torch.eye(2, dtype=torch.bool), -1e9)
+    assert torch.isneginf(torch.tensor(-1e9).half())
+    with pytest.raises(MaskError, match="float16 has no -1e"):
+        causal().additive(2, hidden=-1e9, like=half)
+
+
+def test_additive_in_transformers() -> None:
+    least = torch.finfo(torch.float32).min
+    theirs = eager_mask(1, N, N)
+    assert (theirs[0, 0, 0, 1:] == least).all()
+    assert torch.isneginf((theirs + theirs)[0, 0, 0, 1:]).all()
+    np.testing.assert_array_equal(theirs[0, 0].numpy(), causal().additive(N, hidden=least))
+    q, k, v = (x.float() for x in qkv())
+    torch.testing.assert_close(eager(q, k, v, theirs)[0], lowtri.attention(q, k, v, "causal"))
+
+
+# Scale.
+
+
+def test_scale_in_lowtri_and_torch() -> None:
+    q, k, v = qkv(size=16)
+    same(lowtri.attention(q, k, v, "full"), lowtri.attention(q, k, v, "full", scale=1 / 4))
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=causal().additive(N, like=q), scale=0.7)
+    same(theirs, lowtri.attention(q, k, v, "causal", scale=0.7))
+    bias = torch.randn(N, N, dtype=torch.float64)
+    weights = torch.softmax(q @ k.mT * 0.7 + bias, -1)
+    same(lowtri.attention(q, k, v, "full", scale=0.7, bias=bias), weights @ v)
+
+
+def test_scale_in_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    torch.testing.assert_close(eager(q, k, v, None)[0], lowtri.attention(q, k, v, "full"))
+    torch.testing.assert_close(eager(q, k, v, None, scaling=1.0)[0], lowtri.attention(q, k, v, "full", scale=1.0))
+    config = T5Config(d_model=8, d_kv=4, num_heads=2, d_ff=8, num_layers=1, vocab_size=10)
+    assert T5Attention(config).scaling == 1.0
+
+
+# Softcap.
+
+
+def test_softcap_order_in_lowtri() -> None:
+    q, k, v = qkv()
+    bias = torch.randn(N, N, dtype=torch.float64)
+    scores = 1.5 * torch.tanh(q @ k.mT * 0.7 / 1.5) + bias
+    weights = torch.softmax(scores.masked_fill(~TRIANGLE, -math.inf), -1)
+    same(lowtri.attention(q, k, v, "causal", scale=0.7, softcap=1.5, bias=bias), weights @ v)
+
+
+def test_softcap_in_flex_attention() -> None:
+    q, k, v = qkv()
+    theirs = flex(q, k, v, lambda b, h, i, j: j <= i, lambda s, b, h, i, j: 1.5 * torch.tanh(s / 1.5))
+    same(theirs, lowtri.attention(q, k, v, "causal", softcap=1.5))
+
+
+def test_softcap_in_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    output, weights = eager(q, k, v, eager_mask(1, N, N), softcap=1.5)
+    ours, our_weights = lowtri.attention(q, k, v, "causal", softcap=1.5, return_weights=True)
+    torch.testing.assert_close(output, ours)
+    torch.testing.assert_close(weights, our_weights)
+
+
+# Positions.
+
+
+def test_positions_in_lowtri() -> None:
+    """The same tokens in another order, with a place that holds none: the same answers."""
+    q, k, v = qkv()
+    whole = lowtri.attention(q, k, v, "causal & window(3)")
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    mixed = [torch.cat([x[:, :, order], torch.full_like(x[:, :, :1], math.nan)], 2) for x in (k, v)]
+    places = [*order.tolist(), -1]
+    same(lowtri.attention(q, *mixed, "causal & window(3)", q_positions=range(N), k_positions=places), whole)
+
+
+def test_positions_in_flex_attention() -> None:
+    q, k, v = qkv()
+    theirs = flex(q[:, :, -2:], k, v, lambda b, h, i, j: j <= i)
+    same(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
+
+
+def test_positions_in_transformers() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids, real = torch.arange(N)[None], torch.ones(1, N, dtype=torch.long)
+    places = torch.arange(N)[None] * 3 + 5  # not one after the other
+    with torch.no_grad():
+        here = model(ids, attention_mask=real, position_ids=places).logits
+        changed = model(ids.index_fill(1, torch.tensor([N - 1]), 19), attention_mask=real, position_ids=places).logits
+        near = model(ids, attention_mask=real).logits
+    assert torch.equal(here[:, :-1], changed[:, :-1])  # the mask still hides what comes later in the tensor
+    assert not torch.allclose(here[:, 1:], near[:, 1:])  # the rotary embedding has turned
+
+
+# Grouped heads.
+
+
+def test_grouped_heads() -> None:
+    q, k, v = qkv(heads=6, kv_heads=2)
+    ours = lowtri.attention(q, k, v, "full")
+    same(ours, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    for h in range(6):
+        same(ours[:, h], lowtri.attention(q[:, h : h + 1], k[:, h // 3, None], v[:, h // 3, None], "full")[:, 0])
+    other = lowtri.attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1), "full")
+    assert not torch.allclose(ours, other)
+
+
+def test_grouped_heads_in_transformers() -> None:
+    q, k, v = qkv(heads=6, kv_heads=2)
+    same(lowtri.attention(q, k, v, "full"), lowtri.attention(q, repeat_kv(k, 3), repeat_kv(v, 3), "full"))
+
+
+# Layout.
+
+
+def test_layout() -> None:
+    q, k, v = qkv()
+    whole = lowtri.attention(q, k, v, "causal")
+    same(lowtri.attention(q[0], k[0], v[0], "causal"), whole[0])
+    same(lowtri.attention(q[0, 0], k[0, 0], v[0, 0], "causal"), whole[0, 0])
+    same(F.scaled_dot_product_attention(q, k, v, is_causal=True), whole)
+    # Three dimensions: heads to lowtri, batch to torch; without groups the numbers are the same.
+    same(F.scaled_dot_product_attention(q[0], k[0], v[0], is_causal=True), whole[0])
+    with pytest.raises(CallError, match=r"the heads stand third from the end, \(\.\.\., H, N, D\)"):
+        lowtri.attention(*(x.transpose(1, 2) for x in (q[:, :, :4], k, v)), "full")
+
+
+def test_layout_of_multihead_attention() -> None:
+    torch.manual_seed(0)
+    first = nn.MultiheadAttention(8, 2, batch_first=True)
+    plain = nn.MultiheadAttention(8, 2)
+    plain.load_state_dict(first.state_dict())
+    x = torch.randn(3, N, 8)
+    torch.testing.assert_close(first(x, x, x)[0], plain(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1))
+
+
+# The page itself.
+
+
+def test_every_row_of_the_page_is_run() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "conventions.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("| who", "|---"))]
+    assert len(rows) > 40
+    for row in rows:
+        last = row.rstrip("| ").split("|")[-1].strip()
+        assert re.fullmatch(r"`test_\w+`", last) or (last == "not run here" and row.startswith("| FlashAttention")), row
+    named = set(re.findall(r"`(test_\w+)`", page))
+    run = {name for name in globals() if name.startswith("test_")} - {"test_every_row_of_the_page_is_run"}
+    assert named == run
