@@ -65,13 +65,27 @@ def command(
         unsaid = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT"}
         how.update({name: getattr(begun.recipe, name) for name in unsaid & how.keys()})
         what.update({name: getattr(begun, name) for name in unsaid & what.keys()})
-    elif not resume and out.exists() and any(out.iterdir()):
+    if out.exists() and not out.is_dir():
+        raise DataError(f"--out: {out} is a file. Fix: a folder")
+    if not resume and out.exists() and any(out.iterdir()):
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
     plan = Plan(**what, recipe=Recipe(**how))  # type: ignore[arg-type]
     use_threads(threads)
+    _check_device(device)
     with _watched(plan.recipe.steps) as watch:
         outcome = run(plan, out, device=device, note=note, watch=watch)
     _report(outcome, json)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    from lowtri.errors import DataError
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DataError(f"--device: {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 @contextmanager

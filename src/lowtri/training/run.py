@@ -107,6 +107,8 @@ def run(
         raise DataError(f"{folder} holds another run: {', '.join(_differences(standing, plan))}.\nFix: another folder")
     if standing is None and (folder / WEIGHTS).exists():
         raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
+    for left_by_a_kill in folder.glob(".*.[0-9]*.part"):
+        left_by_a_kill.unlink()
     if standing is not None and "history" in (content := _read(folder / PLAN) or {}):
         (folder / STATE).unlink(missing_ok=True)
         note(f"{folder} is finished: {plan.recipe.steps} steps")
@@ -135,8 +137,6 @@ def run(
 
 def _begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for left_by_a_kill in folder.glob(".*.part"):
-        left_by_a_kill.unlink()
     write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
     _write(folder / PLAN, {"plan": asdict(plan)})
 
