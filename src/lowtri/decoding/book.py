@@ -48,6 +48,7 @@ class Book:
         self._taken = 0  # how many of _free are in use
         self._since = 0  # tokens since the last look for the dead
         self._pause = block  # tokens until the next one
+        self._most = 0  # the most tokens that were alive after such a look
 
     @property
     def capacity(self) -> int:
@@ -135,11 +136,12 @@ class Book:
             self._sure = first.copy()
         live = len(used) - len(dead)
         self._since, self._pause = 0, max(self.block, live // 8)
+        self._most = max(self._most, live)
         room = live + n
         if cramped and self.capacity - room < self._pause // 2:
             self._resize(self._roomy(first, n, room))
-        elif self.capacity > 2 * (small := max(self._round(room + self._pause), self.floor)):
-            self._resize(small)  # after a long prompt a window needs little
+        elif self.capacity > 2 * (small := max(self._round(max(self._most, room) + self._pause), self.floor)):
+            self._resize(small)  # a long prompt has gone by, and a window needs less
         else:
             self._list_free()
 

@@ -1,0 +1,371 @@
+"""The cache: attention over what it holds is attention over everything, and what nobody can see again goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import lowtri
+from lowtri import KVCache
+from lowtri.errors import CallError, MaskError
+
+ROWS, HEADS, SIZE = 2, 2, 3
+
+
+def tokens(n, seed=0):
+    """Queries, keys and values of n tokens, (ROWS, HEADS, n, SIZE); one key/value head serves both query heads."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(ROWS, HEADS, n, SIZE)), *rng.normal(size=(2, ROWS, 1, n, SIZE))
+
+
+def masks(n):
+    """Masks of all kinds, for n positions."""
+    rng = np.random.default_rng(n)
+    causal, window, first = lowtri.causal(), lowtri.window(5), lowtri.first(2)
+    return {
+        "causal": causal,
+        "window": window,
+        "window of one": lowtri.window(1),
+        "sinks": causal & (window | first),
+        "prefix": causal | lowtri.first(4),
+        "documents": causal & lowtri.documents(lengths=[n // 3 + 1, n // 4 + 1, n]),
+        "documents of rows": causal & lowtri.documents(np.sort(rng.integers(0, 4, (ROWS, n)), 1)),
+        "chunks": causal & lowtri.chunks(4),
+        "strided": causal & lowtri.strided(3),
+        "keys of rows": causal & lowtri.keys(rng.random((ROWS, n)) < 0.6) & lowtri.window(7),
+        "lengths": causal & lowtri.keys(lengths=[n // 2, n]),
+        "a formula": lowtri.window(6) & lowtri.where(lambda q, k: (q * k) % 3 != 1),
+        "a table": lowtri.table(np.tril(rng.random((ROWS, n, n)) < 0.5)),
+        "heads": lowtri.heads([lowtri.window(3), lowtri.window(6) | lowtri.first(1) & causal]),
+        "heads of rows": lowtri.heads([causal & lowtri.keys(rng.random((ROWS, n)) < 0.5), lowtri.window(2)]),
+        "hidden all": causal - lowtri.full(),
+    }
+
+
+NAMES = sorted(masks(12))
+
+
+def ragged(n, pads):
+    """Places of n tokens in each row, the first pads[b] of them pads."""
+    return np.maximum(np.arange(n) - np.array(pads)[:, None], -1)
+
+
+def check(mask, sizes, block, pads=None, capacity=0):
+    """Append in chunks; the newest queries get from the cache what they would get from everything."""
+    n = sum(sizes)
+    q, k, v = tokens(n)
+    cache, start = KVCache(mask, block=block, capacity=capacity), 0
+    for size in sizes:
+        new, past = slice(start, start + size), slice(0, start + size)
+        if pads is None:
+            places, every, keys, values, held = None, np.arange(n)[None], *cache.append(k[:, :, new], v[:, :, new])
+        else:
+            every = ragged(n, pads)
+            places = every[:, new] if start <= max(pads) else None  # once no pad comes any more it counts on alone
+            keys, values, held = cache.append(k[:, :, new], v[:, :, new], places)
+        found = lowtri.attention(q[:, :, new], keys, values, mask, q_positions=every[:, new], k_positions=held)
+        expected = lowtri.attention(
+            q[:, :, new], k[:, :, past], v[:, :, past], mask, q_positions=every[:, new], k_positions=every[:, past]
+        )
+        assert np.abs(found - expected).max(initial=0) < 1e-12, f"{mask!r}, {sizes} at {start}"
+        start += size
+    assert cache.held + cache.dropped == (n if pads is None else max(0, n - min(pads)))
+    return cache
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.integers(1, 14), min_size=1, max_size=9),
+    st.sampled_from([1, 2, 5, 64]),
+    st.integers(0, 3),
+)
+@example("window", [1, 30, 1, 1, 1, 1, 1, 1], 2, 0)  # a chunk longer than the window, and than the ring
+@example("window", [1] * 40, 1, 3)
+def test_attention_over_the_cache_is_attention_over_everything(name, sizes, block, capacity):
+    check(masks(sum(sizes))[name], sizes, block, capacity=capacity)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["causal", "window", "sinks", "prefix", "chunks", "keys of rows", "heads", "documents of rows"]),
+    st.lists(st.integers(1, 8), min_size=1, max_size=9),
+    st.sampled_from([1, 2, 64]),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+@example("window", [6] + [1] * 30, 1, (5, 0))
+def test_rows_of_different_lengths_share_the_slots(name, sizes, block, pads):
+    check(masks(sum(sizes))[name], sizes, block, pads)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block", [1, 3, 16])
+def test_long_runs_of_single_tokens_and_long_chunks(name, block):
+    mask = masks(300)[name]
+    check(mask, [1] * 300, block)
+    check(mask, [100, *[1] * 50, 60, *[1] * 40, 50], block)
+    if name != "a table":
+        check(mask, [100, *[1] * 50, 60, *[1] * 40, 50], block, (0, 37))
+
+
+@pytest.mark.parametrize(
+    ("mask", "alive"), [("window(100)", 100), ("causal & (window(100) | first(4))", 104), ("causal & chunks(128)", 128)]
+)
+def test_a_window_has_fixed_memory_over_thousands_of_tokens(mask, alive):
+    cache, sizes = KVCache(mask, block=16), set()
+    token = np.ones((1, 1, 4), np.float32)
+    for t in range(5000):
+        keys, _, places = cache.append(token, token)
+        if t >= 1000:
+            sizes.add((cache.capacity, cache.bytes))
+            assert len(places) == keys.shape[1] <= cache.capacity
+    assert len(sizes) == 1, f"memory moved: {sizes}"
+    assert alive <= cache.capacity <= 1.5 * alive
+    assert cache.held <= cache.capacity and cache.held + cache.dropped == 5000
+
+
+def test_a_ring_stands_in_few_runs():
+    cache, token = KVCache("causal & (window(64) | first(4))", block=16), np.ones((1, 1, 4))
+    for t in range(1000):
+        _, _, places = cache.append(token, token)
+        real = places[places >= 0]
+        assert np.count_nonzero(np.diff(real) != 1) <= 2, f"the places at {t} are cut into too many runs: {real}"
+
+
+def test_memory_after_a_long_prompt_shrinks_to_the_window():
+    cache = KVCache("window(50)")
+    prompt, token = torch.zeros(1, 2, 5000, 4), torch.zeros(1, 2, 1, 4)
+    keys, _, _ = cache.append(prompt, prompt)
+    assert keys.shape[2] == 5000, "the prompt's own queries see their own windows"
+    long = cache.bytes
+    cache.append(token, token)
+    assert cache.held == 50 and cache.bytes < long / 20
+
+
+def test_finished_documents_go_and_unfinished_stay():
+    cache = KVCache(lowtri.causal() & lowtri.documents(lengths=[200, 200, 200]), block=8)
+    token = np.ones((1, 1, 2))
+    for _ in range(450):
+        cache.append(token, token)
+    assert 50 <= cache.held <= 100 and cache.dropped >= 350
+
+
+def test_a_key_dies_only_when_it_is_dead_for_every_row():
+    mask = lowtri.causal() & lowtri.keys(np.array([[False, True, False], [False, False, True]]))
+    cache, token = KVCache(mask, block=1), np.ones((2, 1, 1, 2))
+    for _ in range(5):
+        _, _, places = cache.append(token, token)
+    assert sorted(places[places >= 0]) == [1, 2, 3, 4], "key 0 is hidden from both rows, 1 and 2 from one each"
+
+
+def test_causal_grows_by_doubling_and_returns_views():
+    cache, token = KVCache("causal", block=8), torch.ones(1, 2, 1, 4)
+    capacities = []
+    for t in range(200):
+        keys, values, places = cache.append(token * t, -token * t)
+        capacities.append(cache.capacity)
+        assert keys.shape == (1, 2, t + 1, 4) and places.tolist() == list(range(t + 1))
+    assert torch.equal(keys[0, 0, :, 0], torch.arange(200.0)) and torch.equal(values, -keys)
+    assert len(set(capacities)) <= 6 and all(c % 8 == 0 for c in capacities)
+    again, _, _ = cache.append(token, token)
+    assert again.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr(), "a view, not a copy"
+
+
+def test_capacity_makes_room_at_once():
+    cache, token = KVCache("causal", capacity=100), torch.ones(1, 2, 1, 4)
+    cache.append(token, token)
+    held = cache.bytes
+    for _ in range(99):
+        cache.append(token, token)
+    assert cache.capacity == 100 and cache.bytes == held == 2 * 100 * 2 * 4 * 4
+    assert repr(cache) == "KVCache(causal): 100 held, 0 dropped, 6400 bytes"
+
+
+def test_one_book_serves_all_layers():
+    mask, n = lowtri.causal() & (lowtri.window(4) | lowtri.first(1)), 40
+    cache, every = KVCache(mask, block=2), [tokens(n, seed) for seed in range(3)]
+    for t in range(n):
+        for layer, (q, k, v) in enumerate(every):
+            assert cache.next_positions(1, layer).tolist() == [t]
+            keys, values, places = cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1], layer=layer)
+            found = lowtri.attention(q[:, :, t : t + 1], keys, values, mask, q_positions=[t], k_positions=places)
+            expected = lowtri.attention(q[:, :, : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], mask)[:, :, -1:]
+            assert np.abs(found - expected).max() < 1e-12
+    assert cache.dropped > 25 and cache.bytes == 3 * 2 * cache.capacity * ROWS * SIZE * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_torch_of_any_dtype_and_without_gradients(dtype):
+    cache = KVCache("window(3)", block=2)
+    token = torch.ones(2, 1, 1, 4, dtype=dtype, requires_grad=True)
+    for _ in range(10):
+        keys, values, _ = cache.append(token, token[..., :2])
+    assert keys.dtype == values.dtype == dtype and not keys.requires_grad
+    assert keys.shape[3] == 4 and values.shape[3] == 2
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1, 4), (3, 2, 1, 4)])
+def test_keys_of_every_rank(shape):
+    cache = KVCache("causal")
+    for t in range(3):
+        keys, _, _ = cache.append(np.full(shape, t), np.full(shape, t))
+    assert keys.shape == (*shape[:-2], 3, 4)
+
+
+# crop and reorder
+
+
+def test_crop_takes_a_rejected_draft_back():
+    mask, n = lowtri.causal() & lowtri.window(6), 60
+    q, k, v = tokens(n)
+    wrong = np.full((ROWS, 1, 4, SIZE), 1e6)
+    cache, t = KVCache(mask, block=2), 0
+    while t < n - 4:
+        cache.append(np.concatenate([k[:, :, t : t + 2], wrong], 2), np.concatenate([v[:, :, t : t + 2], wrong], 2))
+        t += 2
+        cache.crop(t)
+        assert cache.next_positions(1).tolist() == [t] and cache.length == t
+        keys, values, places = cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        t += 1
+        found = lowtri.attention(q[:, :, t - 1 : t], keys, values, mask, q_positions=[t - 1], k_positions=places)
+        expected = lowtri.attention(q[:, :, :t], k[:, :, :t], v[:, :, :t], mask)[:, :, -1:]
+        assert np.abs(found - expected).max() < 1e-12
+
+
+def test_crop_of_each_row():
+    q, k, v = tokens(12)
+    cache = KVCache("causal", block=2)
+    cache.append(k[:, :, :8], v[:, :, :8])
+    cache.crop([5, 7])
+    assert cache.next_positions(2).tolist() == [[5, 6], [7, 8]]
+    keys, values, places = cache.append(k[:, :, 8:10], v[:, :, 8:10])
+    found = lowtri.attention(q[:, :, 8:10], keys, values, "causal", q_positions=[[5, 6], [7, 8]], k_positions=places)
+    for b, stay in enumerate([5, 7]):
+        at = [*range(stay), 8, 9]
+        expected = lowtri.attention(q[b, :, at[-2:]].swapaxes(0, 1), k[b][:, at], v[b][:, at], "causal")
+        assert np.abs(found[b] - expected).max() < 1e-12
+    cache.crop(0)
+    assert cache.held == 0 and cache.next_positions(1).tolist() == [[0], [0]]
+
+
+def test_crop_refuses_what_is_gone():
+    cache, token = KVCache("window(4)", block=1), np.ones((1, 1, 2))
+    for _ in range(20):
+        cache.append(token, token)
+    cache.crop(19)
+    with pytest.raises(
+        CallError, match=r"crop: n is \[7\], but keys that a query before \[19\] may see are dropped already"
+    ):
+        cache.crop(7)
+    with pytest.raises(CallError, match=r"crop: n is \[-1\]; it is the place of the next token, at least 0"):
+        cache.crop(-1)
+    with pytest.raises(CallError, match="one for all or one for each of 1 rows"):
+        cache.crop([19, 19])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_reorder_follows_the_beams(kind):
+    _, k, v = tokens(20)
+    cache, start = KVCache("window(5)", block=2), 0
+    beams = [[0, 1], [1, 1], [1, 0], [0, 0]]
+    history = [[] for _ in range(ROWS)]  # which token of which row each row has seen
+    for beam in beams:
+        for _ in range(4):
+            new = slice(start, start + 1)
+            keys, _, _ = cache.append(
+                *(torch.from_numpy(x[:, :, new]) if kind == "torch" else x[:, :, new] for x in (k, v))
+            )
+            for b in range(ROWS):
+                history[b].append((b, start))
+            start += 1
+        cache.reorder(beam)
+        history = [list(history[b]) for b in beam]
+    last = k[:, :, -1:]
+    keys, _, places = cache.append(torch.from_numpy(last) if kind == "torch" else last, keys[:, :, :1])
+    for b in range(ROWS):
+        for slot, place in enumerate(places):
+            if start - 5 < place < start:
+                row, at = history[b][place]
+                assert np.array_equal(np.asarray(keys[b, :, slot]), k[row, :, at])
+
+
+def test_reorder_can_widen_the_batch_and_moves_places_along():
+    cache = KVCache("causal")
+    k = np.arange(24.0).reshape(2, 1, 3, 4)
+    cache.append(k, k, [[-1, 0, 1], [0, 1, 2]])
+    cache.reorder([1, 1, 0])
+    keys, _, places = cache.append(np.zeros((3, 1, 1, 4)), np.zeros((3, 1, 1, 4)))
+    assert places.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [-1, 0, 1, 2]]
+    assert np.array_equal(keys[:, :, :3], k[[1, 1, 0]])
+
+
+def test_reorder_refuses_rows_that_are_not_there_or_change_their_mask():
+    cache, token = KVCache(lowtri.causal() & lowtri.keys([[True], [False], [True]])), np.ones((3, 1, 1, 2))
+    cache.append(token, token)
+    cache.reorder([2, 1, 0])  # rows 0 and 2 have the same mask
+    with pytest.raises(CallError, match=r"index is \[1, 1, 2\], but .* differs from row to row, and the masks stay"):
+        cache.reorder([1, 1, 2])
+    with pytest.raises(CallError, match=r"index is \[3\], but the cache has the rows 0 .. 2"):
+        cache.reorder([3])
+    flat = KVCache("causal")
+    flat.append(token[0], token[0])
+    with pytest.raises(CallError, match="have no batch"):
+        flat.reorder([0, 0])
+
+
+# What does not fit
+
+
+def test_appends_that_do_not_fit_are_refused():
+    cache, token = KVCache("causal"), np.ones((2, 1, 3, 4))
+    with pytest.raises(CallError, match=r"keys \(2, 1, 3, 4\) float64 and values \(2, 1, 2, 4\) float64 do not fit"):
+        cache.append(token, token[:, :, :2])
+    cache.append(token, token)
+    for k in (token.astype(np.float32), token[:1], token[..., :2], np.ones((2, 2, 3, 4))):
+        with pytest.raises(CallError, match="do not continue layer 0, whose keys are"):
+            cache.append(k, k)
+    with pytest.raises(
+        CallError, match=r"positions \(2,\) do not fit 3 new tokens in 2 rows: expected \(3,\) or \(2, 3\)"
+    ):
+        cache.append(token, token, [3, 4])
+    with pytest.raises(
+        CallError, match=r"positions \[2, 3, 4\] go back: the next place is \[3\], and places only grow.\nFix: crop"
+    ):
+        cache.append(token, token, [2, 3, 4])
+    with pytest.raises(CallError, match=r"positions \[3, 5, 5\] go back"):
+        cache.append(token, token, [3, 5, 5])
+    with pytest.raises(CallError, match="positions are float64"):
+        cache.append(token, token, [3.0, 4.0, 5.0])
+    cache.append(token, token, [3, -1, 7])  # pads anywhere, and gaps
+    assert cache.length == 8
+
+
+def test_layers_keep_step():
+    cache, token = KVCache("causal"), np.ones((1, 1, 2))
+    cache.append(token, token, layer=0)
+    cache.append(token, token, layer=1)
+    cache.append(token, token, layer=0)
+    with pytest.raises(CallError, match="layer 1 brings other tokens than the layer before it: 2 of them, after 1"):
+        cache.append(np.ones((1, 2, 2)), np.ones((1, 2, 2)), layer=1)
+    with pytest.raises(CallError, match="layer 1 has not seen the tokens that layer 0 already has"):
+        cache.append(token, token, layer=0)
+    with pytest.raises(CallError, match="crop: some layers have not seen the newest tokens yet"):
+        cache.crop(0)
+    with pytest.raises(CallError, match="same positions"):
+        cache.append(token, token, [5], layer=1)
+    cache.append(token, token, [1], layer=1)
+    with pytest.raises(CallError, match="layer 2 comes late: the other layers have seen 2 appends"):
+        cache.append(token, token, layer=2)
+
+
+def test_masks_and_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(CallError, match="capacity is -1 and block 64; they count tokens"):
+        KVCache("causal", capacity=-1)
+    with pytest.raises(MaskError):
+        KVCache("casual")
+    with pytest.raises(CallError, match=r"keys \(3, 1, 1, 2\) float64 do not fit .*, whose batch is \(2,\)"):
+        KVCache(lowtri.keys([[True], [True]])).append(np.ones((3, 1, 1, 2)), np.ones((3, 1, 1, 2)))
