@@ -58,7 +58,7 @@ def audit(
     >>> print(audit(lambda x: np.cumsum(x, axis=0), x).verdict)
     no leak found
     >>> print(audit(lambda x: x - x.mean(axis=0), x).message)
-    position 0 sees position 1: changing input 1 moves output 0 by ... First seen in ... pairs in all.)
+    position 0 sees position 1: changing input 1 moves output 0 by 0.2 (noise 0). (15 pairs in all.)
 
     Args:
         model: a torch module, a transformers model, or any callable from an array of token ids or of vectors to an array
@@ -175,23 +175,31 @@ class _Twin:
             self.why_not = self.why_not or second.message
             return self._without(name, finding)
         if second.status == "clean":
-            text = f"{finding.message}, which vanishes in float64: rounding"
-            return dataclasses.replace(second, status="clean", message=second.message), self.context, f"{name}: {text}"
+            return (
+                second,
+                self.context,
+                f"{name}: up to {size:.2g} in the model's precision vanishes in float64: rounding",
+            )
         if second.status in ("doubt", "undecided"):
             left = second.measured.get("greatest", 0.0)
             # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
             if left < size / 30:
-                return (
-                    dataclasses.replace(second, status="clean", leaks=()),
-                    self.context,
-                    f"{name}: shrinks with the precision: rounding",
-                )
+                text = f"nothing beyond rounding ({size:.2g} in the model's precision, {left:.2g} in float64)"
+                return dataclasses.replace(second, status="clean", message=text, leaks=()), self.context, ""
             return dataclasses.replace(second, status="undecided", leaks=()), copy_, ""
         return second, copy_, f"{name}: confirmed in float64"
 
     def _without(self, name: str, finding: Finding) -> tuple[Finding, Context, str]:
         if finding.status == "leak" and not (name in RESHAPED and self.context.discrete_output):
             return finding, self.context, ""
+        if (
+            finding.status == "doubt"
+            and self.context.noise.eps <= np.finfo(np.float64).eps
+            and not self.context.discrete_output
+        ):
+            size = finding.measured.get("greatest", 0.0)
+            text = f"nothing beyond the rounding of float64 ({size:.2g})"
+            return dataclasses.replace(finding, status="clean", message=text, leaks=()), self.context, ""
         reason = f"{finding.message}, near the noise, and no float64 copy could settle it ({self.why_not})"
         return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
 

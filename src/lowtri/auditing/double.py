@@ -28,9 +28,23 @@ class _Widen(TorchFunctionMode):
             kwargs = {}
         args = tuple(_wide(value) for value in args)
         kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        if getattr(func, "__name__", "").endswith("grouped_mm") and _by_rows(*args, **kwargs):
+            return _grouped(*args, **kwargs)
         result = func(*args, **kwargs)
         made = isinstance(result, torch.Tensor) and not types and result.dtype in _NARROW
         return result.double() if made else result
+
+
+def _by_rows(rows: Any, weights: Any, *, offs: Any = None, **more: Any) -> bool:
+    given = offs is not None and not any(value is not None for value in more.values())
+    return given and rows.dtype == torch.float64 and rows.dim() == 2 and weights.dim() == 3
+
+
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **more: Any) -> torch.Tensor:
+    """A product with another matrix for each group of rows; torch's own has no float64."""
+    ends = [0, *offs.tolist()]
+    parts = [rows[a:b] @ weight for a, b, weight in zip(ends, ends[1:], weights, strict=False)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
 def _wide(value: Any) -> Any:

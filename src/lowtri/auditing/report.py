@@ -21,7 +21,7 @@ from lowtri.errors import LeakError, UndecidedError
 __all__ = ["AuditReport"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditReport:
     """What an audit found.
 
@@ -155,6 +155,9 @@ class AuditReport:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
         return path
+
+    def __repr__(self) -> str:
+        return f"<AuditReport {self.message}>"
 
     def __str__(self) -> str:
         width = max((len(finding.probe) for finding in self.findings), default=0)
