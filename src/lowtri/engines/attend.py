@@ -170,6 +170,12 @@ def merge(outputs: Any, lses: Any) -> Any:
         raise CallError(
             f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."
         )
+    whole = outputs + lses
+    if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
+        kinds = sorted({type(x).__name__ for x in whole})
+        raise CallError(
+            f"merge: {' and '.join(kinds)} came, but it takes NumPy arrays or torch tensors, all of one kind."
+        )
     for out, lse in zip(outputs, lses, strict=True):
         if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:
             raise CallError(

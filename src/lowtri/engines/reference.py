@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.errors import EngineError
 from lowtri.ops.call import Call, Result
 from lowtri.ops.reference import Steps, attend, gradients
 
@@ -58,8 +59,11 @@ def _function() -> type[torch.autograd.Function]:
             return output, weights, lse
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            if torch.is_grad_enabled():  # create_graph=True: NumPy would break the graph in silence
+                raise EngineError(
+                    'attention: engine "reference" gives gradients once, not gradients of gradients. Fix: engine="formula".'
+                )
             call, (q, k, v, bias, sinks) = ctx.call, ctx.saved_tensors
             d_output, d_weights, d_lse = (wide(g) for g in grads)
             assert d_output is not None

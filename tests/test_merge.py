@@ -1,0 +1,109 @@
+"""merge: attention over disjoint keys, joined, is attention over all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+import lowtri
+from attention_cases import able, draw, near
+from lowtri import CallError, attention, merge
+
+MASK = lowtri.mask("causal & (window(4) | first(1))")
+
+
+def parts(q, k, v, which, engine="auto", mask=MASK):
+    """Attention over the keys of each number in ``which``, a list of one number for each key."""
+    n = k.shape[-2]
+    found = []
+    for part in range(max(which) + 1):
+        places = np.flatnonzero(np.array(which) == part)
+        at = {"q_positions": np.arange(n - q.shape[-2], n), "k_positions": places}
+        found.append(attention(q, k[..., places, :], v[..., places, :], mask, return_lse=True, engine=engine, **at))
+    return [out for out, _ in found], [lse for _, lse in found]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=9), st.booleans())
+def test_any_split_joins_to_the_whole(which, as_numpy):
+    """Parts may be empty for some queries, or have no keys at all."""
+    inputs = draw(dtype="float64")
+    if as_numpy:
+        inputs = tuple(x.numpy() for x in inputs)
+    whole = attention(*inputs, MASK, return_lse=True, engine="reference")
+    joined = merge(*parts(*inputs, which))
+    assert near(joined[0], whole[0], "float64") and near(joined[1], whole[1], "float64")
+    assert type(joined[0]) is type(inputs[0]) is type(joined[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_parts_from_every_engine(dtype):
+    q, k, v = draw(dtype=dtype)
+    which = [0, 0, 1, 1, 1, 2, 0, 2, 1]
+    whole = attention(q, k, v, MASK, engine="formula", return_lse=True)
+    for engine in able(q, k, v, MASK, return_lse=True):
+        outputs, lses = parts(q, k, v, which, engine)
+        out, lse = merge(outputs, lses)
+        assert out.dtype == q.dtype and lse.dtype == lses[0].dtype
+        assert near(out, whole[0], dtype, times=16) and near(lse, whole[1], "float32"), engine
+
+
+def test_joins_join_again_in_any_order():
+    q, k, v = draw(dtype="float64")
+    outputs, lses = parts(q, k, v, [0, 1, 2, 0, 1, 2, 0, 1, 2])
+    whole = merge(outputs, lses)
+    nested = merge(*zip(merge(outputs[:2], lses[:2]), (outputs[2], lses[2]), strict=True))
+    turned = merge(outputs[::-1], lses[::-1])
+    alone = merge(outputs[:1], lses[:1])
+    for found in (nested, turned):
+        assert near(found[0], whole[0], "float64") and near(found[1], whole[1], "float64")
+    assert near(alone[0], outputs[0], "float64") and near(alone[1], lses[0], "float64")
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_what_sees_nothing_in_any_part_sees_nothing(as_numpy):
+    make = np.asarray if as_numpy else torch.tensor
+    outputs = [make([[0.0], [3.0]]), make([[0.0], [0.0]])]
+    lses = [make([-np.inf, 1.0]), make([-np.inf, -np.inf])]
+    out, lse = merge(outputs, lses)
+    assert out.tolist() == [[0.0], [3.0]] and lse.tolist() == [-np.inf, 1.0]
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_far_apart_log_sum_exps(as_numpy):
+    make = np.asarray if as_numpy else torch.tensor
+    out, lse = merge([make([[1.0]]), make([[2.0]])], [make([10_000.0]), make([-10_000.0])])
+    assert out.tolist() == [[1.0]] and lse.tolist() == [10_000.0]
+
+
+def test_gradients_through_a_join():
+    """Of outputs and of log-sum-exps, finite also where a part saw nothing."""
+    outputs = [torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    lses = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert gradcheck(lambda *x: merge(x[:3], x[3:]), (*outputs, *lses))
+    q, k, v = (x.requires_grad_() for x in draw(dtype="float64"))
+    split = torch.autograd.grad(merge(*parts(q, k, v, [0, 0, 0, 0, 1, 1, 1, 2, 2]))[0].square().sum(), (q, k, v))
+    whole = torch.autograd.grad(attention(q, k, v, MASK).square().sum(), (q, k, v))
+    assert all(near(s, w, "float64", times=32) for s, w in zip(split, whole, strict=True))
+
+
+def test_errors():
+    out, lse = np.zeros((4, 2)), np.zeros(4)
+    with pytest.raises(CallError, match="merge: 0 outputs and 0 lses; there is one of each for every set of keys"):
+        merge([], [])
+    with pytest.raises(CallError, match="merge: 2 outputs and 1 lses"):
+        merge([out, out], [lse])
+    with pytest.raises(CallError, match=r"merge: an output \(4, 2\) stands beside an lse \(3,\); shapes differ"):
+        merge([out], [lse[:3]])
+    with pytest.raises(CallError, match=r"merge: an output \(4, 1\) stands beside an lse \(4,\); shapes differ"):
+        merge([out, out[:, :1]], [lse, lse])
+    with pytest.raises(
+        CallError, match="merge: Tensor and ndarray came, but it takes NumPy arrays or torch tensors, all of one"
+    ):
+        merge([out, torch.zeros(4, 2)], [lse, torch.zeros(4)])
+    with pytest.raises(CallError, match="merge: list came, but it takes NumPy arrays or torch tensors"):
+        merge([[1.0]], [[1.0]])

@@ -1,0 +1,244 @@
+"""lowtri.scaled_dot_product_attention against torch's, argument by argument: the same numbers, the same refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+import lowtri
+from attention_cases import near
+from lowtri import CallError
+from lowtri import scaled_dot_product_attention as ours
+
+FRONTS = {2: (), 3: (4,), 4: (3, 4), 5: (2, 3, 4)}  # the dimensions before (L, E)
+LENGTHS = [(6, 6), (4, 7), (7, 4), (1, 7), (6, 1)]
+
+
+def draw(front, nq, nk, *, kv_front=None, e=8, ev=8, dtype=torch.float32, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    shapes = (
+        (*front, nq, e),
+        (*(front if kv_front is None else kv_front), nk, e),
+        (*(front if kv_front is None else kv_front), nk, ev),
+    )
+    return [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
+
+
+def mask_shapes(front, nq, nk):
+    """Every shape that broadcasts to (*front, L, S), of two dimensions or more."""
+    whole = (*front, nq, nk)
+    for rank in range(2, len(whole) + 1):
+        yield from itertools.product(*((n, 1) if n > 1 else (1,) for n in whole[-rank:]))
+
+
+def compare(*args, **kwargs):
+    """Output and gradients of both, equal to rounding."""
+    answers = []
+    for attend in (torchs, ours):
+        leaves = [x.clone().requires_grad_() for x in args]
+        chosen = dict(kwargs)
+        given = chosen.get("attn_mask")
+        if given is not None and given.is_floating_point():
+            chosen["attn_mask"] = given.clone().requires_grad_()
+            leaves.append(chosen["attn_mask"])
+        out = attend(*leaves[:3], **chosen)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+        answers.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    for name, t, o in zip(("output", "query", "key", "value", "attn_mask"), *answers, strict=False):
+        assert t.shape == o.shape and t.dtype == o.dtype, name
+        assert near(o, t, str(t.dtype).removeprefix("torch."), times=32), (name, kwargs)
+
+
+@pytest.mark.parametrize(("nq", "nk"), LENGTHS)
+@pytest.mark.parametrize("rank", FRONTS)
+def test_without_a_mask_and_causal(rank, nq, nk):
+    for is_causal, scale, ev in itertools.product((False, True), (None, 0.3), (8, 5)):
+        compare(*draw(FRONTS[rank], nq, nk, ev=ev), is_causal=is_causal, scale=scale)
+
+
+def test_causal_is_aligned_at_the_top_left():
+    """torch's meaning, other than lowtri.attention's: with a cache the first of two new queries sees only key 0."""
+    q, k, v = draw((2,), 2, 5)
+    assert torch.allclose(ours(q, k, v, is_causal=True)[:, 0], v[:, 0])
+    assert not torch.allclose(lowtri.attention(q, k, v, "causal")[:, 0], v[:, 0])
+
+
+@pytest.mark.parametrize(("nq", "nk"), LENGTHS)
+@pytest.mark.parametrize("rank", FRONTS)
+def test_masks_of_every_shape(rank, nq, nk):
+    """bools and numbers, every broadcastable shape."""
+    q, k, v = draw(FRONTS[rank], nq, nk)
+    tried = 0
+    for shape in mask_shapes(FRONTS[rank], nq, nk):
+        source = torch.Generator().manual_seed(len(shape))
+        bools = torch.rand(shape, generator=source) < 0.6
+        bools[..., 0] = True  # each query sees a key: what torch does otherwise depends on the road
+        compare(q, k, v, attn_mask=bools)
+        compare(q, k, v, attn_mask=torch.randn(shape, generator=source))
+        compare(q, k, v, attn_mask=torch.zeros(shape).masked_fill(~bools, -math.inf))
+        tried += 1
+    assert tried >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes(dtype):
+    q, k, v = draw((2, 3), 9, 9, dtype=dtype)
+    for mask in (None, torch.ones(9, 9, dtype=torch.bool).tril(), torch.randn(9, 9).to(dtype), torch.randn(3, 1, 9)):
+        answers = [attend(q, k, v, attn_mask=mask) for attend in (torchs, ours)]
+        assert answers[0].dtype == answers[1].dtype == dtype
+        assert near(answers[1], answers[0], str(dtype).removeprefix("torch."), times=16)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+@pytest.mark.parametrize(("hq", "hkv"), [(6, 6), (6, 3), (6, 2), (6, 1)])
+def test_grouped_heads(rank, hq, hkv):
+    front = FRONTS[rank][:-1]
+    inputs = draw((*front, hq), 5, 7, kv_front=(*front, hkv))
+    for is_causal in (False, True):
+        compare(*inputs, enable_gqa=True, is_causal=is_causal)
+    for shape in ((5, 7), (hq, 1, 7), (hq, 5, 7)):
+        compare(*inputs, enable_gqa=True, attn_mask=torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize(
+    ("front", "kv_front"),
+    [
+        ((2, 3), (2, 1)),
+        ((2, 3), (1, 3)),
+        ((2, 3), (1, 1)),
+        ((2, 1), (2, 3)),
+        ((2, 3), (3,)),
+        ((3,), (2, 3)),
+        ((), (2, 3)),
+        ((2, 3), ()),
+    ],
+)
+def test_dimensions_in_front_broadcast(front, kv_front):
+    inputs = draw(front, 5, 7, kv_front=kv_front, ev=4)
+    compare(*inputs)
+    compare(*inputs, is_causal=True)
+    compare(*inputs, attn_mask=torch.randn(5, 7))
+    q, k, v = inputs
+    compare(q, k, v[..., :1, :, :] if v.ndim > 2 else v)
+
+
+def test_dropout():
+    q, k, v = torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64, 4), torch.ones(1, 2, 64, 1)
+    torch.manual_seed(0)
+    out = ours(q, k, v, dropout_p=0.5)
+    assert abs(out.mean() - 1) < 0.1 and 0.05 < out.std() < 0.25  # 1 / sqrt(64) of spread
+    for p in (0.0, 1.0):
+        assert torch.equal(ours(q, k, v, dropout_p=p), torchs(q, k, v, dropout_p=p))
+
+
+def test_a_query_that_sees_nothing_gives_zero():
+    """The one difference: torch gives 0, a mean, or NaN by the road taken."""
+    q, k, v = draw((2, 3), 5, 5)
+    for mask in (torch.zeros(5, 5, dtype=torch.bool), torch.full((5, 5), -math.inf)):
+        assert not ours(q, k, v, attn_mask=mask).any()
+    assert not ours(q, k[:, :, :0], v[:, :, :0]).any()
+
+
+@pytest.mark.parametrize("part", ["L", "S", "batch", "Ev"])
+def test_empty(part):
+    q, k, v = draw((2, 3), 5, 7)
+    q = q[:, :, :0] if part == "L" else q
+    k, v = (k[:, :, :0], v[:, :, :0]) if part == "S" else (k, v)
+    q, k, v = (x[:0] for x in (q, k, v)) if part == "batch" else (q, k, v)
+    v = v[..., :0] if part == "Ev" else v
+    bools = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    for kwargs in ({}, {"is_causal": True}, {"attn_mask": bools}, {"attn_mask": bools.float()}):
+        assert torch.equal(ours(q, k, v, **kwargs), torchs(q, k, v, **kwargs).nan_to_num())
+
+
+def test_numpy_too():
+    q, k, v = draw((2, 3), 5, 7, ev=4)
+    for mask in (None, torch.rand(5, 7) < 0.9, torch.randn(3, 1, 7)):
+        arrays = [None if x is None else x.numpy() for x in (q, k, v, mask)]
+        out = ours(*arrays)
+        assert isinstance(out, np.ndarray) and near(out, ours(q, k, v, mask), "float32")
+
+
+def test_inside_autocast():
+    q, k, v = draw((2, 3), 5, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        answers = [attend(q, k, v) for attend in (torchs, ours)]
+    assert answers[0].dtype == answers[1].dtype == torch.bfloat16 and near(*answers, "bfloat16")
+
+
+def test_the_signature_is_torchs():
+    """By place: query, key, value, attn_mask, dropout_p, is_causal; the others by name."""
+    q, k, v = draw((2, 3), 5, 5)
+    assert near(ours(q, k, v, None, 0.0, True), torchs(q, k, v, None, 0.0, True), "float32")
+    named = dict(zip(("query", "key", "value"), (q, k, v), strict=True))
+    assert near(ours(**named, is_causal=True, scale=0.5), torchs(**named, is_causal=True, scale=0.5), "float32")
+
+
+Q, K, V = draw((2, 3), 5, 7)
+BOOLS = torch.ones(5, 7, dtype=torch.bool)
+REFUSED = {  # what torch refuses -> our words
+    "whole numbers": (
+        lambda f: f(Q, K, V, attn_mask=BOOLS.int()),
+        r"attn_mask is int32, but it takes bools \(True = attend\)",
+    ),
+    "one dimension of mask": (
+        lambda f: f(Q, K, V, attn_mask=BOOLS[0]),
+        r"attn_mask is \(7,\), which does not broadcast to \(2, 3, 5, 7\)",
+    ),
+    "no dimension of mask": (
+        lambda f: f(Q, K, V, attn_mask=BOOLS[0, 0]),
+        r"attn_mask is \(\), which does not broadcast",
+    ),
+    "turned mask": (lambda f: f(Q, K, V, attn_mask=BOOLS.T), r"attn_mask is \(7, 5\), which does not broadcast to"),
+    "too many dimensions": (
+        lambda f: f(Q, K, V, attn_mask=BOOLS[None, None, None]),
+        r"attn_mask is \(1, 1, 1, 5, 7\), which does not",
+    ),
+    "list as mask": (lambda f: f(Q, K, V, attn_mask=[[True]]), "attn_mask is list, but it takes an array or a tensor"),
+    "list as query": (lambda f: f([[1.0]], K, V), "query is list, but it takes an array or a tensor"),
+    "one dimension": (
+        lambda f: f(Q, K[0, 0, 0], V),
+        r"key is \(8,\), but it takes an array or a tensor of at least two",
+    ),
+    "other head size": (lambda f: f(Q, K[..., :4], V), "q and k differ in head size D"),
+    "other dtype": (lambda f: f(Q, K.double(), V), "q is float32 and k is float64"),
+    "whole numbers as query": (lambda f: f(Q.int(), K.int(), V.int()), "q is int32, but attention takes float16"),
+    "batches": (
+        lambda f: f(Q, K[[0, 0, 0]], V[[0, 0, 0]]),
+        r"the dimensions in front do not broadcast: query \(2, 3, 5, 8\), key \(3,",
+    ),
+    "heads": (lambda f: f(Q, K[:, :2], V[:, :2]), r"the heads do not broadcast: .*Fix: enable_gqa=True"),
+    "heads in no groups": (lambda f: f(Q, K[:, :2], V[:, :2], enable_gqa=True), "serves a whole number of query heads"),
+    "groups without heads": (
+        lambda f: f(Q[0, 0], K[0, 0], V[0, 0], enable_gqa=True),
+        "enable_gqa=True, but where are the heads",
+    ),
+    "dropout above 1": (lambda f: f(Q, K, V, dropout_p=1.5), "dropout is 1.5, but it is a probability"),
+    "dropout below 0": (lambda f: f(Q, K, V, dropout_p=-0.5), "dropout is -0.5, but it is a probability"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_torch_refuses_is_refused(case):
+    call, words = REFUSED[case]
+    with pytest.raises(CallError, match=words):
+        call(ours)
+    with pytest.raises((RuntimeError, TypeError, IndexError)):
+        call(torchs)
+
+
+def test_lengths_of_key_and_value_must_agree():
+    """torch's fused CPU kernel reads past the shorter one; here it is an error."""
+    with pytest.raises(CallError, match="k and v differ in length Nk"):
+        ours(Q, K, V[:, :, :5])
+
+
+def test_a_mask_and_is_causal_exclude_each_other():
+    """So says torch's documentation; its fused CPU kernel drops one of the two in silence."""
+    with pytest.raises(CallError, match="attn_mask and is_causal exclude each other, as in torch"):
+        ours(Q, K, V, attn_mask=BOOLS, is_causal=True)
