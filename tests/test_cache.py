@@ -216,6 +216,14 @@ def test_keys_of_every_rank(shape):
     assert keys.shape == (*shape[:-2], 3, 4)
 
 
+def test_nothing_can_be_appended():
+    cache, none, token = KVCache("window(3)"), np.ones((1, 0, 2)), np.ones((1, 1, 2))
+    assert cache.append(none, none)[2].shape == (0,)
+    cache.append(token, token)
+    assert cache.append(none, none)[2].tolist() == [0] and cache.append(none, none, [])[2].tolist() == [0]
+    assert cache.append(token, token)[2].tolist() == [0, 1]
+
+
 # crop and reorder
 
 

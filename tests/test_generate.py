@@ -13,7 +13,7 @@ from lowtri import generate
 from lowtri.decoding.models import asker
 from lowtri.decoding.pieces import Pieces
 from lowtri.errors import CallError
-from lowtri.nn import Decoder, DecoderConfig
+from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
 VOCABULARY = 61
 
@@ -207,7 +207,17 @@ def test_dropout_is_off_for_a_step_and_on_between_steps():
     assert seen == [[False] * 3] * 3
 
 
-def llama(**options):
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn"])
+def test_a_model_without_attention(cell):
+    torch.manual_seed(0)
+    model, rows = RecurrentLM(VOCABULARY, 16, cell=cell), prompts(7, 2, 11)
+    alone = [list(generate(model, row, 20, temperature=0.5)) for row in rows]
+    assert alone == [list(generate(model, row, 20, temperature=0.5, cached=False)) for row in rows]
+    batch = list(zip(*generate(model, rows, 20, temperature=0.5, seed=[0, 0, 0]), strict=True))
+    assert [list(row) for row in batch] == alone
+
+
+def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

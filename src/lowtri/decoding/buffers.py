@@ -69,6 +69,6 @@ def places(positions: Any) -> NDArray[np.int64]:
     if hasattr(positions, "detach"):
         positions = positions.detach().cpu().numpy()
     array = np.asarray(positions)
-    if array.dtype.kind not in "iu":
+    if array.size and array.dtype.kind not in "iu":
         raise CallError(f"positions are {array.dtype} {array.shape}, but places are whole numbers.")
     return array.astype(np.int64, copy=False)

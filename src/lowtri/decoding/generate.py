@@ -52,7 +52,8 @@ def generate(
         stop: tokens that end a row, ids or texts of one token each; they are not given out. Default: the end tokens that
             model or tokenizer name; ``()``: none.
         tokenizer: for texts; default ``model.tokenizer``. Of ``tokenizers`` or of transformers.
-        cached: False computes everything anew for each token: the same tokens, slowly.
+        cached: False computes everything anew for each token: the same tokens, slowly. (Only a model that peeks differs:
+            where old tokens may see newer ones, computing them anew changes them.)
 
     Returns:
         an iterator. For one prompt: ids, or pieces of text that never split a character. For a batch: a list with one entry

@@ -6,6 +6,7 @@ rotary          rotary position embedding
 positions       sinusoidal: the position encodings of the original Transformer
 config          DecoderConfig: the sizes of a decoder
 decoder         Decoder: a language model in Llama's shape
+recurrent       RecurrentLM: autoregressive without attention
 state           what a module asks of a cache
 checkpoint      a Decoder as a folder that transformers can load, and back
 """
@@ -14,6 +15,15 @@ from lowtri.nn.config import DecoderConfig
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.positions import sinusoidal
+from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.nn.self_attention import MaskedSelfAttention
 
-__all__ = ["Decoder", "DecoderConfig", "MaskedSelfAttention", "MultiHeadAttention", "sinusoidal"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "MaskedSelfAttention",
+    "MultiHeadAttention",
+    "RecurrentConfig",
+    "RecurrentLM",
+    "sinusoidal",
+]
