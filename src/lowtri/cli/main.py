@@ -52,6 +52,7 @@ VERBS = {
     "train": "Train a decoder on text files; the folder loads in transformers.",
     "generate": "Let a trained model continue a text.",
     "eval": "Loss on text files, all at once and step by step.",
+    "audit": "Does a model peek? Every leak, by position and module.",
 }
 
 
