@@ -307,6 +307,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: lowtri.explain(qkv()), MaskError, "who may see whom is always said"),
         (lambda: lowtri.explain((1, 2), mask="full"), CallError, "2 arrays came, but (q, k, v) are three"),
         (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
+        (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
         (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but one sequence is"),
         (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
         (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "head 1 asked, but there are 1"),

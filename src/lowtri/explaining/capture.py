@@ -23,13 +23,10 @@ class Inside:
 
     arrays: dict[str, Floats]  # embedding, position, encoding (N, d); W_q, W_k, W_v (H, d, D); q, k, v (H, N, D)
     mask: Mask | str | None = None  # the module's own
-    scale: float | None = None  # None: 1 / sqrt(D)
-    softcap: float | None = None
     head: int | None = None  # the head to show when nobody chose; None: all
     tokens: list[str] | None = None
     output: Floats | None = None  # (H, N, Dv), what the module itself got, to compare with
     said: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
-    note: str = ""
 
 
 def three_arrays(given: Any) -> Inside:
@@ -40,8 +37,10 @@ def three_arrays(given: Any) -> Inside:
         )
     q, k, v = (_heads_in_front(name, x) for name, x in zip("qkv", given, strict=True))
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % max(len(k), 1):
+    if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % len(k):
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
+    if q.shape[1] > k.shape[1]:
+        raise CallError(f"explain: {q.shape[1]} queries and {k.shape[1]} keys: the queries are the last of the tokens.")
     said = {
         "q": ("", "What each token asks for."),
         "k": ("", "What each token answers to."),

@@ -36,8 +36,7 @@ _SAID = {
     "k": ("encoding W_k^T", "What each token answers to."),
     "v": ("encoding W_v^T", "What each token hands on when it is looked at."),
     "scores": ("q k^T", "How well each question (row) meets each answer (column)."),
-    "scaled": ("scores {scale}", "Scaled so that a wider head does not make larger scores."),
-    "capped": ("softcap x tanh(scaled / softcap)", "No score can grow beyond the cap."),
+    "scaled": ("scores / sqrt({size})", "Scaled so that a wider head does not make larger scores."),
     "mask": ("", "Who may see whom: a row for each token that looks, a column for each token looked at."),
     "masked": ("scaled where visible, else {hidden}", "What the mask hides can no longer win any weight."),
     "weights": (
@@ -47,7 +46,7 @@ _SAID = {
     "output": ("weights v", "What each token takes away: the values it looked at, in these proportions."),
     "joined": ("heads side by side", "The heads' outputs, one after the other in each row."),
 }
-_PAIRS = ("scores", "scaled", "capped", "mask", "masked", "weights")
+_PAIRS = ("scores", "scaled", "mask", "masked", "weights")
 
 
 @dataclass(frozen=True)
@@ -177,30 +176,25 @@ def explain(
         visible = visible[head : head + 1]
 
     q, k, v = values["q"], values["k"], values["v"]  # (H, Nq, D), (H, Nk, D), (H, Nk, Dv)
-    scale = q.shape[-1] ** -0.5 if inside.scale is None else inside.scale
-    found = attend(q[None], k[None], v[None], visible[None], scale=scale, softcap=inside.softcap)
-    without = attend(q[None], k[None], v[None], np.ones_like(visible)[None], scale=scale, softcap=inside.softcap)
-    values |= {"scores": found.scores[0], "scaled": found.scaled[0]}
-    if inside.softcap is not None:
-        values["capped"] = found.capped[0]
-    values |= {"mask": visible, "masked": np.where(visible, found.capped[0], hidden), "weights": found.weights[0]}
-    values["output"] = found.output[0]  # (H, Nq, Dv)
+    found, without = (
+        attend(q[None], k[None], v[None], seen[None], scale=q.shape[-1] ** -0.5) for seen in (visible, visible | True)
+    )
+    masked = np.where(visible, found.scaled[0], hidden)
+    values |= {"scores": found.scores[0], "scaled": found.scaled[0], "mask": visible, "masked": masked}
+    values |= {"weights": found.weights[0], "output": found.output[0]}  # (H, Nq, Nk), (H, Nq, Dv)
     if len(q) > 1:
         values["joined"] = np.concatenate(list(found.output[0]), axis=-1)  # (Nq, H Dv)
-    unmasked = {"masked": found.capped[0], "weights": without.weights[0], "output": without.output[0]}
+    unmasked = {"masked": found.scaled[0], "weights": without.weights[0], "output": without.output[0]}
 
     labels = _labels(inside.tokens if tokens is None else tokens, nk)
-    places = np.arange(nk)[:, None]  # (Nk, 1)
-    root = f"/ sqrt({q.shape[-1]})" if inside.scale is None else f"x {scale:g}"
-    words = {"hidden": number(hidden), "scale": root, "sum": "embedding + position" if "position" in values else ""}
-    steps = [
-        _step(name, value, labels, {**_SAID, **inside.said}[name], words, unmasked.get(name))
-        for name, value in {"tokens": places, **values}.items()
-    ]
-    note = inside.note
+    values = {"tokens": np.arange(nk)[:, None], **values}
+    words = {"hidden": number(hidden), "size": q.shape[-1], "sum": "embedding + position" * ("position" in values)}
+    said = {name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_SAID, **inside.said}.items()}
+    steps = [_step(name, value, labels, said[name], unmasked.get(name)) for name, value in values.items()]
+    note = ""
     if inside.output is not None:
         own = inside.output if head is None else inside.output[head : head + 1]  # (H, Nq, Dv)
-        note += f"Computed anew in float64; the model's own output differs by {abs(own - values['output']).max():.0e}."
+        note = f"Computed anew in float64; the model's own output differs by {abs(own - values['output']).max():.0e}."
     return Explanation(labels, repr(allowed), _alone(visible), tuple(steps), note)
 
 
@@ -228,15 +222,12 @@ def _step(
     value: NDArray[Any],
     labels: tuple[str, ...],
     said: tuple[str, str],
-    words: dict[str, str],
     unmasked: NDArray[Any] | None,
 ) -> Step:
-    formula, sentence = said
     by_number = name.startswith("W_")  # a map's rows are numbers of the encoding, every other row is a token
     rows = _numbered(value.shape[-2]) if by_number else labels[len(labels) - value.shape[-2] :]
     columns = labels if name in _PAIRS else ("place",) if name == "tokens" else _numbered(value.shape[-1])
-    beside = None if unmasked is None else _alone(unmasked)
-    return Step(name, formula.format(**words), sentence, _alone(value), rows, columns, beside)
+    return Step(name, *said, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
 
 
 def _alone(value: NDArray[Any]) -> NDArray[Any]:
