@@ -47,26 +47,36 @@ def why_not(call: Call) -> str | None:
 
 
 def run(call: Call) -> Result:
-    """Run the kernels; half types are computed in float32 and rounded once."""
+    """Run the kernels. bf16 has one of its own where the CPU multiplies it; other half types are computed in float32."""
     if call.needs_grad:
         output, lse = _function().apply(call, call.q, call.k, call.v, call.bias, call.sinks)
         return Result(output, None, lse)
-    q, k, v, bias, sinks = (_float32(x) for x in (call.q, call.k, call.v, call.bias, call.sinks))
+    bias, sinks = _float32(call.bias), _float32(call.sinks)
+    q, k, v = call.q, call.k, call.v
+    if not _in_pairs(q, k, v):
+        q, k, v = _float32(q), _float32(k), _float32(v)
     output, lse = _forward(call, q, k, v, bias, sinks, call.return_lse)
     return Result(_as(output, call.q), None, lse)
 
 
 def _forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
-    """Output (B, Hq, Nq, Dv) and log-sum-exp (B, Hq, Nq), float32."""
+    """Output (B, Hq, Nq, Dv) in the dtype of q, float32 or bf16, and log-sum-exp (B, Hq, Nq), float32."""
     from lowtri.kernels import forward as kernel
 
     rows, heads, nq, d = q.shape
-    output, lse = _empty(q, (rows, heads, nq, v.shape[3])), _empty(q, (rows, heads, nq))
+    output, lse = _empty(q, (rows, heads, nq, v.shape[3])), _empty_float32(q, (rows, heads, nq))
     found = _plan(call, kernel.KEYS)
     fields = _common_fields(call, found, q, k, v, bias)
     fields |= {"tasks": rows * heads * found.rows, **_strided("o", output)}
     fields |= {"lse": _address(lse) if want_lse else 0, "sinks": 0 if sinks is None else _address(sinks)}
-    _launch(kernel.forward, kernel.FIELDS, fields, kernel.room(d, v.shape[3]), _threads(call))
+    half = "bfloat16" in str(q.dtype)
+    _launch(
+        kernel.forward_half if half else kernel.forward,
+        kernel.FIELDS,
+        fields,
+        kernel.room(d, v.shape[3]),
+        _threads(call),
+    )
     return output, lse
 
 
@@ -196,6 +206,17 @@ def _threads(call: Call) -> int:
     return torch.get_num_threads()
 
 
+def _in_pairs(q: Any, k: Any, v: Any) -> bool:
+    """Whether bf16 can be read in pairs: the CPU has the instruction, rows are packed, sizes whole vectors."""
+    if "bfloat16" not in str(q.dtype):
+        return False
+    from lowtri.kernels.target import BF16
+
+    sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
+    steps = all(x.stride(3) == 1 and all(step % 2 == 0 for step in x.stride()[:3]) for x in (q, k, v))
+    return BF16 and sizes and steps
+
+
 def _float32(x: Any) -> Any:
     if x is None:
         return None
@@ -208,6 +229,14 @@ def _as(x: Any, like: Any) -> Any:
 
 def _empty(like: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, np.float32) if isinstance(like, np.ndarray) else like.new_empty(shape)
+
+
+def _empty_float32(like: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, np.float32)
+    import torch
+
+    return torch.empty(shape, dtype=torch.float32)
 
 
 def _address(x: Any) -> int:

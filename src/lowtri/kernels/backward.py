@@ -263,7 +263,7 @@ def backward_tile(t, here, part, b, h, r):
             product_add(moves, QUERIES, 1, some_q, to_dk, keys, n, d_row)
             k_n, k_d = t[K_N], t[K_D]
             if words and not keys_finite(from_k, k_n, k_d, keys, d):
-                mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_q)
+                mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_q, None)
                 from_k, k_d, k_n = clean_q, 1, d
             product_add(from_k, k_d, k_n, moves, dq, d, keys, QUERIES)
     times(dq, QUERIES * d, scale)

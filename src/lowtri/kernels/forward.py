@@ -27,13 +27,16 @@ from lowtri.kernels.passes import (
     all_finite,
     cap,
     fill,
+    halves_out,
     mix_broken,
+    pair_values,
+    pair_weights,
     seen_range,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import product, product_add
+from lowtri.kernels.product import product, product_add, product_pairs, product_pairs_add
 from lowtri.kernels.simd import (
     above_or,
     bits_float,
@@ -50,7 +53,7 @@ from lowtri.kernels.simd import (
 )
 from lowtri.kernels.softmax import hide, softmax_tile
 
-__all__ = ["FIELDS", "KEYS", "forward", "room"]
+__all__ = ["FIELDS", "KEYS", "forward", "forward_half", "room"]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in the first cache, and 96 is a multiple of the register tile's 6 rows
 
@@ -77,23 +80,33 @@ FULL = 2
 
 def room(d: int, dv: int) -> int:
     """Bytes that one thread works in: queries, scores, output, shift, sum, and a clean copy of one tile's values."""
-    return ROW * (d + KEYS + dv + 2) + 4 * KEYS * dv
+    return ROW * (d + KEYS + dv + 2 + KEYS // 2 + dv) + 4 * (KEYS + 1) * dv
 
 
 @njit
-def attend_tile(t, here, b, h, r, careful):
-    """One tile of queries of one head: its output (Dv, 64) before the division, shift m and sum l, in the thread's room."""
+def attend_tile(t, here, b, h, r, careful, half):
+    """One tile of queries of one head: its output (Dv, 64) before the division, shift m and sum l, in the thread's room.
+
+    ``half`` is None for float32 and 1 for bf16, and known when the kernel is compiled. bf16 is read in pairs: two neighbours of a
+    head for the scores, two neighbouring keys for the output.
+    """
     d, dv, nk, kv = t[D], t[DV], t[NK], h // t[GROUP]
     queries = here
     scores = queries + ROW * d
     output = scores + ROW * KEYS
     m = output + ROW * dv
     l = m + ROW
-    clean = l + ROW
+    pairs = l + ROW
+    clean = pairs + ROW * (KEYS // 2)
+    zeros = clean + 4 * KEYS * dv
     n = min(QUERIES, t[NQ] - r * QUERIES)
-    softcap = np.float32(bits_float(t[SOFTCAP]))
-    turn_in(t[Q] + 4 * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N]), t[Q_N], t[Q_D], n, d, queries)
-    times(queries, QUERIES * d, np.float32(bits_float(t[SCALE])) * LOG2E)
+    scale, softcap = np.float32(bits_float(t[SCALE])) * LOG2E, np.float32(bits_float(t[SOFTCAP]))
+    from_q = b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N]
+    if half is None:
+        turn_in(t[Q] + 4 * from_q, t[Q_N], t[Q_D], n, d, queries)
+    else:
+        turn_in(t[Q] + 2 * from_q, t[Q_N] // 2, 1, n, d // 2, queries)
+        fill(zeros, dv, np.float32(0.0))
     # A sink is a key that has been seen before the first one, with no value.
     start_m, start_l = np.float32(-np.inf), np.float32(0.0)
     if t[SINKS]:
@@ -114,9 +127,16 @@ def attend_tile(t, here, b, h, r, careful):
                 begin, end = seen_range(words, end)
                 words += 8 * begin
             keys, key0 = end - begin, tile * KEYS + begin
-            from_k = t[K] + 4 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
-            from_v = t[V] + 4 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-            product(from_k, t[K_N], t[K_D], queries, scores, keys, d)
+            from_k = b * t[K_B] + kv * t[K_H] + key0 * t[K_N]
+            from_v = b * t[V_B] + kv * t[V_H] + key0 * t[V_N]
+            if half is None:
+                product(t[K] + 4 * from_k, t[K_N], t[K_D], queries, scores, keys, d)
+            else:
+                product_pairs(t[K] + 2 * from_k, t[K_N] // 2, 1, queries, scores, keys, d // 2)
+            unit = scale
+            if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
+                times(scores, QUERIES * keys, scale)
+                unit = np.float32(1.0)
             if softcap > 0:
                 cap(scores, keys, softcap)
             if t[BIAS]:
@@ -124,22 +144,30 @@ def attend_tile(t, here, b, h, r, careful):
                 add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
             if kind != FULL:
                 hide(scores, words, keys)
-            softmax_tile(scores, keys, m, l, output, dv)
-            v_d, v_n = t[V_D], t[V_N]
-            if careful:
-                mix_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean)
-                from_v, v_d, v_n = clean, 1, dv
-            product_add(from_v, v_d, v_n, scores, output, dv, keys, QUERIES)
+            softmax_tile(scores, unit, keys, m, l, output, dv)
+            if half is None:
+                at, v_n, v_d = t[V] + 4 * from_v, t[V_N], t[V_D]
+                if careful:
+                    mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
+                    at, v_n, v_d = clean, dv, 1
+                product_add(at, v_d, v_n, scores, output, dv, keys, QUERIES)
+            elif careful:
+                mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
+                product_add(clean, 1, dv, scores, output, dv, keys, QUERIES)
+            else:
+                pair_weights(scores, keys, pairs)
+                pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
+                product_pairs_add(clean, 1, dv, pairs, output, dv, (keys + 1) // 2)
     return output, m, l, n
 
 
 @njit
-def forward_tile(t, here, b, h, r):
+def forward_tile(t, here, b, h, r, half):
     """One tile of queries, from the plan's row to the output and log-sum-exp in memory."""
     dv = t[DV]
     careful = False
     while True:
-        output, m, l, n = attend_tile(t, here, b, h, r, careful)
+        output, m, l, n = attend_tile(t, here, b, h, r, careful, half)
         if careful or all_finite(output, QUERIES * dv):
             break
         careful = (
@@ -152,7 +180,13 @@ def forward_tile(t, here, b, h, r):
         for d in range(dv):
             place = output + ROW * d + lane
             store(place, above_or(total, zero, mul(load(place), share), total))
-    turn_out(output, n, dv, t[O] + 4 * (b * t[O_B] + h * t[O_H] + r * QUERIES * t[O_N]), t[O_N])
+    to = b * t[O_B] + h * t[O_H] + r * QUERIES * t[O_N]
+    if half is None:
+        turn_out(output, n, dv, t[O] + 4 * to, t[O_N])
+    else:
+        rows = output + ROW * (dv + 2 + KEYS // 2) + 4 * (KEYS + 1) * dv
+        turn_out(output, n, dv, rows, dv)
+        halves_out(rows, n, dv, t[O] + 2 * to, t[O_N])
     if t[LSE]:
         to = t[LSE] + 4 * ((b * t[HEADS] + h) * t[NQ] + r * QUERIES)
         for i in range(n):
@@ -163,13 +197,23 @@ def forward_tile(t, here, b, h, r):
             write(to + 4 * i, lse)
 
 
-def forward(descriptor):
+@njit
+def take_tasks(t, half):
     """Take tasks until none is left. Rows from the last up: under a causal mask they are the heaviest."""
-    t = carray(descriptor, (len(FIELDS),))
     here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
     while True:
         task = fetch_add(t[SELF] + 8 * NEXT_TASK, 1)
         if task >= t[TASKS]:
             return
         head, r = task // t[PLAN_ROWS], t[PLAN_ROWS] - 1 - task % t[PLAN_ROWS]
-        forward_tile(t, here, head // t[HEADS], head % t[HEADS], r)
+        forward_tile(t, here, head // t[HEADS], head % t[HEADS], r, half)
+
+
+def forward(descriptor):
+    """The kernel for float32."""
+    take_tasks(carray(descriptor, (len(FIELDS),)), None)
+
+
+def forward_half(descriptor):
+    """The kernel for bf16, where the CPU multiplies pairs of them."""
+    take_tasks(carray(descriptor, (len(FIELDS),)), 1)

@@ -16,10 +16,14 @@ from lowtri.kernels.simd import (
     load,
     mul,
     only,
+    pair,
+    pair_up,
     read,
+    read_half,
     read_word,
     splat,
     store,
+    store_halves,
     transpose,
     where_finite,
     write,
@@ -35,11 +39,15 @@ __all__ = [
     "all_finite",
     "cap",
     "fill",
+    "halves_out",
     "mix_broken",
+    "pair_values",
+    "pair_weights",
     "seen_range",
     "times",
+    "turn_in",
+    "turn_out",
 ]
-__all__ += ["turn_in", "turn_out"]
 
 QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of bits
 ROW = 4 * QUERIES  # bytes in a row
@@ -133,25 +141,62 @@ def seen_range(words, keys):
 
 
 @njit
-def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean):
+def number(address, half):
+    """A float32, or (where ``half`` is not None) a bf16."""
+    if half is None:
+        return read(address)
+    return read_half(address)
+
+
+@njit
+def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean, half):
     """Output += weights x values for those rows of values that are not finite: they reach the queries that see them only.
 
     The other rows are left to the product: ``clean`` becomes a copy (keys, dv) with 0 in the broken rows.
     """
+    size = 4 if half is None else 2
     for j in range(keys):
         finite = True
         for d in range(dv):
-            x = read(values + 4 * (j * v_n + d * v_d))
+            x = number(values + size * (j * v_n + d * v_d), half)
             finite = finite and np.isfinite(x)
         for d in range(dv):
-            x = read(values + 4 * (j * v_n + d * v_d))
+            x = number(values + size * (j * v_n + d * v_d), half)
             write(clean + 4 * (j * dv + d), x if finite else np.float32(0.0))
         if not finite:
             word = read_word(words + 8 * j) if words else ALL
             for d in range(dv):
-                x = splat(read(values + 4 * (j * v_n + d * v_d)))
+                x = splat(number(values + size * (j * v_n + d * v_d), half))
                 for lane in range(0, QUERIES, 16):
                     place = output + ROW * d + 4 * lane
                     so_far = load(place)
                     more = add(so_far, mul(load(weights + ROW * j + 4 * lane), x))
                     store(place, only(word, np.uint64(lane), more, so_far))
+
+
+@njit
+def pair_weights(weights, keys, pairs):
+    """Weights (keys, 64) as pairs of bf16 (keys / 2, 64): neighbouring keys side by side, an odd last one beside 0."""
+    zero = splat(np.float32(0.0))
+    for j in range(0, keys, 2):
+        for lane in range(0, ROW, 64):
+            place = weights + ROW * j + lane
+            store(pairs + ROW * (j // 2) + lane, pair(load(place), load(place + ROW) if j + 1 < keys else zero))
+
+
+@njit
+def pair_values(values, v_n, keys, dv, zeros, pairs):
+    """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0."""
+    for j in range(0, keys, 2):
+        low = values + 2 * j * v_n
+        high = low + 2 * v_n if j + 1 < keys else zeros
+        for d in range(0, dv, 16):
+            store(pairs + 4 * (j // 2 * dv + d), pair_up(low + 2 * d, high + 2 * d))
+
+
+@njit
+def halves_out(source, n, size, target, row_step):
+    """n rows of ``size`` floats to rows of bf16, ``row_step`` numbers apart."""
+    for i in range(n):
+        for d in range(0, size, 16):
+            store_halves(target + 2 * (i * row_step + d), load(source + 4 * (i * size + d)))

@@ -14,16 +14,16 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused
+from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused, fused_pairs
 from lowtri.kernels.target import LANES, ROWS, VECTORS
 
-__all__ = ["product", "product_add"]
+__all__ = ["product", "product_add", "product_pairs", "product_pairs_add"]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
 
 
-def _panel(builder: Any, args: Any, vectors: int, accumulate: bool) -> None:
+def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: Any = fused) -> None:
     """One register tile, ROWS x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
     floats = F32.as_pointer()
@@ -49,7 +49,7 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool) -> None:
         for r in range(ROWS):
             one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4))
             for j in range(vectors):
-                builder.store(fused(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
+                builder.store(multiply(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
     for r in range(ROWS):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
@@ -85,6 +85,24 @@ def _narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last
     return _SIGNATURE, emit
 
 
+@intrinsic
+def _pairs_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    def emit(context, builder, signature, args):
+        _panel(builder, args, VECTORS, accumulate=False, multiply=fused_pairs)
+        return context.get_dummy_value()
+
+    return _SIGNATURE, emit
+
+
+@intrinsic
+def _pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    def emit(context, builder, signature, args):
+        _panel(builder, args, VECTORS, accumulate=True, multiply=fused_pairs)
+        return context.get_dummy_value()
+
+    return _SIGNATURE, emit
+
+
 @njit
 def product(a, row_step, depth_step, b, c, rows, depth):
     """C = A B for 64 columns.  A (rows, depth), B (depth, 64), C (rows, 64).
@@ -112,3 +130,23 @@ def product_add(a, row_step, depth_step, b, c, rows, depth, columns):
             at = c + 4 * (r * columns + j)
             _narrow_add(from_a, row_step, depth_step, b + 4 * j, columns, at, columns, depth, last)
             j += LANES
+
+
+@njit
+def product_pairs(a, row_step, depth_step, b, c, rows, depth):
+    """C = A B for 64 columns, where each number of A and B is a pair of bf16: steps and depth count pairs."""
+    for j in range(0, COLUMNS, WIDTH):
+        for r in range(0, rows, ROWS):
+            last = min(ROWS, rows - r) - 1
+            at = c + 4 * (r * COLUMNS + j)
+            _pairs_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
+
+
+@njit
+def product_pairs_add(a, row_step, depth_step, b, c, rows, depth):
+    """C += A B, as :func:`product_pairs`."""
+    for j in range(0, COLUMNS, WIDTH):
+        for r in range(0, rows, ROWS):
+            last = min(ROWS, rows - r) - 1
+            at = c + 4 * (r * COLUMNS + j)
+            _pairs_add(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)

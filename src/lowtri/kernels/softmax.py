@@ -1,8 +1,8 @@
 """One tile of online softmax, with queries in lanes.
 
-A tile of scores is (keys, 64): a row for each key, a lane for each query, in units of log 2 so that exp is 2 ** x. Per query there
-is a running shift ``m`` and a running sum ``l`` of 2 ** (score - m). Maximum, sum and rescaling go lane by lane; nothing is added
-up across lanes.
+A tile of scores is (keys, 64): a row for each key, a lane for each query. One factor, ``unit``, brings scores to units of log 2,
+so that exp is 2 ** x. Per query there is a running shift ``m`` and a running sum ``l`` of 2 ** (unit * score - m). Maximum, sum
+and rescaling go lane by lane; nothing is added up across lanes.
 
 Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's description (2025), here with a limit of 2 ** 8.
 """
@@ -18,6 +18,7 @@ from lowtri.kernels.simd import (
     add,
     any_above,
     exp2,
+    fma,
     load,
     maximum,
     mul,
@@ -49,13 +50,14 @@ def hide(scores, words, keys):
 
 
 @njit
-def softmax_tile(scores, keys, m, l, output, size):
-    """Scores become weights 2 ** (score - m); m, l and the output so far (size, 64) are brought to the new shift.
+def softmax_tile(scores, unit, keys, m, l, output, size):
+    """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are brought to the new shift.
 
     Args:
-        scores: address of (keys, 64).  m, l: addresses of 64 floats.  output: address of (size, 64).
+        scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.  m, l: addresses of 64 floats.
+        output: address of (size, 64).
     """
-    zero = splat(np.float32(0.0))
+    zero, unit = splat(np.float32(0.0)), splat(unit)
     for lane in range(0, ROW, _VECTOR):
         # Four chains of maxima at once: each waits for itself only.
         a = splat(_HIDDEN)
@@ -69,7 +71,7 @@ def softmax_tile(scores, keys, m, l, output, size):
         while j < keys:
             a = maximum(load(scores + ROW * j + lane), a)
             j += 1
-        greatest = maximum(maximum(a, b), maximum(c, d))
+        greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
         old = load(m + lane)
         if any_above(greatest, add(old, splat(_RISE))):
             new = maximum(greatest, old)
@@ -81,13 +83,13 @@ def softmax_tile(scores, keys, m, l, output, size):
                 store(place, mul(load(place), factor))
             old = new
         # A query that has seen nothing yet has no shift: 0 serves, and 2 ** -inf is 0.
-        shift = above_or(old, splat(_HIDDEN), old, zero)
+        shift = sub(zero, above_or(old, splat(_HIDDEN), old, zero))
         a, b, c, d = zero, zero, zero, zero
         j = 0
         while j + 4 <= keys:
             row = scores + ROW * j + lane
-            e, f = exp2(sub(load(row), shift)), exp2(sub(load(row + ROW), shift))
-            g, h = exp2(sub(load(row + 2 * ROW), shift)), exp2(sub(load(row + 3 * ROW), shift))
+            e, f = exp2(fma(load(row), unit, shift)), exp2(fma(load(row + ROW), unit, shift))
+            g, h = exp2(fma(load(row + 2 * ROW), unit, shift)), exp2(fma(load(row + 3 * ROW), unit, shift))
             store(row, e)
             store(row + ROW, f)
             store(row + 2 * ROW, g)
@@ -96,7 +98,7 @@ def softmax_tile(scores, keys, m, l, output, size):
             j += 4
         while j < keys:
             row = scores + ROW * j + lane
-            e = exp2(sub(load(row), shift))
+            e = exp2(fma(load(row), unit, shift))
             store(row, e)
             a = add(a, e)
             j += 1
