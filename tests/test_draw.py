@@ -261,6 +261,14 @@ def test_the_verb_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines() == cleandoc(expected).splitlines()
 
 
+def test_the_verb_says_how_large_a_cell_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal & window(1024)", "--n", "100000"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "a cell of the picture is 1,563 x 1,563 pairs: █ all visible, ▒ some, · none",
+        "101,876,224 of 10,000,000,000 pairs visible (1.0%); causal",
+    ]
+
+
 def test_the_verb_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal", "--beside", "full", "--tokens", "The black cat <end>", "--ticks"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -46,6 +46,7 @@ def command(
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask
+    from lowtri.masks.panels import cell_size
 
     labels = None if tokens is None else tokens.split()
     if labels == []:
@@ -67,6 +68,9 @@ def command(
     if beside is None:
         print(repr(masks[0]))
     print(drawn, end="\n\n")
+    size = cell_size(nq, n)
+    if size > 1:
+        print(f"a cell of the picture is {size:,} x {size:,} pairs: █ all visible, ▒ some, · none")
     for one in facts:
         name = f"{one['mask']}: " if beside is not None else ""
         print(f"{name}{_count(one)}; {'causal' if one['causal'] else 'not causal: somebody sees a later position'}")

@@ -18,7 +18,18 @@ from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask, Tile, default_positions
 from lowtri.masks.text import as_mask
 
-__all__ = ["MOST_CELLS", "MOST_PANELS", "Panel", "Part", "Picture", "Tokens", "compose", "display_width", "shortened"]
+__all__ = [
+    "MOST_CELLS",
+    "MOST_PANELS",
+    "Panel",
+    "Part",
+    "Picture",
+    "Tokens",
+    "cell_size",
+    "compose",
+    "display_width",
+    "shortened",
+]
 
 MOST_CELLS = 64  # rows, and columns, of one picture
 MOST_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
@@ -97,7 +108,7 @@ def compose(
             )
         )
     left_out = len(places) - len(panels)
-    return Picture(tuple(panels), left_out, _step(nq, nk), queries, keys)
+    return Picture(tuple(panels), left_out, cell_size(nq, nk), queries, keys)
 
 
 def display_width(text: str) -> int:
@@ -126,14 +137,14 @@ def shortened(text: str, longest: int = _LONGEST_LABEL) -> str:
     return text + "…"
 
 
-def _step(nq: int, nk: int) -> int:
+def cell_size(nq: int, nk: int) -> int:
     """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
     return -(-max(nq, nk) // MOST_CELLS)
 
 
 def _cells(mask: Mask, nq: int, nk: int) -> NDArray[np.int8]:
     """(rows, columns) of 0 hidden, 1 partly, 2 visible: the numbers of the three answers."""
-    step = _step(nq, nk)
+    step = cell_size(nq, nk)
     if step == 1:  # a pair is looked at, since the tile question may say PARTIAL of it
         return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
     q, k = default_positions(mask, nq, nk)
@@ -187,7 +198,7 @@ def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
 def _at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
     """The weights of one batch row and head; a leading size of 1 serves for all."""
     for index in (b, h)[: weights.ndim - 2]:
-        if weights.shape[0] not in (1,) and index >= weights.shape[0]:
+        if index >= weights.shape[0] > 1:
             raise MaskError(f"draw: weights have no batch row or head {index}: their shape ends at {weights.shape[0]}.")
         weights = weights[0 if weights.shape[0] == 1 else index]
     return weights
