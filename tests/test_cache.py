@@ -224,6 +224,18 @@ def test_nothing_can_be_appended():
     assert cache.append(token, token)[2].tolist() == [0, 1]
 
 
+def test_positions_handed_out_before_a_crop_are_checked_again():
+    cache, token = KVCache("causal"), np.ones((1, 2, 2))
+    cache.append(token, token)
+    told = cache.next_positions(2)
+    cache.append(token, token, told)
+    with pytest.raises(CallError, match=r"positions \[2, 3\] go back"):
+        cache.append(token, token, told)
+    told = cache.next_positions(2)
+    cache.crop(3)
+    assert cache.append(token, token, told)[2].tolist() == [0, 1, 2, 4, 5]
+
+
 # crop and reorder
 
 

@@ -66,6 +66,7 @@ class KVCache:
         self._layers: dict[int, _Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
         self._given: Any = None  # the positions it came with
+        self._told: Any = None  # the positions that were handed out for the next append, which need no check
 
     @property
     def capacity(self) -> int:
@@ -97,7 +98,9 @@ class KVCache:
         book, entry = self._book, self._layers.get(layer)
         follows = (entry.step if entry else 0) < book.step  # another layer has settled it already
         found: NDArray[np.int64] = book.newest if follows else book.next[:, None] + np.arange(n)
-        return found[0] if len(found) == 1 else found
+        told = found[0] if len(found) == 1 else found
+        self._told = None if follows else told
+        return told
 
     def __repr__(self) -> str:
         return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
@@ -136,8 +139,9 @@ class KVCache:
             if self._arrived < len(self._layers):
                 late = min(name for name, other in self._layers.items() if other.step < book.step)
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
-            book.open(n, k.shape[0] if k.ndim == 4 else 1, None if positions is None else places(positions))
-            self._arrived, self._given = 0, positions
+            known = positions is None or (positions is self._told and positions.shape[-1] == n)
+            book.open(n, k.shape[0] if k.ndim == 4 else 1, None if known else places(positions))
+            self._arrived, self._given, self._told = 0, positions, None
         elif n != book.newest.shape[1] or not (
             positions is None or positions is self._given or _same(places(positions), book.newest)
         ):
@@ -223,6 +227,7 @@ class KVCache:
         return _Layer(empty(k, capacity), empty(v, capacity))
 
     def _together(self, what: str) -> None:
+        self._told = None
         if self._layers and self._arrived < len(self._layers):
             raise CallError(f"{what}: some layers have not seen the newest tokens yet; finish the append first.")
 
