@@ -57,7 +57,8 @@ def test_train_puts_the_result_on_stdout_and_the_rest_on_stderr(text: Path, tmp_
     lines = err.splitlines()
     assert lines[0] == "learning 300 tokens from 1 documents"
     assert "mask causal" in lines[1] and "parameters" in lines[1]
-    assert lines[2].startswith("step      3  loss ") and "tokens/s" in lines[2]
+    assert [line[:18] for line in lines[2:]] == ["step      1  loss ", "step      2  loss ", "step      3  loss "]
+    assert "held out" in lines[2] and "tokens/s" in lines[2]
 
 
 def test_train_learns_and_says_so_in_two_lines(folder: Path, capsys: Any) -> None:
@@ -72,6 +73,11 @@ def test_resume_takes_what_is_unsaid_from_the_folder_and_compares_what_is_said(f
     says(capsys, "train", "--out", folder, "--resume", "--steps", 60, "--hidden", 32)
     _, err = says(capsys, "train", "--out", folder, "--resume", "--steps", 61, "--mask", "full", code=2)
     assert "holds another run: mask causal there, full here, steps 60 there, 61 here.\nFix: another folder" in err
+
+
+def test_resuming_what_was_never_begun_begins(text: Path, tmp_path: Path, capsys: Any) -> None:
+    _, err = says(capsys, "train", text, "--out", tmp_path / "new", *SIZES, "--steps", 1, "--resume")
+    assert err.startswith(f"nothing was begun in {tmp_path / 'new'}: starting\n")
 
 
 def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> None:

@@ -59,16 +59,22 @@ def command(
         "mask": repr(as_mask(mask, "--mask")),
         **{"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads},
     }
+    if out.exists() and not out.is_dir():
+        raise DataError(f"--out: {out} is a file. Fix: a folder")
     begun = read_plan(out) if resume else None
     if begun is not None:
         # What the command line leaves unsaid is as it was. What it says must be as it was too: run() compares.
         unsaid = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT"}
+        if not files:
+            unsaid.add("files")  # an empty list counts as said in older versions of click
         how.update({name: getattr(begun.recipe, name) for name in unsaid & how.keys()})
         what.update({name: getattr(begun, name) for name in unsaid & what.keys()})
-    if out.exists() and not out.is_dir():
-        raise DataError(f"--out: {out} is a file. Fix: a folder")
-    if not resume and out.exists() and any(out.iterdir()):
+    elif resume:
+        note(f"nothing was begun in {out}: starting")
+    elif out.exists() and any(out.iterdir()):
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
+    # Ten points at least on the curve, and no more than 100 steps without one.
+    how["validate_every"] = max(1, min(100, int(how["steps"]) // 10))
     plan = Plan(**what, recipe=Recipe(**how))  # type: ignore[arg-type]
     use_threads(threads)
     _check_device(device)
