@@ -79,6 +79,8 @@ def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
         found = next((key for key in _CACHES if getattr(answer, key, None) is not None), None)
         if found is None:
             raise LookupError("the model returned no cache")
+        if found != "past_key_values" and "attention_mask" in options and done:
+            raise LookupError("how this state is decoded beside a padding mask is not known")
         cache = {found: getattr(answer, found)}
         rows.append(subject.rows(answer, part))
         done += size

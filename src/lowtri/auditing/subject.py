@@ -218,7 +218,9 @@ def _seeded(seed: int) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     if torch is not None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` walks the stack for devices that may come later
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:

@@ -31,6 +31,11 @@ def padding(context: Context) -> Finding:
     if context.allowed.shape[0] > 1 or not context.allowed[0].diagonal().all():
         return Finding("padding", "skipped", "the declared mask speaks of pads of its own")
     placed = name == "positions" or any(context.subject.accepts(key) for key in ("position_ids", "positions"))
+    try:
+        # Alone, but told its positions in the same words: some models count them from another number by themselves.
+        whole = context.subject(pad(context, name, 0, 0, 300))
+    except Exception:
+        whole = context.base
     leaks: list[Leak] = []
     status, greatest, tried = "clean", 0.0, []
     warned = ""
@@ -47,7 +52,7 @@ def padding(context: Context) -> Finding:
         tried.append([left, right])
         side = "left" if left else "right"
         by_content = _compare(answers[0], answers[1])
-        by_amount = _compare(context.base, answers[0])
+        by_amount = _compare(whole, answers[0])
         scale = magnitude(context.base, *answers)
         kind = context.noise.weigh(float(by_content.max()), scale)
         if kind == "clean":

@@ -1,0 +1,377 @@
+"""Each probe against a fault that it alone is for, and against the right model beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtri
+
+
+def vectors(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def ids(*shape: int, size: int = 50) -> torch.Tensor:
+    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def status(model: Any, example: Any, probe: str, **arguments: Any) -> str:
+    return lowtri.audit(model, example, probes=[probe], **arguments).finding(probe).status
+
+
+def mean_over(table: np.ndarray) -> Any:
+    """A model whose output at i is the mean of the inputs that a table shows it."""
+    weights = table / np.maximum(table.sum(-1, keepdims=True), 1)
+    return lambda x: weights[..., : x.shape[-2], : x.shape[-2]] @ x
+
+
+# change
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "causal",
+        "window(3)",
+        "causal & window(3)",
+        "causal | first(2)",
+        "causal & documents(lengths=[4, 5])",
+        "band(1, 2)",
+        "chunks(4)",
+        "causal & strided(2)",
+        "full",
+    ],
+)
+def test_any_declared_mask_is_kept_and_missed_exactly(text: str) -> None:
+    table = np.array(lowtri.mask(text).dense(9))
+    x = np.random.default_rng(0).standard_normal((9, 3))
+    assert status(mean_over(table), x, "change", mask=text) == "clean"
+    hidden = np.argwhere(~table)
+    for query, key in hidden[:: max(1, len(hidden) // 4)]:
+        wrong = table.copy()
+        wrong[query, key] = True
+        report = lowtri.audit(mean_over(wrong), x, mask=text, probes=["change"])
+        assert [(leak.query, leak.key) for leak in report.leaks] == [(query, key)]
+
+
+def test_masks_that_differ_from_row_to_row() -> None:
+    lengths = np.array([9, 6])
+    mask = lowtri.causal() & lowtri.keys(np.arange(9) < lengths[:, None])
+    table = np.array(mask.dense(9))
+    x = np.random.default_rng(0).standard_normal((2, 9, 3))
+    assert status(mean_over(table), x, "change", mask=mask) == "clean"
+    report = lowtri.audit(mean_over(np.tril(np.ones((9, 9)))), x, mask=mask, probes=["change"])
+    # In the second row the keys from 6 on are pads; their own outputs mean nothing, so nobody is left to see them.
+    assert report.ok
+    report = lowtri.audit(mean_over(np.ones((9, 9))), x, mask=mask, probes=["change"])
+    assert {leak.row for leak in report.leaks} == {0, 1}
+
+
+def test_layers_widen_the_mask() -> None:
+    step = np.array(lowtri.mask("causal & window(3)").dense(12))
+    two = (step.astype(int) @ step) > 0
+    x = np.random.default_rng(0).standard_normal((12, 3))
+    assert status(mean_over(two), x, "change", mask="causal & window(3)", layers=2) == "clean"
+    first = lowtri.audit(mean_over(two), x, mask="causal & window(3)", probes=["change"]).first
+    assert first is not None and (first.query, first.key) == (3, 0)
+    three = (two.astype(int) @ step) > 0
+    first = lowtri.audit(mean_over(three), x, mask="causal & window(3)", layers=2, probes=["change"]).first
+    assert first is not None and (first.query, first.key) == (5, 0)
+
+
+def test_long_inputs_are_bisected_to_the_pair() -> None:
+    def model(x: np.ndarray) -> np.ndarray:
+        out = np.cumsum(x, axis=0)
+        out[599] += x[611]  # one query, one key, neither of them a round number
+        return out
+
+    x = np.random.default_rng(0).standard_normal((700, 2))
+    report = lowtri.audit(model, x, probes=["change"], mask=lowtri.causal())
+    assert not report.leaks  # a single pair in 245,000: the report says how little of them was looked at
+    assert "48 keys and 48 queries looked at" in report.message
+
+    def late(x: np.ndarray) -> np.ndarray:
+        out = np.cumsum(x, axis=0)
+        out[:650] += x[683]
+        return out
+
+    report = lowtri.audit(late, x, probes=["change"])
+    assert report.first is not None and report.first.key == 683
+
+
+def test_faults_at_the_masks_edge_are_looked_at_in_long_inputs() -> None:
+    table = np.array(lowtri.mask("causal & window(101)").dense(400))
+    x = np.random.default_rng(0).standard_normal((400, 2))
+    report = lowtri.audit(mean_over(table), x, mask="causal & window(100)", probes=["change"])
+    assert report.first is not None and report.first.query - report.first.key == 100
+
+
+# gradient
+
+
+def test_a_discrete_choice_has_no_gradient_and_is_caught_by_change() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        chosen = x.mean(-1) > x.mean(-1).mean(-1, keepdim=True)  # above the row's mean
+        return x * chosen[..., None]
+
+    report = lowtri.audit(model, vectors(4, 6, 3), draws=4)
+    assert report.finding("gradient").status == "clean"
+    assert report.finding("change").status == "leak"
+
+
+@pytest.mark.parametrize("look_up", ["embedding", "functional", "index"])
+def test_gradients_reach_through_every_look_up(look_up: str) -> None:
+    table = nn.Embedding(50, 4)
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        if look_up == "embedding":
+            x = table(tokens)
+        elif look_up == "functional":
+            x = nn.functional.embedding(tokens, table.weight)
+        else:
+            x = table.weight[tokens]
+        return x.cumsum(1) + 1e-12 * x.flip(1).cumsum(1)
+
+    assert status(model, ids(2, 7), "gradient", vocab_size=50) in ("leak", "undecided")
+    clean = lowtri.audit(lambda t: table(t).cumsum(1), ids(2, 7), vocab_size=50, probes=["gradient"])
+    assert clean.finding("gradient").status == "clean"
+
+
+def test_models_without_a_gradient_say_so() -> None:
+    frozen = lowtri.audit(lambda x: x.detach().cumsum(0), vectors(5, 3), probes=["gradient"])
+    assert frozen.finding("gradient").message == "the output carries no gradient"
+    rounded = lowtri.audit(lambda x: x.cumsum(0).argmax(-1), vectors(5, 3), probes=["gradient"])
+    assert rounded.finding("gradient").status == "skipped"
+
+
+# prefix
+
+
+def test_dependence_on_the_length() -> None:
+    report = lowtri.audit(lambda x: np.cumsum(x, 0) / len(x), np.random.default_rng(0).standard_normal((8, 3)))
+    assert [finding.probe for finding in report.findings if finding.status == "leak"] == ["prefix"]
+    assert "position 0 sees the length: output 0 moves by" in report.message
+    assert status(lambda x: np.cumsum(x, 0), np.ones((8, 3)), "prefix") == "clean"
+
+
+def test_a_model_of_one_length_only_is_not_asked() -> None:
+    weights = np.tril(np.ones((8, 8)))
+    report = lowtri.audit(lambda x: weights @ x, np.random.default_rng(0).standard_normal((8, 3)))
+    assert report.ok and report.finding("prefix").message == "the model takes no shorter input"
+
+
+# poison
+
+
+def test_poison_is_a_warning_only() -> None:
+    def zero_times_hidden(x: torch.Tensor) -> torch.Tensor:
+        return torch.tril(torch.ones(x.shape[0], x.shape[0])) @ x
+
+    report = lowtri.audit(zero_times_hidden, vectors(6, 3))
+    assert report.ok and report.finding("poison").status == "warning"
+    assert status(nn.GRU(4, 4, batch_first=True), vectors(2, 6, 4), "poison") == "clean"
+
+
+# batch
+
+
+def test_neighbours_in_the_batch() -> None:
+    report = lowtri.audit(lambda x: x.cumsum(1) + 0.1 * x.mean(0), vectors(3, 6, 4), probes=["batch"])
+    assert "row 0 sees its neighbour: changing input 0 of another row moves its output 0 by" in report.message
+    assert status(lambda x: x.cumsum(1), vectors(1, 6, 4), "batch") == "clean"  # a batch of one is doubled
+    assert status(lambda x: x.cumsum(0), vectors(6, 4), "batch") == "skipped"
+    alone = lowtri.audit(lambda x: x.cumsum(1) / len(x), vectors(3, 6, 4), probes=["batch"])
+    assert "row 0 answers differently alone" in alone.message
+
+
+# padding, packing
+
+
+class Padded(nn.Module):
+    def __init__(self, hides: bool = True) -> None:
+        super().__init__()
+        self.hides = hides
+
+    def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        if key_padding_mask is None or not self.hides:
+            return x + x.mean(1, keepdim=True)
+        real = (~key_padding_mask)[..., None]
+        return x + (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True)
+
+
+def test_padding_in_both_polarities() -> None:
+    say = {"mask": "full", "pad_mask": "key_padding_mask"}
+    assert status(Padded(), vectors(2, 6, 4), "padding", **say) == "clean"
+    assert status(Padded(hides=False), vectors(2, 6, 4), "padding", **say) == "leak"
+
+
+def test_our_decoder_and_its_packed_documents() -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = lowtri.nn.Decoder(config).eval()
+    mask = "causal & documents(lengths=[5, 6])"
+    right = lowtri.audit(lambda t: model(t, mask=mask), ids(2, 11), mask=mask, alone=model, vocab_size=50)
+    assert right.ok and right.finding("packing").status == "clean"
+    wrong = lowtri.audit(model, ids(2, 11), mask=mask, alone=model, vocab_size=50)
+    assert (wrong.first.query, wrong.first.key) == (5, 0)
+    assert wrong.finding("packing").leaks[0].query == 5
+
+
+# cache
+
+
+@pytest.mark.parametrize("text", ["causal", "causal & window(4)", "causal & (window(3) | first(2))"])
+def test_our_cache_past_the_windows_edge(text: str) -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask=text
+    )
+    report = lowtri.audit(lowtri.nn.Decoder(config), ids(2, 14), mask=text, layers=2)
+    assert report.ok, report
+    assert report.finding("cache").measured["ways"] == ["one at a time", "after a prompt", "in chunks of three"]
+
+
+def test_a_step_that_forgets() -> None:
+    cell = nn.GRUCell(4, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gru(x)[0]
+
+        def step(self, state: Any, x: torch.Tensor) -> Any:
+            y, state = self.gru(x[:, None], state)
+            return y[:, 0], state
+
+        def forgets(self, state: Any, x: torch.Tensor) -> Any:
+            return self.step(None, x)
+
+    assert cell is not None
+    model = Model()
+    assert status(model, vectors(2, 6, 4), "cache", step=model.step) == "clean"
+    report = lowtri.audit(model, vectors(2, 6, 4), probes=["cache"], step=model.forgets)
+    assert (report.first.query, report.first.key) == (1, 0)
+    assert "from position 1 on" in report.message and "the two disagree whether it sees position 0" in report.message
+
+
+def test_a_transformers_model_through_all_its_doors() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=6, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    report = lowtri.audit(model, ids(2, 16, size=60), mask="causal & window(6)", layers=2, redraw=True)
+    assert report.ok, report
+    assert {"change", "gradient", "prefix", "batch", "padding", "cache", "doors"} <= {
+        finding.probe for finding in report.findings if finding.status == "clean"
+    }
+    assert report.finding("doors").measured["opened"][:2] == ["output_attentions=True", "output_hidden_states=True"]
+    assert report.finding("cache").measured["past_the_window"]
+    assert model.config._attn_implementation == before
+    short = lowtri.audit(model, ids(2, 5, size=60), probes=["change"])
+    assert "5 positions do not go past the model's sliding_window of 6" in short.notes[0]
+
+
+# doors, blindness
+
+
+class TwoDoors(nn.Module):
+    def __init__(self, behind: str) -> None:
+        super().__init__()
+        self.behind = behind
+
+    def forward(self, x: torch.Tensor, need_weights: bool = False) -> tuple[torch.Tensor, Any]:
+        y = x.cumsum(1)
+        if need_weights and self.behind == "leak":
+            y = y + x.flip(1)
+        if need_weights and self.behind == "other":
+            y = 2 * y
+        return y, None
+
+
+def test_other_doors() -> None:
+    assert status(TwoDoors("same"), vectors(2, 6, 4), "doors") == "clean"
+    assert status(TwoDoors("other"), vectors(2, 6, 4), "doors") == "warning"
+    report = lowtri.audit(TwoDoors("leak"), vectors(2, 6, 4))
+    assert "with need_weights=True, position 0 sees position 5" in report.message
+    assert lowtri.audit(TwoDoors("other"), vectors(2, 6, 4)).ok
+
+
+@pytest.mark.sweep
+def test_compiled_on_request() -> None:
+    report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), probes=["doors"], compile=True)
+    assert "torch.compile" in report.finding("doors").measured["opened"]
+
+
+def test_a_window_one_too_small_is_a_warning() -> None:
+    table = np.array(lowtri.mask("causal & window(3)").dense(8))
+    report = lowtri.audit(mean_over(table), np.random.default_rng(0).standard_normal((8, 3)), mask="causal & window(4)")
+    assert report.ok
+    finding = report.finding("blindness")
+    assert finding.status == "warning"
+    assert finding.message.startswith("5 of 26 visible pairs are never seen: output 3 does not move with input 0")
+    assert "it sees at most 3 back" in finding.message
+
+
+# where
+
+
+def test_the_first_module_is_named_with_its_path() -> None:
+    class Mixer(nn.Module):
+        def __init__(self, leaks: bool) -> None:
+            super().__init__()
+            self.inner, self.outer, self.leaks = nn.Linear(4, 4), nn.Linear(4, 4), leaks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            x = x.flip(1) if self.leaks else x.cumsum(1)  # between two modules: the mixer itself is to blame
+            return self.outer(x)
+
+    class Block(nn.Module):
+        def __init__(self, leaks: bool) -> None:
+            super().__init__()
+            self.norm, self.mixer = nn.LayerNorm(4), Mixer(leaks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mixer(self.norm(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block(leaks=number == 1) for number in range(3))
+            self.head = nn.Linear(4, 9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    report = lowtri.audit(Model(), vectors(2, 6, 4))
+    assert report.first is not None and report.first.module == "layers.1.mixer"
+    assert report.message.split(". (")[0].endswith("First seen in layers.1.mixer")
+
+
+# cost
+
+
+def test_a_small_model_of_128_positions_takes_seconds() -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    started = time.process_time()
+    report = lowtri.audit(lowtri.nn.Decoder(config), ids(2, 128, size=100))
+    assert report.ok
+    assert report.finding("change").measured["every_pair"]
+    assert time.process_time() - started < 20  # CPU seconds of a loaded machine; about 4 on a quiet core

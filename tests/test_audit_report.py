@@ -1,0 +1,181 @@
+"""The report: message first, a drawing, JSON, HTML, exit codes; the command and the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.auditing.loading import load_target
+from lowtri.auditing.picture import cells
+from lowtri.errors import DataError
+from lowtri.nn.checkpoint import save
+
+LEAKS = Path(__file__).parent.parent / "examples" / "leaks"
+
+
+@pytest.fixture
+def leaking() -> lowtri.AuditReport:
+    def off_by_one(x: np.ndarray) -> np.ndarray:
+        return np.array([x[max(0, t - 2) : t + 2].sum(0) for t in range(len(x))])
+
+    x = np.random.default_rng(0).standard_normal((6, 3))
+    return lowtri.audit(off_by_one, x, mask="causal & window(4)")
+
+
+def test_the_message_comes_first(leaking: lowtri.AuditReport) -> None:
+    lines = str(leaking).splitlines()
+    assert lines[0] == leaking.message
+    assert leaking.message.startswith("position 0 sees position 1: changing input 1 moves output 0 by ")
+    assert "(noise 0)." in lines[0]
+    assert "off_by_one against causal & window(4), 1 x 6 positions" in lines
+
+
+def test_the_drawing(leaking: lowtri.AuditReport) -> None:
+    assert leaking.draw().splitlines() == [
+        "  █✗····",
+        "  ██✗···",
+        "  ███✗··",
+        "  ○███✗·",
+        "  ·○███✗",
+        "  ··○███",
+        "  █ declared and seen   ○ declared, never seen   · hidden   ✗ leak",
+    ]
+
+
+def test_large_drawings_are_bounded() -> None:
+    allowed, seen = np.tril(np.ones((500, 500), bool)), np.full((500, 500), np.nan)
+    seen[:, 7] = 1.0
+    lines = cells(allowed, seen, [(3, 480)], 50)
+    assert len(lines) == 50 and {len(line) for line in lines} == {50}
+    assert lines[0][48] == "✗" and lines[49][0] == "█" and lines[49][20] == "▒" and lines[0][20] == "·"
+
+
+def test_json(leaking: lowtri.AuditReport) -> None:
+    data = json.loads(leaking.to_json())
+    assert (data["verdict"], data["ok"], data["exit_code"]) == ("leak", False, 1)
+    assert data["leaks"][0]["query"] == 0 and data["leaks"][0]["key"] == 1
+    assert data["leaks"][0]["message"].startswith("position 0 sees position 1")
+    assert [finding["probe"] for finding in data["findings"]] == [
+        *("change", "gradient", "prefix", "batch", "padding", "packing", "cache", "doors", "poison", "blindness")
+    ]
+    change = data["findings"][0]
+    assert change["measured"]["every_pair"] and change["measured"]["keys"] == 6
+    assert data["noise"]["repeat"] == 0
+
+
+def test_html(leaking: lowtri.AuditReport) -> None:
+    page = leaking.to_html()
+    assert page.startswith("<!doctype html>") and "http" not in page
+    assert page.count('<td class="leak"') == 5 and page.count('<td class="blind"') == 3
+    assert "position 0 sees position 1" in page and "causal &amp; window(4)" in page
+
+
+def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
+    assert leaking.save(tmp_path / "a.html").read_text(encoding="utf-8") == leaking.to_html()
+    assert json.loads(leaking.save(tmp_path / "a.json").read_text(encoding="utf-8"))["ok"] is False
+    assert leaking.save(tmp_path / "a.txt").read_text(encoding="utf-8") == str(leaking)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "a.txt"]
+
+
+def test_no_leak_found_says_what_was_looked_at() -> None:
+    report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
+    assert report.ok and report.exit_code == 0 and report.first is None
+    assert report.message == ("no leak found: 1 x 6 positions, 2 draws, probes change, prefix, poison, blindness.")
+    assert repr(report).startswith("<AuditReport no leak found")
+
+
+# the files and folders that the command reads
+
+
+def test_targets(tmp_path: Path) -> None:
+    target = load_target(f"{LEAKS / 'wrong' / 'window_ignored.py'}:make_model")
+    assert target.mask == "causal & window(3)" and tuple(target.example.shape) == (2, 9, 8)
+    (tmp_path / "m.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Embedding(40, 3)\ndef bad():\n    return 3\ndef ill():\n    1 / 0\n"
+    )
+    target = load_target(f"{tmp_path / 'm.py'}:make", length=11)
+    assert tuple(target.example.shape) == (2, 11) and int(target.example.max()) < 40
+    for text, words in (
+        (f"{tmp_path / 'm.py'}", "say which function makes the model"),
+        (f"{tmp_path / 'm.py'}:nothing", "has no function 'nothing'"),
+        (f"{tmp_path / 'm.py'}:bad", "returns neither a model"),
+        (f"{tmp_path / 'm.py'}:ill", "ZeroDivisionError: division by zero"),
+        (f"{tmp_path / 'absent.py'}:make", "no such file"),
+        (str(tmp_path), "no readable config.json"),
+        (str(tmp_path / "absent"), "neither a folder with a config.json nor FILE.py:make_model"),
+    ):
+        with pytest.raises(DataError, match=words):
+            load_target(text)
+
+
+def test_folders_of_ours_and_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask="causal & window(5)"
+    )
+    save(lowtri.nn.Decoder(config), tmp_path / "ours")
+    target = load_target(str(tmp_path / "ours"))
+    assert target.arguments == {"layers": 2} and repr(target.mask) == "causal & window(5)"
+    report = lowtri.audit(target.model, target.example, mask=target.mask, **target.arguments)
+    assert report.ok, report
+    data = json.loads((tmp_path / "ours" / "config.json").read_text())
+    del data["lowtri_mask"]
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(data))
+    theirs = load_target(str(tmp_path / "ours"))
+    assert type(theirs.model).__name__ == "MistralForCausalLM" and theirs.mask is None
+    assert lowtri.audit(theirs.model, theirs.example, probes=["change"]).ok
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import typer
+
+    from lowtri.cli.audit import command
+
+    def run(target: str, **options: object) -> int:
+        given = {"mask": None, "layers": None, "length": None, "vocab": None, "train": False, "redraw": False}
+        given |= {"compile": False, "out": None, "seed": 0, "threads": None, "json": False} | options
+        try:
+            command(target, **given)
+        except typer.Exit as end:
+            return end.exit_code
+        return 0
+
+    wrong, right = (f"{LEAKS / name}.py:make_model" for name in ("wrong/window_off_by_one", "right/gru"))
+    assert run(right) == 0
+    assert capsys.readouterr().out.startswith("no leak found: 2 x 9 positions")
+    assert run(wrong, out=tmp_path / "report.html") == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("position 4 sees position 0") and "wrote" in captured.err
+    assert (tmp_path / "report.html").exists()
+    assert run(wrong, json=True, mask="causal & window(5)") == 0  # the mask that it really has
+    assert json.loads(capsys.readouterr().out)["verdict"] == "no leak found"
+
+
+def test_the_plugin(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "import torch\n"
+        "def test_right(lowtri_audit):\n"
+        "    report = lowtri_audit(torch.nn.GRU(4, 4, batch_first=True), torch.randn(2, 6, 4))\n"
+        "    assert report.ok\n"
+        "def test_wrong(lowtri_audit):\n"
+        "    lowtri_audit(torch.nn.GRU(4, 4, batch_first=True, bidirectional=True), torch.randn(2, 6, 4))\n"
+    )
+    target = f"{LEAKS / 'wrong' / 'no_mask.py'}:make_model"
+    command = [sys.executable, "-m", "pytest", "-p", "lowtri.auditing.plugin", "-p", "no:cacheprovider", "-v"]
+    done = subprocess.run(
+        [*command, "--lowtri-audit", target, "test_mine.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTEST_ADDOPTS": ""},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 1 passed" in done.stdout
+    assert "GRU sees what causal hides: position 0 sees position 1" in done.stdout
+    assert "Model sees what causal hides: position 0 sees position 1" in done.stdout
+    assert "lowtri audits" in done.stdout and "test_mine.py::test_right: no leak found" in done.stdout
