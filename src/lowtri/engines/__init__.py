@@ -5,5 +5,6 @@
     formula    the formula in torch, query tile by query tile: every option, any device, gradients to any order
     sdpa       torch's own fused attention
     attend     attention(): check once, choose, run
+    eager      attention() under torch.compile: outside the graph
     twin       torch's scaled_dot_product_attention, with torch's meanings
 """

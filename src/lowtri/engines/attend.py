@@ -102,6 +102,20 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_dynamo_compiling():
+        from lowtri.engines.eager import outside
+
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "bias": bias,
+            "sinks": sinks,
+            "dropout": dropout,
+            "engine": engine,
+        }
+        places = {"q_positions": q_positions, "k_positions": k_positions}
+        return outside(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options, **places)
     device = _autocast_device(q)
     if device is not None:
         q, k, v = _cast(device, q, k, v)

@@ -42,11 +42,12 @@ def run(call: Call) -> Result:
     tiles = [(start, min(start + size, nq)) for start in range(0, nq, size)]
     again = len(tiles) > 1 and call.needs_grad  # then a tile is computed again for its gradient, not kept
     parts = []
-    for start, stop in tiles or [(0, 0)]:
+    # Last tile first: under a causal mask it has the most keys, and each later one fits into the memory that it gave back.
+    for start, stop in reversed(tiles or [(0, 0)]):
         k0, k1 = call.key_range(start, stop) if len(tiles) > 1 and not call.return_weights else (0, nk)
         inputs: Any = (call, (start, stop, k0, k1), *_slices(call, start, stop, k0, k1))
         parts.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
-    outputs, weights, lses = zip(*parts, strict=True)
+    outputs, weights, lses = zip(*parts[::-1], strict=True)
     return Result(torch.cat(outputs, 2), torch.cat(weights, 2) if call.return_weights else None, torch.cat(lses, 2))
 
 
@@ -60,7 +61,7 @@ def _slices(call: Call, start: int, stop: int, k0: int, k1: int) -> tuple[Tensor
 
 def _tile(
     call: Call, where: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """One tile of queries, ``where`` in the call; the query heads of a group stand below one another as rows."""
     # Asked here and not outside, so that a tile that is computed again does not keep its table meanwhile.
     visible = torch.from_numpy(call.visible(*where)).to(q.device)  # (B|1, Hq|1, n, Nk)
@@ -97,7 +98,7 @@ def _tile(
         hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
         shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
     output = heads(_Mix.apply(rows(used.to(wide)), v.to(wide), shown)).to(kind)
-    return output, weights, lse
+    return output, weights if call.return_weights else None, lse
 
 
 class _Scores(torch.autograd.Function):

@@ -1,0 +1,306 @@
+"""What a call refuses, and in which words: the argument, what came, what was expected, the fix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri import CallError, EngineError, MaskError, attention
+from lowtri.masks import as_mask
+from lowtri.ops.call import describe
+
+X = np.ones((2, 4, 5, 8), np.float32)
+T = torch.ones(2, 4, 5, 8)
+KV = np.ones((2, 2, 5, 8), np.float32)
+
+# name -> (arguments, options, the words)
+REFUSED = {
+    # q, k, v
+    "a list": (
+        (X.tolist(), X, X),
+        {},
+        r"q is list, but it takes NumPy arrays or torch tensors\. Fix: np\.asarray\(q\)",
+    ),
+    "whole numbers": (
+        (X.astype(int), X, X),
+        {},
+        r"q is int64, but attention takes float16, bfloat16, float32, float64\. Fix: q\.astype",
+    ),
+    "complex numbers": ((X.astype(complex), X, X), {}, "q is complex128, but attention takes"),
+    "bools": ((T.bool(), T, T), {}, "q is bool, but attention takes"),
+    "one dimension": ((X[0, 0, 0], X, X), {}, r"q is \(8,\), but it is \(N, D\), \(H, N, D\) or \(\.\.\., H, N, D\)"),
+    "no dimension": ((np.ones((), np.float32), X, X), {}, r"q is \(\), but it is \(N, D\)"),
+    "k of another library": ((X, T, X), {}, "q is a NumPy array and k is a torch tensor. Fix: pass all of one kind"),
+    "v of another library": ((T, T, X), {}, "q is a torch tensor and v is a NumPy array. Fix: pass all of one kind"),
+    "v a list": ((X, X, X.tolist()), {}, "q is a NumPy array and v is list. Fix: pass all of one kind"),
+    "k of another dtype": (
+        (X, X.astype(np.float64), X),
+        {},
+        r"q is float32 and k is float64\. Fix: cast them to one dtype",
+    ),
+    "v of another dtype": ((T, T, T.bfloat16()), {}, r"q is float32 and v is bfloat16\. Fix: cast them to one dtype"),
+    "k of another rank": ((X, X[0], X), {}, r"q has 4 dimensions, \(2, 4, 5, 8\), and k has 3, \(4, 5, 8\)"),
+    "v of another rank": ((X, X, X[0]), {}, r"q has 4 dimensions, \(2, 4, 5, 8\), and v has 3, \(4, 5, 8\)"),
+    "head sizes": (
+        (X, X[..., :4], X),
+        {},
+        r"q and k differ in head size D, or it is 0: q \(2, 4, 5, 8\), k \(2, 4, 5, 4\)",
+    ),
+    "head size 0": ((X[..., :0], X[..., :0], X), {}, "q and k differ in head size D, or it is 0"),
+    "key and value lengths": ((X, X, X[:, :, :3]), {}, r"k and v differ in length Nk: .*v \(2, 4, 3, 8\)"),
+    "heads in no groups": (
+        (X[:, :3], KV, KV),
+        {},
+        r"serves a whole number of query heads\.\nFix: the heads stand third from the end",
+    ),
+    "more key heads than query heads": ((KV, X, X), {}, "each key/value head serves a whole number of query heads"),
+    "key and value heads": ((X, KV, X), {}, "each key/value head serves a whole number of query heads"),
+    "no key heads": ((X, X[:, :0], X[:, :0]), {}, "each key/value head serves a whole number of query heads"),
+    "no query heads": ((X[:, :0], X, X), {}, "each key/value head serves a whole number of query heads"),
+    "batches": (
+        (X, X[:1], X[:1]),
+        {},
+        r"the batch dimensions differ: q \(2, 4, 5, 8\), k \(1, 4, 5, 8\).*Fix: expand them",
+    ),
+    "fronts": ((X[None], X[:, None], X[:, None]), {}, "the batch dimensions differ"),
+    "another device": ((T, T.to("meta"), T), {}, r"q is on cpu and k on meta\. Fix: k\.to\(q\.device\)"),
+    # bias
+    "boolean bias": (
+        (X, X, X),
+        {"bias": np.ones((5, 5), bool)},
+        r"bias is bool, but numbers are added to the scores\. "
+        r"Fix: a table of bools is a mask: lowtri\.table\(m\) or lowtri\.hidden\(m\)",
+    ),
+    "bias of whole numbers": (
+        (X, X, X),
+        {"bias": np.ones((5, 5), int)},
+        r"bias is int64, but numbers are added to the scores\.$",
+    ),
+    "bias a list": ((X, X, X), {"bias": [[0.0]]}, "q is a NumPy array and bias is list. Fix: pass all of one kind"),
+    "bias of another library": ((T, T, T), {"bias": np.ones((5, 5))}, "q is a torch tensor and bias is a NumPy array"),
+    "bias on another device": (
+        (T, T, T),
+        {"bias": torch.ones(5, device="meta")},
+        r"q is on cpu and bias on meta\. Fix: bias\.to",
+    ),
+    "bias turned": (
+        (X, X, X),
+        {"bias": np.ones((5, 4))},
+        r"bias is \(5, 4\), which does not broadcast against \(B, Hq, Nq, Nk\) = \(2, 4, 5, 5\)",
+    ),
+    "bias by heads first": (
+        (X, X, X),
+        {"bias": np.ones((4, 2, 5, 5))},
+        r"bias is \(4, 2, 5, 5\), which does not broadcast",
+    ),
+    "bias of five dimensions": (
+        (X, X, X),
+        {"bias": np.ones((1, 2, 4, 5, 5))},
+        r"bias is \(1, 2, 4, 5, 5\), which does not broadcast",
+    ),
+    "bias of another front": (
+        (X[None],) * 3,
+        {"bias": np.ones((3, 2, 4, 5, 5))},
+        r"bias is \(3, 2, 4, 5, 5\), which does not",
+    ),
+    # sinks
+    "too few sinks": (
+        (X, X, X),
+        {"sinks": np.ones(3)},
+        r"sinks is float64 \(3,\), but it holds one logit for each query head: floats, \(4,\)",
+    ),
+    "sinks of key heads": ((X, KV, KV), {"sinks": np.ones(2)}, r"sinks is float64 \(2,\).*\(4,\)"),
+    "sinks of two dimensions": (
+        (X, X, X),
+        {"sinks": np.ones((1, 4))},
+        r"sinks is float64 \(1, 4\), but it holds one logit",
+    ),
+    "sinks of whole numbers": ((X, X, X), {"sinks": np.ones(4, int)}, r"sinks is int64 \(4,\), but it holds one logit"),
+    "sinks a list": ((X, X, X), {"sinks": [0.0] * 4}, "q is a NumPy array and sinks is list"),
+    # numbers
+    "scale of nan": ((X, X, X), {"scale": float("nan")}, "scale is nan, but scores are multiplied by a finite number"),
+    "scale of inf": ((X, X, X), {"scale": float("inf")}, "scale is inf, but scores are multiplied by a finite number"),
+    "scale with a gradient": (
+        (T, T, T),
+        {"scale": torch.ones((), requires_grad=True)},
+        r"scale is a torch tensor, but it takes one plain number\. Fix: float\(scale\)",
+    ),
+    "scale of text": ((X, X, X), {"scale": "auto"}, "scale is str, but it takes one plain number"),
+    "softcap of zero": (
+        (X, X, X),
+        {"softcap": 0},
+        r"softcap is 0, but scores are capped at a positive number\. Fix: softcap=None for no cap",
+    ),
+    "softcap below zero": ((X, X, X), {"softcap": -1.0}, "softcap is -1.0, but scores are capped at a positive number"),
+    "softcap of inf": ((X, X, X), {"softcap": float("inf")}, "softcap is inf, but scores are capped"),
+    "softcap of nan": ((X, X, X), {"softcap": float("nan")}, "softcap is nan, but scores are capped"),
+    "softcap a tensor": (
+        (T, T, T),
+        {"softcap": torch.ones(())},
+        "softcap is a torch tensor, but it takes one plain number",
+    ),
+    "dropout above 1": ((T, T, T), {"dropout": 1.5}, r"dropout is 1\.5, but it is a probability, 0 \.\. 1"),
+    "dropout below 0": ((T, T, T), {"dropout": -0.1}, r"dropout is -0\.1, but it is a probability"),
+    "dropout of nan": ((T, T, T), {"dropout": float("nan")}, "dropout is nan, but it is a probability"),
+    "dropout of None": ((T, T, T), {"dropout": None}, r"dropout is NoneType, but it takes one plain number"),
+    # positions
+    "positions of another length": (
+        (X, X, X),
+        {"q_positions": [0, 1]},
+        r"q_positions is int64 \(2,\), but it holds whole numbers, \(5,\) or \(2, 5\): "
+        r"the place of each in the sequence, -1 where there is no token",
+    ),
+    "positions of another batch": (
+        (X, X, X),
+        {"k_positions": np.zeros((3, 5), int)},
+        r"k_positions is int64 \(3, 5\), but it holds whole numbers",
+    ),
+    "positions of floats": (
+        (X, X, X),
+        {"k_positions": np.arange(5.0)},
+        r"k_positions is float64 \(5,\), but it holds whole numbers",
+    ),
+    "positions of bools": (
+        (X, X, X),
+        {"k_positions": np.ones(5, bool)},
+        r"k_positions is bool \(5,\), but it holds whole numbers",
+    ),
+    "ragged positions": (
+        (X, X, X),
+        {"q_positions": [[0, 1], [0]]},
+        r"q_positions is object \(\), but it holds whole numbers",
+    ),
+    "one position": ((X, X, X), {"q_positions": 3}, r"q_positions is int64 \(\), but it holds whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_fit(case):
+    arguments, options, words = REFUSED[case]
+    with pytest.raises(CallError, match=f"^attention: .*{words}") as caught:
+        attention(*arguments, "full", **options)
+    assert isinstance(caught.value, ValueError) and len(str(caught.value).splitlines()) <= 3
+    with pytest.raises(CallError):  # asking which engine would run checks as running does
+        lowtri.which_engine(*arguments, "full", **options)
+
+
+MASKS_REFUSED = {
+    "none": (None, r"mask: who may see whom is always said\. Fix: lowtri\.full\(\) if everybody may see everybody"),
+    "a tensor of bools": (
+        torch.ones(5, 5).bool(),
+        r"mask: a bare Tensor came\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
+        r"\nwrite lowtri\.table\(m\) if True = may see, lowtri\.hidden\(m\) if True = hidden",
+    ),
+    "an array of bools": (np.ones((5, 5), bool), r"mask: a bare ndarray came\. True hides in many notebooks"),
+    "an array of whole numbers": (np.ones((5, 5), int), r"mask: a bare ndarray came\. True hides in many notebooks"),
+    "a tensor of floats": (
+        torch.zeros(5, 5),
+        r"mask: a bare Tensor of floats came\. Fix: numbers to add to the scores belong in bias=",
+    ),
+    "an array of floats": (
+        np.zeros((5, 5)),
+        r"mask: a bare ndarray of floats came\. Fix: numbers to add to the scores belong in bias=",
+    ),
+    "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: a bare Tensor of floats came"),
+    "a list": ([[True]], r"mask: a bare list came\. True hides"),
+    "True": (True, r"mask: a bare bool came\. True hides"),
+    "text that is none": ("causl", "mask: there is no mask 'causl'. There are: full, causal, window"),
+}
+
+
+@pytest.mark.parametrize("case", MASKS_REFUSED)
+def test_masks_that_are_none(case):
+    mask, words = MASKS_REFUSED[case]
+    with pytest.raises(MaskError, match=words):
+        attention(X, X, X, mask)
+    with pytest.raises(MaskError, match=words):
+        as_mask(mask)
+
+
+def test_the_mask_has_no_default():
+    with pytest.raises(TypeError, match="mask"):
+        attention(X, X, X)
+
+
+def test_as_mask_hands_masks_and_texts_through():
+    assert as_mask(lowtri.causal()) is not None and as_mask("causal & window(3)") == lowtri.causal() & lowtri.window(3)
+    mine = lowtri.table(np.ones((5, 5), bool))
+    assert as_mask(mine) is mine
+    with pytest.raises(MaskError, match=r"^audit: mask: a bare list came"):
+        as_mask([], "audit: mask")
+
+
+def test_masks_of_another_batch():
+    rows = lowtri.keys(lengths=[1, 2, 3])
+    with pytest.raises(CallError, match=r"mask has batch \(3,\), but q has 2 rows and 4 heads"):
+        attention(X, X, X, rows)
+    with pytest.raises(CallError, match=r"mask has batch \(1, 3\), but q has 2 rows and 4 heads"):
+        attention(X, X, X, lowtri.heads(["causal", "full", "full"]))
+    words = r"mask has batch \(3,\), but q, k and v have none\. Fix: x\[None\] for q, k and v, or mask\.at\(row\)"
+    for unbatched in (X[0], X[0, 0]):
+        with pytest.raises(CallError, match=words):
+            attention(unbatched, unbatched, unbatched, rows)
+    with pytest.raises(CallError, match=r"mask has batch \(1, 4\), but q has 1 rows and 1 heads"):
+        attention(X[0, 0], X[0, 0], X[0, 0], lowtri.heads(["causal"] * 4))
+    assert attention(X[0], X[0], X[0], lowtri.heads(["causal"] * 4)).shape == (4, 5, 8)
+    assert attention(X, X, X, lowtri.keys(lengths=[2])).shape == X.shape
+
+
+def test_a_table_that_is_too_small():
+    with pytest.raises(MaskError, match=r"has rows for the queries 0 \.\. 2 and columns for the keys 0 \.\. 2"):
+        attention(X, X, X, lowtri.table(np.ones((3, 3), bool)))
+
+
+def test_more_queries_than_keys_say_where_they_stand():
+    with pytest.raises(
+        MaskError,
+        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: say where",
+    ):
+        attention(X, X[:, :, :3], X[:, :, :3], "causal")
+    with pytest.raises(MaskError, match="5 queries and 3 keys"):
+        attention(X, X[:, :, :3], X[:, :, :3], "window(2)", k_positions=[4, 5, 6])
+
+
+def test_the_whole_message_of_an_engine_that_cannot():
+    with pytest.raises(EngineError) as caught:
+        attention(T, T, T, "causal & window(3)", sinks=torch.zeros(4), return_weights=True, engine="sdpa")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == 'attention: engine "sdpa" cannot run this call, and it was asked for by name.'
+    assert lines[1] == "  q (2, 4, 5, 8)   k (2, 4, 5, 8)   float32   cpu   mask causal & window(3)"
+    assert "  sdpa       no: it has no sinks" in lines and "  formula    yes" in lines and "  reference  yes" in lines
+    assert lines[-1] == 'Fix: drop engine="sdpa", or change what it names.'
+    with pytest.raises(
+        EngineError, match=r"there is no engine 'flash'\. There are: auto, .*sdpa, formula, reference\."
+    ):
+        attention(T, T, T, "causal", engine="flash")
+    with pytest.raises(EngineError, match="there is no engine None"):
+        attention(T, T, T, "causal", engine=None)
+
+
+def test_a_call_describes_itself_in_bounded_length():
+    call = describe(X, KV, KV, lowtri.documents(lengths=[1] * 200))
+    assert str(call).startswith("q (2, 4, 5, 8)   k (2, 2, 5, 8)   float32   cpu   mask documents(lengths=[1, 1, 1")
+    assert len(str(call)) < 200 and str(call).endswith("...")
+    assert call.group == 2 and call.is_numpy and call.dtype == "float32" and not call.needs_grad
+
+
+def test_numbers_of_any_plain_kind_are_taken():
+    expected = attention(X, X, X, "causal", scale=2.0, softcap=3.0)
+    for kind in (int, np.float32, np.int64, np.float64):
+        assert np.array_equal(attention(X, X, X, "causal", scale=kind(2), softcap=kind(3), dropout=kind(0)), expected)
+
+
+def test_positions_of_any_plain_kind_are_taken():
+    q = np.random.default_rng(0).normal(size=X.shape)
+    expected = attention(q, q, q, "causal")
+    for places in (
+        range(5),
+        [0, 1, 2, 3, 4],
+        np.arange(5, dtype=np.uint8),
+        torch.arange(5),
+        np.arange(5)[None],
+        [[0, 1, 2, 3, 4]] * 2,
+    ):
+        assert np.allclose(attention(q, q, q, "causal", q_positions=places, k_positions=places), expected)

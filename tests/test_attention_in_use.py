@@ -1,0 +1,249 @@
+"""Attention inside a program: memory, threads, autocast, compiled models, no gradient, and what is loaded when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtri
+from attention_cases import ENGINES, EPS, able, draw, near, with_gradients
+from lowtri import attention, causal, documents, first, full, keys, window
+from lowtri.engines import formula
+
+
+def fresh(program: str) -> str:
+    """What a program prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# What is loaded when.
+
+
+def test_small_numpy_calls_load_neither_torch_nor_numba():
+    program = """
+import sys, numpy as np, lowtri
+x = np.random.default_rng(0).normal(size=(2, 4, 32, 8))
+out, weights, lse = lowtri.attention(x, x, x, "causal & window(8)", return_weights=True, return_lse=True, softcap=3.0)
+lowtri.attention(x, x, x, "causal", bias=np.zeros(32), sinks=np.zeros(4))
+lowtri.merge([out, out], [lse, lse])
+lowtri.scaled_dot_product_attention(x, x, x, is_causal=True)
+lowtri.scaled_dot_product_attention(x, x, x, attn_mask=np.ones((32, 32), bool))
+try:
+    lowtri.attention(x, x.tolist(), x, "causal")
+except lowtri.CallError as error:
+    assert "k is list" in str(error)
+print(sorted({"torch", "numba"} & set(sys.modules)))
+"""
+    assert fresh(program) == "[]"
+
+
+def test_attention_runs_where_torch_comes_first_or_last():
+    for order in ("import torch, lowtri", "import lowtri, torch"):
+        program = f"{order}\nq = torch.ones(1, 1, 3, 2)\nprint(lowtri.attention(q, q, q, 'causal').sum().item())"
+        assert fresh(program) == "6.0"
+
+
+# Memory.
+
+
+def test_the_formula_takes_memory_by_the_tile():
+    """4,096 queries and keys, 4 heads: one table of scores is 268 MB. Forward and backward together stay far below."""
+    program = """
+import resource, torch, lowtri
+from lowtri.engines import formula
+torch.set_num_threads(1)
+formula._AT_ONCE = 2**19
+def peak(n):
+    q, k, v = (torch.randn(1, 4, n, 16, requires_grad=True) for _ in range(3))
+    lowtri.attention(q, k, v, "causal", engine="formula").sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if __import__("sys").platform == "linux" else 1024**2)
+first = peak(1024)  # two tiles already, so that all is loaded
+print(peak(4096) - first)
+"""
+    assert float(fresh(program)) < 100  # MB
+
+
+def test_the_formula_keeps_no_tables_for_its_gradient(monkeypatch):
+    monkeypatch.setattr(formula, "_AT_ONCE", 2**17)
+    q, k, v = (x.requires_grad_() for x in draw(b=1, hq=1, hkv=1, nq=2048, nk=2048))
+    saved: dict[int, int] = {}  # bytes of each storage, however many views of it are kept
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    attention(q[:, :, :128], k, v, "causal", engine="formula")  # two tiles: what torch loads for them is loaded now
+    tracemalloc.start()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        out = attention(q, k, v, "causal", engine="formula")
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    table = 2048 * 2048  # bytes of one table of bools
+    assert out.requires_grad and held < table / 4 and sum(saved.values()) < table / 4, (held, saved)
+
+
+def test_a_long_window_is_read_tile_by_tile():
+    """Each tile of queries takes only the keys that it may see: 16,384 tokens under a window cost what a window costs."""
+    q, k, v = draw(b=1, hq=1, hkv=1, nq=16_384, nk=16_384, d=4, dv=4)
+    assert lowtri.which_engine(q, k, v, "window(100)").engine != "sdpa"  # a table of all pairs would be 268 million
+    out = attention(q, k, v, "window(100)", engine="formula")
+    for start in (0, 5000, 16_384 - 200):
+        part = slice(max(start - 99, 0), start + 200)
+        exact = attention(q[:, :, start : start + 200], k[:, :, part], v[:, :, part], "window(100)", engine="reference")
+        assert near(out[:, :, start : start + 200], exact, "float32")
+
+
+# Threads.
+
+
+def test_eight_threads_at_once():
+    """The same answers as alone, forward and backward, while masks, plans and engines are shared."""
+    masks = [
+        causal() & documents([0] * 40 + [1] * 60),
+        window(7),
+        full() & keys(lengths=[100, 3]),
+        causal() & (window(9) | first(2)),
+    ]
+    jobs = [(seed, mask) for mask in masks for seed in range(4)]
+
+    def answer(job):
+        seed, mask = job
+        inputs = draw(nq=100, nk=100, seed=seed)
+        found = [attention(*inputs, mask, engine=engine) for engine in able(*inputs, mask)]
+        return [*found, *with_gradients("auto", inputs, mask)[1]]
+
+    alone = [answer(job) for job in jobs]
+    fresh_masks = [(seed, lowtri.mask(repr(mask)) if "<" not in repr(mask) else mask) for seed, mask in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(answer, fresh_masks))
+    for one, two in zip(alone, together, strict=True):
+        assert len(one) == len(two) and all(map(torch.equal, one, two))
+
+
+# Autocast, no gradient, compiled models.
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_autocast_casts_at_the_door_and_nowhere_else(kind):
+    """As torch's own attention: float32 becomes half, what is inside stays float32, float64 is left alone."""
+    half = getattr(torch, kind)
+    inputs = draw(nq=70, nk=70, d=64)
+    cast = tuple(x.to(half) for x in inputs)
+    d_out = torch.randn(2, 4, 70, 5, generator=torch.Generator().manual_seed(1))
+    bias = torch.linspace(-1000, 0, 70)
+    for options in ({}, {"bias": bias}):
+        for engine in able(*inputs, "causal", **options):
+            outside = attention(*cast, "causal", engine=engine, **options)
+            with torch.autocast("cpu", half):
+                inside = attention(*inputs, "causal", engine=engine, **options)
+                wide = attention(*(x.double() for x in inputs), "causal", engine="formula")
+                already = attention(*cast, "causal", engine=engine, **options)
+            assert inside.dtype == half and wide.dtype == torch.float64
+            assert torch.equal(inside, outside) and torch.equal(already, outside), engine
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    for engine in able(*leaves, "causal"):
+        expected = with_gradients(engine, cast, "causal", d_out)[1]
+        with torch.autocast("cpu", half):  # torch advises against backward in here; it must be right all the same
+            _, found = with_gradients(engine, inputs, "causal", d_out)
+        assert all(f.dtype == torch.float32 and near(f, e, kind) for e, f in zip(expected, found, strict=True)), engine
+    with torch.autocast("cpu", half):
+        lse = attention(*inputs, "causal", return_lse=True)[1]
+        assert lse.dtype == torch.float32
+        assert lowtri.which_engine(*inputs, "causal").answers.keys() == set(ENGINES)
+    with torch.autocast("cpu", enabled=False):
+        assert attention(*inputs, "causal").dtype == torch.float32
+
+
+def test_without_gradients():
+    """no_grad and inference_mode: the same bits, and no graph."""
+    q, k, v = (x.requires_grad_() for x in draw(nq=100, nk=100))
+    for mask in (causal(), causal() & window(9), keys(lengths=[100, 5])):
+        for engine in able(q, k, v, mask):
+            out = attention(q, k, v, mask, engine=engine)
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    quiet = attention(q, k, v, mask, engine=engine)
+                assert not quiet.requires_grad and near(quiet, out, "float32"), engine
+
+
+class Block(nn.Module):
+    def __init__(self, mask: lowtri.Mask) -> None:
+        super().__init__()
+        self.mask, self.to_qkv, self.out = mask, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # (3, B, H, N, D)
+        return x + self.out(attention(q, k, v, self.mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor it meets
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_inside_a_compiled_model(backend):
+    """torch.compile, graph breaks allowed: the same output, gradients and steps, with more than one length."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Block(causal() & (window(5) | first(1)))
+    compiled = torch.compile(model, backend=backend)
+    for n in (8, 8, 12, 20):
+        x = torch.randn(2, n, 16, requires_grad=True)
+        plain, fast = model(x), compiled(x)
+        assert near(fast, plain.detach(), "float32")
+        for p, f in zip(
+            *(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in (plain, fast)), strict=True
+        ):
+            assert near(f, p, "float32", times=64)
+    with torch.no_grad():
+        assert near(compiled(x), model(x), "float32")
+
+
+def test_inside_a_checkpoint():
+    x = torch.randn(2, 10, 16, requires_grad=True)
+    model = Block(causal())
+    plain = torch.autograd.grad(model(x).sum(), x)[0]
+    again = torch.autograd.grad(checkpoint(model, x, use_reentrant=False).sum(), x)[0]
+    assert near(again, plain, "float32")
+
+
+def test_a_model_trains():
+    """A few steps of Adam on a copying task that only attention can do: the loss falls to nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(causal() & window(2)), Block(causal()))
+    head, embed = nn.Linear(16, 8), nn.Embedding(8, 16)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters(), *embed.parameters()], lr=0.02)
+    losses = []
+    for _ in range(120):
+        tokens = torch.randint(8, (16, 12))
+        logits = head(model(embed(tokens)))[:, 1:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, :-1].flatten())  # say the token before
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.9 and np.mean(losses[-5:]) < 0.4, losses[-5:]
+
+
+def test_default_dtype_and_deterministic_mode_change_nothing():
+    inputs = draw(nq=70, nk=70)
+    mask = causal() & window(9)
+    expected = {engine: attention(*inputs, mask, engine=engine) for engine in able(*inputs, mask)}
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for engine, out in expected.items():
+            found = attention(*inputs, mask, engine=engine)
+            assert found.dtype == torch.float32 and near(found, out, "float32", times=2), engine
+            with_gradients("auto", inputs, mask)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert EPS["float32"] == torch.finfo(torch.get_default_dtype()).eps
