@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Context
+from lowtri.auditing.deciding import run_probes
 from lowtri.auditing.declared import allowed_pairs, has_token
 from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.inputs import Inputs, read_example
-from lowtri.auditing.noise import measure_noise, movement
-from lowtri.auditing.probes import PROBES, RESHAPED
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.noise import measure_noise
+from lowtri.auditing.probes import PROBES
+from lowtri.auditing.reading import read_example
 from lowtri.auditing.report import AuditReport
 from lowtri.auditing.subject import Subject, module_behind
 from lowtri.errors import CallError
@@ -108,7 +109,7 @@ def audit(
         findings: list[Finding] = []
         notes: list[str] = []
         if noise.broken is None:
-            findings, notes = _run(context, chosen)
+            findings, notes = run_probes(context, chosen)
     leaks: dict[tuple[int, int], Leak] = {}
     for leak in (leak for finding in findings for leak in finding.leaks):
         leaks.setdefault((leak.query, leak.key), leak)  # one for each pair, from the first probe that found it
@@ -139,114 +140,6 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
     Takes `audit`'s arguments; `mask=` makes it an assertion about any other mask.
     """
     audit(model, example, **arguments).raise_for_leak()
-
-
-def _run(context: Context, chosen: list[str]) -> tuple[list[Finding], list[str]]:
-    """Every probe; those in doubt again on the float64 copy."""
-    findings, notes = [], []
-    twin = _Twin(context)
-    for name in chosen:
-        finding = PROBES[name](context)
-        asked = context
-        if finding.status == "doubt" or (finding.status == "leak" and name in RESHAPED):
-            finding, asked, note = twin.decide(name, finding)
-            if note:
-                notes.append(note)
-        findings.append(_with_module(asked, finding))
-    return findings, notes
-
-
-class _Twin:
-    """The float64 copy, made when the first finding needs it."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.copy: Context | None = None
-        self.why_not: str | None = None
-
-    def decide(self, name: str, finding: Finding) -> tuple[Finding, Context, str]:
-        """The probe's answer in float64, or an honest one without it."""
-        copy_ = self._made()
-        if copy_ is None:
-            return self._without(name, finding)
-        second = PROBES[name](copy_)
-        size = finding.measured.get("greatest", 0.0)
-        if second.status == "skipped":
-            self.why_not = self.why_not or second.message
-            return self._without(name, finding)
-        if second.status == "clean":
-            return (
-                second,
-                self.context,
-                f"{name}: up to {size:.2g} in the model's precision vanishes in float64: rounding",
-            )
-        if second.status in ("doubt", "undecided"):
-            left = second.measured.get("greatest", 0.0)
-            # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
-            if left < size / 30:
-                text = f"nothing beyond rounding ({size:.2g} in the model's precision, {left:.2g} in float64)"
-                return dataclasses.replace(second, status="clean", message=text, leaks=()), self.context, ""
-            return dataclasses.replace(second, status="undecided", leaks=()), copy_, ""
-        return second, copy_, f"{name}: confirmed in float64"
-
-    def _without(self, name: str, finding: Finding) -> tuple[Finding, Context, str]:
-        if finding.status == "leak" and not (name in RESHAPED and self.context.discrete_output):
-            return finding, self.context, ""
-        if (
-            finding.status == "doubt"
-            and self.context.noise.eps <= np.finfo(np.float64).eps
-            and not self.context.discrete_output
-        ):
-            size = finding.measured.get("greatest", 0.0)
-            text = f"nothing beyond the rounding of float64 ({size:.2g})"
-            return dataclasses.replace(finding, status="clean", message=text, leaks=()), self.context, ""
-        reason = f"{finding.message}, near the noise, and no float64 copy could settle it ({self.why_not})"
-        return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
-
-    def _made(self) -> Context | None:
-        if self.copy is not None or self.why_not is not None:
-            return self.copy
-        context = self.context
-        if context.subject.form.dtypes[0] in (np.dtype(np.float64),):
-            self.why_not = "it is float64 already"
-            return None
-        try:
-            made = context.twin()
-            apart, scale = float(np.nanmax(movement(context.base, made.base))), max(context.noise.magnitude, 1e-30)
-        except Exception as error:
-            self.why_not = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-            return None
-        if made.base.dtype.kind != "f" or made.noise.broken:
-            self.why_not = made.noise.broken or "its output is not made of floats"
-        elif apart > 0.05 * scale:
-            self.why_not = f"the copy answers differently, by {apart:.2g}"
-        else:
-            self.copy = made
-        return self.copy
-
-
-def _with_module(context: Context, finding: Finding) -> Finding:
-    """Name the module where each leak enters, from the probe's witness or from a change of the key."""
-    if not finding.leaks or context.subject.module is None:
-        return finding
-    from lowtri.auditing.where import locate
-
-    first = finding.leaks[0]
-    before, after, row = finding.witness or (context.inputs, None, first.row)
-    if after is None or finding.probe == "change":
-        after = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
-        row = first.row
-    if finding.probe not in ("change", "gradient", "prefix"):
-        return finding
-    try:
-        name = locate(context.subject, before, after, row, first.query)
-        if name is None and finding.witness is not None:
-            name = locate(context.subject, finding.witness[0], finding.witness[1], finding.witness[2], first.query)
-    except Exception:
-        name = None
-    if name is None:
-        return finding
-    return dataclasses.replace(finding, leaks=tuple(leak.at(name) for leak in finding.leaks))
 
 
 def _order(leak: Leak) -> tuple[bool, int, int]:

@@ -62,9 +62,10 @@ class Context:
 
     def untouched(self, where: Bools) -> Bools:
         """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
-        where = np.broadcast_to(where, (self.allowed.shape[0], self.n) if where.ndim == 1 else where.shape)
-        sees = (self.allowed & where[:, None, :]).any(axis=-1)
-        return np.broadcast_to(~sees, (self.inputs.batch, self.n)) & ~self.ignored
+        rows = np.atleast_2d(where)
+        tables = range(max(len(rows), len(self.allowed)))
+        sees = [self.allowed[b % len(self.allowed)][:, rows[b % len(rows)]].any(axis=-1) for b in tables]
+        return np.broadcast_to(~np.array(sees), (self.inputs.batch, self.n)) & ~self.ignored
 
     def moved(self, inputs: Inputs) -> tuple[npt.NDArray[np.float64], float]:
         """How far each row of the answer moves from the example's, (B, N), and the magnitude of the answers."""

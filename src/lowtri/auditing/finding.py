@@ -68,10 +68,10 @@ class Finding:
         }
 
 
-def leaks_from(sizes: npt.NDArray[np.float64], probe: str, note: str = "") -> tuple[Leak, ...]:
-    """Every positive entry of a table of pairs (B, N, N) as a leak, the largest over the batch."""
+def leaks_from(sizes: npt.NDArray[np.float64], queries: list[int], probe: str) -> tuple[Leak, ...]:
+    """Every positive entry of a table (B, len(queries), N) as a leak, the largest over the batch."""
     largest, row = sizes.max(axis=0), sizes.argmax(axis=0)
     return tuple(
-        Leak(int(q), int(k), float(largest[q, k]), probe, int(row[q, k]), note=note)
+        Leak(queries[q], int(k), float(largest[q, k]), probe, int(row[q, k]))
         for q, k in zip(*np.nonzero(largest > 0), strict=True)
     )

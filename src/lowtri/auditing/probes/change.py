@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak, leaks_from
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.noise import movement
 
 __all__ = ["change"]
 
 _LONG = 48  # queries and keys looked at when the input is too long for all of them
+_BISECTED = 16  # queries that are followed down to one key
 
 
 def change(context: Context) -> Finding:
@@ -48,10 +50,10 @@ class _Sweep:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.pairs = np.zeros((context.inputs.batch, context.n, context.n))  # sizes of movements that should not be
-        self.doubtful = np.zeros_like(self.pairs)
-        self.jointly: list[Leak] = []
+        self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
+        self.doubtful: dict[tuple[int, int], Leak] = {}
         self.runs = 0
+        self.bisected = 0
         self.poisoned = 0
         self.witness: Any = None
 
@@ -64,7 +66,7 @@ class _Sweep:
         clean = self.context.untouched(where)
         self.poisoned += int((np.isnan(sizes) & clean).sum())
         for row, query in np.argwhere(clean & (sizes > 0)):
-            self._note(row, query, key, float(sizes[row, query]), scale, changed)
+            self._note(int(row), int(query), key, float(sizes[row, query]), scale, changed)
 
     def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
         """Change all that is hidden from one query; if the query moves, find one key that does it."""
@@ -76,9 +78,10 @@ class _Sweep:
         for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
             size = float(sizes[row, query])
             sure = self.context.noise.weigh(size, scale) == "leak"
-            known = self.pairs[:, query].any() or (not sure and self.doubtful[:, query].any())
-            if known or len(self.jointly) >= 8:
+            known = {q for q, _ in self.pairs} | (set() if sure else {q for q, _ in self.doubtful})
+            if query in known or self.bisected >= _BISECTED:
                 continue
+            self.bisected += 1
             hidden = np.flatnonzero(where[row % where.shape[0]])
             found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale))
             if found is not None:
@@ -89,24 +92,24 @@ class _Sweep:
 
     def _note(self, row: int, query: int, key: int, size: float, scale: float, changed: Any, jointly: int = 0) -> None:
         kind = self.context.noise.weigh(size, scale)
-        if kind == "leak" and self._again(row, query, changed, size):
-            self.pairs[row, query, key] = max(size, self.pairs[row, query, key])
-            if self.witness is None:
-                self.witness = (self.context.inputs, changed, row)
-            if jointly:
-                note = f"output {query} moves by {size:.2g} when all {jointly} inputs hidden from it change together"
-                self.jointly.append(Leak(query, key, size, "change", row, note=note))
-        elif kind != "clean":
-            self.doubtful[row, query, key] = max(size, self.doubtful[row, query, key])
+        if kind == "clean":
+            return
+        note = f"output {query} moves by {size:.2g} when all {jointly} inputs hidden from it change together"
+        leak = Leak(query, key, size, "change", row, note=note if jointly else "")
+        sure = kind == "leak" and self._again(row, query, changed, size)
+        found = self.pairs if sure else self.doubtful
+        if (query, key) not in found or found[query, key].size < size:
+            found[query, key] = leak
+        if sure and self.witness is None:
+            self.witness = (self.context.inputs, changed, row)
 
     def _again(self, row: int, query: int, changed: Any, size: float) -> bool:
-        # One accusation is made only of a movement that can be repeated; once something is found the model is known to repeat.
+        # The first accusation is made only of a movement that can be repeated; then the model is known to repeat itself.
         if self.witness is not None:
             return True
-        before = self.context.subject(self.context.inputs)[row, query]
-        after = self.context.subject(changed)[row, query]
-        still = np.array_equal(before, self.context.base[row, query], equal_nan=True)
-        return bool(still or np.abs(after - before).max() > size / 2)
+        before = self.context.subject(self.context.inputs)
+        again = movement(before, self.context.subject(changed))[row, query]
+        return bool(again > size / 2)
 
     def _bisect(
         self, row: int, query: int, hidden: npt.NDArray[np.intp], fresh: Any, kind: str
@@ -139,20 +142,17 @@ class _Sweep:
             "queries": queries,
             "of": context.n,
             "every_pair": everything,
-            "greatest": float(max(self.pairs.max(), self.doubtful.max())),
+            "greatest": max((leak.size for leak in [*self.pairs.values(), *self.doubtful.values()]), default=0.0),
             "poisoned": self.poisoned,
         }
         looked = "every pair" if everything else f"{keys} keys and {queries} queries of {context.n}"
         extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme"
-        if self.pairs.any():
+        if self.pairs:
             # What is in doubt beside a sure leak is no news, and near-zero entries would only blur the picture.
-            leaks = leaks_from(self.pairs, "change")
-            joint = {(leak.query, leak.key): leak for leak in self.jointly}
-            leaks = tuple(joint.get((leak.query, leak.key), leak) for leak in leaks)
+            leaks = tuple(self.pairs[pair] for pair in sorted(self.pairs))
             return Finding("change", "leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
-        if self.doubtful.any():
-            leaks = leaks_from(self.doubtful, "change")
-            return Finding(
-                "change", "doubt", f"hidden inputs move outputs by up to {measured['greatest']:.2g}", leaks, measured
-            )
+        if self.doubtful:
+            leaks = tuple(self.doubtful[pair] for pair in sorted(self.doubtful))
+            message = f"hidden inputs move outputs by up to {measured['greatest']:.2g}"
+            return Finding("change", "doubt", message, leaks, measured)
         return Finding("change", "clean", f"no hidden input moves an output ({extent})", (), measured)

@@ -39,7 +39,7 @@ def gradient(context: Context) -> Finding:
     queries = context.places(context.exact if context.n <= context.exact else _LONG)
     cotangents = np.random.default_rng([context.seed, 7]).standard_normal(rows.shape)
     batch, n = context.inputs.batch, context.n
-    sizes = np.zeros((batch, n, n))
+    sizes = np.zeros((batch, len(queries), n))
     for done, query in enumerate(queries):
         cotangent = torch.as_tensor(cotangents[:, query], dtype=rows.dtype, device=rows.device)
         try:
@@ -50,17 +50,17 @@ def gradient(context: Context) -> Finding:
             return _skip(f"the model cannot be differentiated: {_first_line(error)}")
         for number, grad in enumerate(found):
             if grad is not None:
-                sizes[:, query] = np.maximum(sizes[:, query], _by_position(context, grad, number))
+                sizes[:, done] = np.maximum(sizes[:, done], _by_position(context, grad, number))
         context.tick("gradient", done + 1, len(queries))
     return _judge(context, sizes, queries)
 
 
 def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
     finite = np.isfinite(sizes)
-    for query in queries:
-        row = np.where(finite[:, query], sizes[:, query], 0).max(axis=0)
+    for number, query in enumerate(queries):
+        row = np.where(finite[:, number], sizes[:, number], 0).max(axis=0)
         context.seen[query] = np.fmax(context.seen[query], row)
-    hidden = ~np.broadcast_to(context.allowed, sizes.shape) & ~context.ignored[:, :, None]
+    hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & ~context.ignored[:, queries, None]
     scale = float(sizes[finite].max(initial=0.0))
     wrong = np.where(hidden & finite, sizes, 0.0)
     greatest = float(wrong.max())
@@ -77,7 +77,7 @@ def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
         return Finding("gradient", "clean", f"no gradient reaches a hidden input ({looked})", (), measured)
     if kind == "leak":
         wrong[wrong <= context.noise.eps * scale] = 0.0
-    leaks = leaks_from(wrong, "gradient")
+    leaks = leaks_from(wrong, queries, "gradient")
     return Finding(
         "gradient", kind, f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}", leaks, measured
     )
