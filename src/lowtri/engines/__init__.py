@@ -4,6 +4,8 @@
     reference  NumPy, float64, the definition itself
     formula    the formula in torch, query tile by query tile: every option, any device, gradients to any order
     sdpa       torch's own fused attention
+    cpu        the CPU kernels
+    worth      when a call is worth a kernel
     attend     attention(): check once, choose, run
     eager      attention() under torch.compile: outside the graph
     twin       torch's scaled_dot_product_attention, with torch's meanings

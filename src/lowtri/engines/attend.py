@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lowtri.engines.worth import worth_a_kernel
 from lowtri.errors import CallError, EngineError
 from lowtri.masks.atoms import causal, full
 from lowtri.masks.mask import Mask
@@ -25,9 +26,6 @@ __all__ = ["Choice", "attention", "merge", "which_engine"]
 
 ENGINES = ("cpu", "sdpa", "formula", "reference")
 _TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
-_WORTH_A_KERNEL = (
-    2**25
-)  # multiplications: a call below takes under a millisecond, and need not wait for a first compilation
 _SMALL = 2**18  # pairs over all heads: below it NumPy answers before torch is loaded
 
 
@@ -233,11 +231,9 @@ def _choose(call: Call, engine: str) -> str:
 
 
 def _automatic(call: Call) -> str:
-    rows, heads, nq, size = call.q.shape
+    rows, heads, nq, _ = call.q.shape
     pairs = nq * call.k.shape[2]
-    # The rule looks at the call alone, so that the same call always takes the same road and gives the same bits.
-    worth = nq >= 16 and rows * heads * pairs * (size + call.v.shape[3]) >= _WORTH_A_KERNEL
-    if worth and _engine("cpu").why_not(call) is None:
+    if worth_a_kernel(call) and _engine("cpu").why_not(call) is None:
         return "cpu"
     if call.is_numpy:
         small = pairs * rows * heads <= _SMALL and _engine("reference").why_not(call) is None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowtri.engines.worth import FEW_QUERIES
+from lowtri.masks.mask import FULL
 from lowtri.masks.plan import Plan, plan
 from lowtri.ops.call import Call, Result
 
@@ -35,8 +37,9 @@ def why_not(call: Call) -> str | None:
     """What the kernels cannot do."""
     if call.device != "cpu":
         return f"the tensors are on {call.device}"
-    if not _has_numba():
-        return "numba is not installed"
+    trouble = _trouble_with_numba() or _trouble_with_tensors(call)
+    if trouble:
+        return trouble
     missing = {
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,
@@ -55,7 +58,10 @@ def run(call: Call) -> Result:
     q, k, v = call.q, call.k, call.v
     if not _in_pairs(q, k, v):
         q, k, v = _float32(q), _float32(k), _float32(v)
-    output, lse = _forward(call, q, k, v, bias, sinks, call.return_lse)
+    if _is_decoding(q, k, v):
+        output, lse = _decode(call, q, k, v, bias, sinks)
+    else:
+        output, lse = _forward(call, q, k, v, bias, sinks, call.return_lse)
     return Result(_as(output, call.q), None, lse)
 
 
@@ -78,6 +84,49 @@ def _forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse
         _threads(call),
     )
     return output, lse
+
+
+def _is_decoding(q: Any, k: Any, v: Any) -> bool:
+    """Whether there are so few queries that reading the cache is the work: and rows that can be read a vector at a time."""
+    whole = 32 if "bfloat16" in str(q.dtype) else 16
+    packed = _strides(k)[3] == 1 and _strides(v)[3] == 1
+    return q.shape[2] < FEW_QUERIES and packed and q.shape[3] % whole == 0 and v.shape[3] % 16 == 0
+
+
+def _decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any]:
+    """Output and log-sum-exp as of :func:`_forward`, for few queries; no plan: one question, or a table of few rows."""
+    from lowtri.kernels import decode as kernel
+
+    (rows, heads, nq, _), (_, kv_heads, nk, dv) = q.shape, v.shape
+    q = np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
+    output, lse = _empty(q, (rows, heads, nq, dv)), _empty_float32(q, (rows, heads, nq))
+    threads = _threads(call)
+    parts = max(1, min(2 * threads // (rows * kv_heads), -(-nk // kernel.KEYS)))
+    results = np.empty(rows * kv_heads * parts * kernel.part_floats(call.group * nq, dv), np.float32)
+    joined = np.zeros(rows * kv_heads, np.int64)
+    fields = {**_sizes(call, q, k, v, bias), "q": _address(q), "o": _address(output), "lse": _address(lse)}
+    fields |= {"tasks": rows * kv_heads * parts, "parts": parts, "joined": joined.ctypes.data}
+    fields |= {"results": results.ctypes.data, "sinks": 0 if sinks is None else _address(sinks)}
+    visible = None
+    if not _all_seen(call):
+        visible = np.ascontiguousarray(call.visible())  # (B|1, Hq|1, Nq, Nk)
+        steps = [step if size > 1 else 0 for size, step in zip(visible.shape, visible.strides, strict=True)]
+        fields |= {"visible": visible.ctypes.data, "visible_b": steps[0], "visible_h": steps[1]}
+    code = kernel.decode_half if "bfloat16" in str(q.dtype) else kernel.decode
+    _launch(code, kernel.FIELDS, fields, kernel.room(call.group * nq, dv), threads)
+    return output, lse
+
+
+def _all_seen(call: Call) -> bool:
+    """Whether every query sees every key, by one question about the box of positions around them."""
+    if call.mask.batch:
+        return False
+    q, k = call.q_positions, call.k_positions
+    if not call.positions_given:
+        return bool(call.mask.tile(int(q[0, 0]), int(q[0, -1]) + 1, 0, k.shape[1]) == FULL)
+    if q.min() < 0 or k.min() < 0:
+        return False
+    return bool(call.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)
 
 
 def _backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
@@ -143,19 +192,27 @@ def _function() -> type[torch.autograd.Function]:
     return Kernels
 
 
-def _common_fields(call: Call, found: Plan, q: Any, k: Any, v: Any, bias: Any) -> dict[str, int]:
-    """What both kernels read of a call: sizes, inputs, plan, options."""
-    sheet = found.sheet
+def _sizes(call: Call, q: Any, k: Any, v: Any, bias: Any) -> dict[str, int]:
+    """What every kernel reads of a call: sizes, keys and values, options."""
     fields = {"batch": q.shape[0], "heads": q.shape[1], "group": call.group, "nq": q.shape[2], "nk": k.shape[2]}
-    fields |= {"d": q.shape[3], "dv": v.shape[3], "rows": found.rows}
-    fields |= {**_strided("q", q), **_strided("k", k), **_strided("v", v)}
+    fields |= {"d": q.shape[3], "dv": v.shape[3], **_strided("k", k), **_strided("v", v)}
     if bias is not None:
         steps = [step if size > 1 else 0 for size, step in zip(bias.shape, _strides(bias), strict=True)]
         fields |= {"bias": _address(bias), **{f"bias_{axis}": step for axis, step in zip("bhqk", steps, strict=True)}}
+    return fields | {"scale": _bits(call.scale), "softcap": _bits(call.softcap or 0.0)}
+
+
+def _common_fields(call: Call, found: Plan, q: Any, k: Any, v: Any, bias: Any) -> dict[str, int]:
+    """What the kernels that follow a plan read: sizes, queries, and the plan."""
+    sheet = found.sheet
+    fields = {**_sizes(call, q, k, v, bias), **_strided("q", q), "rows": found.rows}
     fields |= {"sheet": sheet.ctypes.data, "sheet_b": sheet.shape[1] if sheet.shape[0] > 1 else 0}
     fields |= {"sheet_h": 1 if sheet.shape[1] > 1 else 0, "row_start": found.row_start.ctypes.data}
-    fields |= {"runs": found.runs.ctypes.data, "tile_bits": found.tile_bits.ctypes.data, "bits": found.bits.ctypes.data}
-    return fields | {"scale": _bits(call.scale), "softcap": _bits(call.softcap or 0.0)}
+    return fields | {
+        "runs": found.runs.ctypes.data,
+        "tile_bits": found.tile_bits.ctypes.data,
+        "bits": found.bits.ctypes.data,
+    }
 
 
 def _launch(kernel: Any, names: tuple[str, ...], fields: dict[str, int], room: int, threads: int) -> None:
@@ -194,8 +251,29 @@ def _plan(call: Call, tile_k: int) -> Plan:
 
 
 @cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+def _trouble_with_numba() -> str | None:
+    """Numba trails new Pythons and NumPys: it may be missing, or refuse the NumPy that is here."""
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # whatever it raises, another engine can run
+        return f"numba cannot be loaded: {error}"
+    return None
+
+
+def _trouble_with_tensors(call: Call) -> str | None:
+    """A kernel reads memory: what has none (fake tensors, those inside torch.func) must take another road."""
+    if call.is_numpy:
+        return None
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not all(type(x) in plain for x in (call.q, call.k, call.v)):
+        return f"q, k or v is a {type(call.q).__name__}, not a plain tensor"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a transform of torch.func"
+    return None
 
 
 def _threads(call: Call) -> int:

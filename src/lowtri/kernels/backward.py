@@ -259,13 +259,13 @@ def backward_tile(t, here, part, b, h, r):
                 clean_rows(q_rows, n, d_row, clean_q)
                 clean_rows(do_rows, n, dv_row, clean_do)
                 some_q, some_do = clean_q, clean_do
-            product_add(scores, QUERIES, 1, some_do, to_dv, keys, n, dv_row)
-            product_add(moves, QUERIES, 1, some_q, to_dk, keys, n, d_row)
+            product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, keys, n, dv_row)
+            product_add(moves, QUERIES, 1, some_q, d_row, to_dk, keys, n, d_row)
             k_n, k_d = t[K_N], t[K_D]
             if words and not keys_finite(from_k, k_n, k_d, keys, d):
                 mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_q, None)
                 from_k, k_d, k_n = clean_q, 1, d
-            product_add(from_k, k_d, k_n, moves, dq, d, keys, QUERIES)
+            product_add(from_k, k_d, k_n, moves, QUERIES, dq, d, keys, QUERIES)
     times(dq, QUERIES * d, scale)
     turn_out(dq, n, d, t[DQ] + 4 * line * d, d)
 

@@ -150,10 +150,10 @@ def attend_tile(t, here, b, h, r, careful, half):
                 if careful:
                     mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
                     at, v_n, v_d = clean, dv, 1
-                product_add(at, v_d, v_n, scores, output, dv, keys, QUERIES)
+                product_add(at, v_d, v_n, scores, QUERIES, output, dv, keys, QUERIES)
             elif careful:
                 mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
-                product_add(clean, 1, dv, scores, output, dv, keys, QUERIES)
+                product_add(clean, 1, dv, scores, QUERIES, output, dv, keys, QUERIES)
             else:
                 pair_weights(scores, keys, pairs)
                 pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)

@@ -41,6 +41,7 @@ __all__ = [
     "fill",
     "halves_out",
     "mix_broken",
+    "number",
     "pair_values",
     "pair_weights",
     "seen_range",

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused, fused_pairs
 from lowtri.kernels.target import LANES, ROWS, VECTORS
 
-__all__ = ["product", "product_add", "product_pairs", "product_pairs_add"]
+__all__ = ["product", "product_add", "product_pairs", "product_pairs_add", "product_rows_pairs"]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
@@ -103,6 +103,15 @@ def _pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last)
     return _SIGNATURE, emit
 
 
+@intrinsic
+def _pairs_narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    def emit(context, builder, signature, args):
+        _panel(builder, args, 1, accumulate=True, multiply=fused_pairs)
+        return context.get_dummy_value()
+
+    return _SIGNATURE, emit
+
+
 @njit
 def product(a, row_step, depth_step, b, c, rows, depth):
     """C = A B for 64 columns.  A (rows, depth), B (depth, 64), C (rows, 64).
@@ -117,18 +126,18 @@ def product(a, row_step, depth_step, b, c, rows, depth):
 
 
 @njit
-def product_add(a, row_step, depth_step, b, c, rows, depth, columns):
-    """C += A B, B and C with ``columns`` columns, a multiple of 16.  A (rows, depth), B (depth, columns), C (rows, columns)."""
+def product_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
+    """C += A B for ``columns`` columns, a multiple of 16.  A (rows, depth), B (depth, columns) with rows ``b_row`` apart, C packed."""
     for r in range(0, rows, ROWS):
         last = min(ROWS, rows - r) - 1
         from_a, j = a + 4 * r * row_step, 0
         while j + WIDTH <= columns:
             at = c + 4 * (r * columns + j)
-            _wide_add(from_a, row_step, depth_step, b + 4 * j, columns, at, columns, depth, last)
+            _wide_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
             j += WIDTH
         while j < columns:
             at = c + 4 * (r * columns + j)
-            _narrow_add(from_a, row_step, depth_step, b + 4 * j, columns, at, columns, depth, last)
+            _narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
             j += LANES
 
 
@@ -150,3 +159,19 @@ def product_pairs_add(a, row_step, depth_step, b, c, rows, depth):
             last = min(ROWS, rows - r) - 1
             at = c + 4 * (r * COLUMNS + j)
             _pairs_add(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
+
+
+@njit
+def product_rows_pairs(a, a_row, b, c, rows, depth, columns):
+    """C += A B for ``columns`` columns, a multiple of 16; A (rows, depth) and B (depth, columns) are pairs of bf16, B and C packed."""
+    for r in range(0, rows, ROWS):
+        last = min(ROWS, rows - r) - 1
+        from_a, j = a + 4 * r * a_row, 0
+        while j + WIDTH <= columns:
+            at = c + 4 * (r * columns + j)
+            _pairs_add(from_a, a_row, 1, b + 4 * j, columns, at, columns, depth, last)
+            j += WIDTH
+        while j < columns:
+            at = c + 4 * (r * columns + j)
+            _pairs_narrow_add(from_a, a_row, 1, b + 4 * j, columns, at, columns, depth, last)
+            j += LANES

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from lowtri.kernels.target import FMA, LANES
@@ -20,17 +21,22 @@ __all__ = [
     "any_above",
     "bits_float",
     "div",
+    "dots",
+    "dots_pairs",
     "exp2",
     "exp2_less_1",
     "fetch_add",
     "fma",
+    "greatest_lane",
     "load",
     "maximum",
     "mul",
     "only",
     "pair",
     "pair_up",
+    "prefetch",
     "read",
+    "read_byte",
     "read_half",
     "read_int32",
     "read_int64",
@@ -39,6 +45,7 @@ __all__ = [
     "store",
     "store_halves",
     "sub",
+    "sum_lanes",
     "transpose",
     "where_finite",
     "write",
@@ -142,6 +149,13 @@ def read_int32(typing, address):
 def read_int64(typing, address):
     """One int64 from memory."""
     return types.int64(types.intp), lambda c, b, s, a: b.load(at(b, a[0], I64), align=8)
+
+
+@intrinsic
+def read_byte(typing, address):
+    """One byte from memory."""
+    kind = ir.IntType(8)
+    return types.int64(types.intp), lambda c, b, s, a: b.zext(b.load(at(b, a[0], kind), align=1), I64)
 
 
 @intrinsic
@@ -284,6 +298,90 @@ def transpose(typing, source, source_row, last, target, target_row):
         return c.get_dummy_value()
 
     return types.void(*[types.intp] * 5), emit
+
+
+def _sums(builder: Any, rows: list[Any]) -> Any:
+    """The sums of 16 vectors, each in the lane of its number: halves are added together, then quarters, then eighths."""
+    step = LANES // 2
+    while len(rows) > 1:
+        half = len(rows) // 2
+        low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+        high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+        folded = []
+        for one, two in zip(rows[:half], rows[half:], strict=True):
+            left = builder.shuffle_vector(one, two, ir.Constant(INTS, low))
+            right = builder.shuffle_vector(one, two, ir.Constant(INTS, high))
+            folded.append(builder.fadd(left, right))
+        rows, step = folded, step // 2
+    return rows[0]
+
+
+def _dots(builder: Any, args: Any, multiply: Any) -> Any:
+    """Dot products of one packed row with 16 others, ``chunks`` vectors long; rows past ``last`` repeat it; steps in bytes."""
+    rows, row_step, last, one, chunks = args
+    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(LANES)]
+    places = []
+    for i in range(LANES):
+        number = ir.Constant(I64, i)
+        clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
+        places.append(builder.add(rows, builder.mul(clamped, row_step)))
+        builder.store(ir.Constant(VECTOR, None), sums[i])
+    with cgutils.for_range(builder, chunks) as loop:
+        offset = builder.mul(loop.index, ir.Constant(I64, 4 * LANES))
+        other = builder.load(at(builder, builder.add(one, offset), VECTOR), align=2)
+        for i in range(LANES):
+            row = builder.load(at(builder, builder.add(places[i], offset), VECTOR), align=2)
+            builder.store(multiply(builder, row, other, builder.load(sums[i])), sums[i])
+    return _sums(builder, [builder.load(place) for place in sums])
+
+
+@intrinsic
+def dots(typing, rows, row_step, last, one, chunks):
+    """16 dot products of floats at once, one in each lane."""
+    return vector(*[types.intp] * 5), lambda c, b, s, a: _dots(b, a, fused)
+
+
+@intrinsic
+def dots_pairs(typing, rows, row_step, last, one, chunks):
+    """The same for rows of bf16, 32 numbers to a vector."""
+    return vector(*[types.intp] * 5), lambda c, b, s, a: _dots(b, a, fused_pairs)
+
+
+@intrinsic
+def prefetch(typing, address):
+    """Ask for a line of memory that will be read soon; any address may be asked for."""
+
+    def emit(c, b, s, a):
+        place = at(b, a[0], ir.IntType(8))
+        name, flags = (
+            "llvm.prefetch.p0",
+            [ir.Constant(I32, flag) for flag in (0, 2, 1)],
+        )  # to read, into the second cache, data
+        call(b, name, ir.VoidType(), [place, *flags])
+        return c.get_dummy_value()
+
+    return types.void(types.intp), emit
+
+
+@intrinsic
+def greatest_lane(typing, x):
+    """The greatest of 16 floats; a NaN is passed over."""
+    return types.float32(vector), lambda c, b, s, a: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [a[0]])
+
+
+@intrinsic
+def sum_lanes(typing, x):
+    """The sum of 16 floats."""
+
+    def emit(c, b, s, a):
+        step, total = LANES // 2, a[0]
+        while step:
+            turned = ir.Constant(INTS, [(lane + step) % LANES for lane in range(LANES)])
+            total = b.fadd(total, b.shuffle_vector(total, total, turned))
+            step //= 2
+        return b.extract_element(total, ir.Constant(I32, 0))
+
+    return types.float32(vector), emit
 
 
 # (2^r - 1) / r on [-1/2, 1/2]: a polynomial fitted to equal relative error of 2^r, 2e-9.
