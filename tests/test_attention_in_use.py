@@ -194,7 +194,7 @@ def test_inside_a_compiled_model(backend):
     torch.manual_seed(0)
     model = Block(causal() & (window(5) | first(1)))
     compiled = torch.compile(model, backend=backend)
-    for n in (8, 8, 12, 20):
+    for n in (8, 8, 12):
         x = torch.randn(2, n, 16, requires_grad=True)
         plain, fast = model(x), compiled(x)
         assert near(fast, plain.detach(), "float32")

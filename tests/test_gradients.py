@@ -18,20 +18,18 @@ MASKS = {
     "causal": causal(),
     "full": full(),
     "window": causal() & (window(2) | first(1)),
-    "rows that see nothing": table(
-        [[False] * 5, [True] * 5, [False] * 5, [True, False] * 2 + [True], [True] + [False] * 4]
-    ),
-    "by row and head": heads([causal(), window(1) & keys(lengths=[5, 2]), full(), ~causal()]),
+    "rows that see nothing": table([[False] * 4, [True, False, True, False], [False] * 4, [True] * 4]),
+    "by row and head": heads([window(1) & keys(lengths=[4, 2]), ~causal()]),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 1.5, "scale": 2.0},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "bias by key": {"bias": torch.linspace(-1, 1, 5)},
-    "bias by head": {"bias": torch.linspace(-1, 1, 100).reshape(1, 4, 5, 5)},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
+    "bias by key": {"bias": torch.linspace(-1, 1, 4)},
+    "bias by head": {"bias": torch.linspace(-1, 1, 32).reshape(1, 2, 4, 4)},
     "bias of one row, sinks, softcap": {
-        "bias": torch.linspace(-1, 1, 10).reshape(2, 1, 5, 1),
-        "sinks": torch.ones(4),
+        "bias": torch.linspace(-1, 1, 8).reshape(2, 1, 4, 1),
+        "sinks": torch.ones(2),
         "softcap": 3.0,
     },
 }
@@ -39,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def small(mask: Any, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[str], dict[str, Any]]:
     """Leaves in float64 (q, k, v and what else has a gradient), the names of the others, and the plain options."""
-    q, k, v = draw(nq=5, nk=5, d=3, dv=2, dtype="float64", seed=3)
+    q, k, v = draw(hq=2, hkv=1, nq=4, nk=4, d=2, dv=3, dtype="float64", seed=3)
     named = {name: x.double() for name, x in options.items() if isinstance(x, torch.Tensor)}
     plain = {name: x for name, x in options.items() if name not in named}
     return [x.clone().requires_grad_() for x in (q, k, v, *named.values())], list(named), plain
