@@ -253,7 +253,8 @@ def _autocast_device(q: Any) -> str | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return None
-    return q.device.type if torch.is_autocast_enabled(q.device.type) else None
+    kind = q.device.type
+    return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
 
 def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:

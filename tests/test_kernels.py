@@ -1,0 +1,242 @@
+"""The CPU kernels beyond the contracts that every engine keeps: instruction sets, threads, forks, and the cache of code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.engines import cpu
+from lowtri.engines.worth import worth_a_kernel
+from lowtri.kernels import workers
+from lowtri.ops.call import describe
+
+AVX2 = (
+    "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+cx16,+fxsr,+xsave"
+)
+
+COMPARED = """
+    import torch, lowtri
+    from lowtri.kernels import target
+    torch.manual_seed(0)
+    worst = 0.0
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        for nq, nk, d in ((70, 70, 32), (1, 300, 32), (130, 200, 48)):
+            x = [torch.randn(1, h, n, d).to(dtype).requires_grad_() for h, n in ((4, nq), (2, nk), (2, nk))]
+            found = {}
+            for engine in ("cpu", "reference"):
+                output = lowtri.attention(*x, "causal & window(40)", engine=engine)
+                with torch.no_grad():
+                    again = lowtri.attention(*x, "causal & window(40)", engine=engine)
+                found[engine] = (output, again, *torch.autograd.grad(output.sum(), x))
+            for a, b in zip(found["cpu"], found["reference"]):
+                assert (a - b).abs().max() <= allowed, (target.NAME, dtype, nq)
+    print(target.NAME)
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own: a wrong instruction set ends a process without an exception."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def qkv(n: int = 200, d: int = 32, heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, heads, n, d, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "cpu_name", "flags"), [("avx2", "haswell", AVX2), ("baseline", "x86-64", "+sse,+sse2,+fxsr,+cx8,+mmx")]
+)
+def test_smaller_instruction_sets_compute_the_same(name: str, cpu_name: str, flags: str) -> None:
+    done = python(COMPARED, NUMBA_CPU_NAME=cpu_name, NUMBA_CPU_FEATURES=flags)
+    assert (done.returncode, done.stdout.strip()) == (0, name), done.stderr[-2000:]
+
+
+@pytest.mark.sweep
+def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path) -> None:
+    file = tmp_path / "not-a-folder"
+    file.write_text("")
+    done = python(COMPARED, LOWTRI_CACHE=str(file))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.sweep
+def test_a_second_process_takes_the_code_from_the_cache(tmp_path) -> None:
+    timed = """
+        import torch, lowtri, time
+        from lowtri.kernels import forward, workers
+        started = time.process_time()
+        workers.compiled(forward.forward)
+        print(time.process_time() - started)
+    """
+    first, second = (float(python(timed, LOWTRI_CACHE=str(tmp_path)).stdout) for _ in range(2))
+    assert second < first / 3  # loading is not compiling: ten times less on an idle machine
+
+
+def test_an_edited_kernel_gets_a_cache_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
+    names = []
+    for text in ("one", "two"):
+        room = tmp_path / "kernels"
+        room.mkdir(exist_ok=True)
+        (room / "simd.py").write_text(text)
+        monkeypatch.setattr(workers, "__file__", str(room / "workers.py"))
+        workers.cache_folder.cache_clear()
+        names.append(workers.cache_folder())
+    workers.cache_folder.cache_clear()
+    assert names[0] is not None and names[1] is not None and names[0] != names[1]
+
+
+def test_same_bits_again_on_one_thread_and_on_two() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(n=300, heads=3))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            runs = []
+            for _ in range(3):
+                output = lowtri.attention(q, k, v, "causal & window(100)", engine="cpu")
+                runs.append((output, *torch.autograd.grad(output.sin().sum(), (q, k, v))))
+            for run in runs[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_eight_python_threads_at_once() -> None:
+    cases = [qkv(seed=seed) for seed in range(8)]
+    alone = [lowtri.attention(*case, "causal", engine="cpu") for case in cases]
+
+    def work(i: int) -> bool:
+        return all(torch.equal(lowtri.attention(*cases[i], "causal", engine="cpu"), alone[i]) for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_a_forked_child_computes_alone() -> None:
+    code = """
+        import os, signal, torch, lowtri
+        torch.set_num_threads(2)
+        x = torch.randn(1, 4, 200, 32)
+        mine = lowtri.attention(x, x, x, "causal", engine="cpu")
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            same = torch.equal(lowtri.attention(x, x, x, "causal", engine="cpu"), mine)
+            os._exit(0 if same else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = python(code, OMP_NUM_THREADS="2")
+    assert done.stdout.strip() == "0", done.stderr[-2000:]
+
+
+def test_numpy_without_torch_runs_on_plain_threads() -> None:
+    code = """
+        import sys, numpy as np, lowtri
+        x = np.random.default_rng(0).normal(size=(1, 4, 300, 32)).astype(np.float32)
+        found = lowtri.attention(x, x, x, "causal", engine="cpu")
+        assert "torch" not in sys.modules
+        print(abs(found - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
+    """
+    done = python(code)
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+def test_many_calls_leave_nothing_behind() -> None:
+    resource = pytest.importorskip("resource", reason="Windows counts memory in another way")
+    q, k, v = qkv(n=64)
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for _ in range(500):
+        lowtri.attention(q, k, v, "causal", engine="cpu")
+    before = peak()
+    for _ in range(10_000):
+        lowtri.attention(q, k, v, "causal", engine="cpu")
+    assert peak() - before < 8 * 1024  # kilobytes
+
+
+def test_plans_are_kept_for_the_same_mask_and_bounded(monkeypatch) -> None:
+    made = []
+    real = cpu.plan
+    monkeypatch.setattr(cpu, "plan", lambda *a, **o: made.append(1) or real(*a, **o))
+    monkeypatch.setattr(cpu, "_PLAN_BYTES", 2000)
+    cpu._plans.clear()
+    q, k, v = qkv(n=130)
+    for _ in range(3):
+        lowtri.attention(q, k, v, lowtri.causal() & lowtri.window(50), engine="cpu")
+    assert len(made) == 1
+    for n in range(1, 40):
+        lowtri.attention(q, k, v, lowtri.causal() & lowtri.window(n), engine="cpu")
+    assert sum(one.nbytes for one in cpu._plans.values()) <= 2000 or len(cpu._plans) == 1
+
+
+def test_the_rule_of_auto_looks_at_the_call_alone() -> None:
+    small, large = qkv(n=64), qkv(n=1024, heads=8)
+    assert not worth_a_kernel(describe(*small, "causal"))
+    assert worth_a_kernel(describe(*large, "causal"))
+    assert lowtri.which_engine(*large, "causal").engine == "cpu"
+    assert lowtri.which_engine(*small, "causal").engine != "cpu"
+    q = torch.randn(1, 8, 1, 128)
+    short, long = torch.randn(1, 8, 16, 128), torch.randn(1, 8, 4096, 128)
+    assert not worth_a_kernel(describe(q, short, short, "causal")) and worth_a_kernel(describe(q, long, long, "causal"))
+
+
+def test_why_not_is_said_in_words() -> None:
+    q, k, v = qkv(n=20)
+    said = {
+        "it does not drop weights": {"dropout": 0.5},
+        "it does not return weights": {"return_weights": True},
+    }
+    for words, options in said.items():
+        assert lowtri.which_engine(q, k, v, "causal", **options).answers["cpu"] == f"no: {words}"
+    wide = [x.double() for x in (q, k, v)]
+    assert lowtri.which_engine(*wide, "causal").answers["cpu"] == "no: it has no float64"
+    assert (
+        lowtri.which_engine(*(x.to("meta") for x in (q, k, v)), "causal").answers["cpu"]
+        == "no: the tensors are on meta"
+    )
+
+
+def test_numba_may_be_missing(monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    cpu._trouble_with_numba.cache_clear()
+    try:
+        q, k, v = qkv(n=1024, heads=8)
+        assert lowtri.which_engine(q, k, v, "causal").answers["cpu"] == "no: numba is not installed"
+        assert lowtri.which_engine(q, k, v, "causal").engine == "sdpa"
+    finally:
+        cpu._trouble_with_numba.cache_clear()
+
+
+@pytest.mark.parametrize("d", [16, 80, 96, 100, 192, 256])
+def test_any_head_size(d: int) -> None:
+    q, k, v = qkv(n=130, d=d)
+    found = lowtri.attention(q, k, v, "causal & window(70)", engine="cpu")
+    right = lowtri.attention(q, k, v, "causal & window(70)", engine="reference")
+    torch.testing.assert_close(found, right, atol=5e-6, rtol=0)
+
+
+def test_a_window_far_apart_needs_memory_of_its_own_size_only() -> None:
+    """65,536 queries: scores written out would take 17 GB."""
+    q, k, v = (x.numpy() for x in qkv(n=65_536, d=16, heads=1))
+    found = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
+    last = lowtri.attention(q[:, :, -8:], k[:, :, -128:], v[:, :, -128:], "causal & window(64)", engine="reference")
+    np.testing.assert_allclose(found[:, :, -8:], last, atol=1e-5)
