@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from lowtri.kernels.exponent import exp2
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.passes import (
     ALL,
@@ -35,7 +36,6 @@ from lowtri.kernels.passes import (
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.simd import (
     bits_float,
-    exp2,
     fetch_add,
     load,
     mul,

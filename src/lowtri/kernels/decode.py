@@ -12,16 +12,15 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from lowtri.kernels.exponent import exp2
+from lowtri.kernels.halves import store_halves
+from lowtri.kernels.lanes import dots, dots_pairs, greatest_lane, sum_lanes
 from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, number, pair_values, times
 from lowtri.kernels.product import product_add, product_rows_pairs
 from lowtri.kernels.simd import (
     bits_float,
-    dots,
-    dots_pairs,
-    exp2,
     fetch_add,
     fma,
-    greatest_lane,
     load,
     maximum,
     mul,
@@ -31,8 +30,6 @@ from lowtri.kernels.simd import (
     read_byte,
     splat,
     store,
-    store_halves,
-    sum_lanes,
     write,
 )
 

@@ -8,26 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lowtri.kernels.simd import (
-    above_or,
-    add,
-    div,
-    exp2_less_1,
-    load,
-    mul,
-    only,
-    pair,
-    pair_up,
-    read,
-    read_half,
-    read_word,
-    splat,
-    store,
-    store_halves,
-    transpose,
-    where_finite,
-    write,
-)
+from lowtri.kernels.exponent import exp2_less_1
+from lowtri.kernels.halves import pair, pair_up, read_half, store_halves
+from lowtri.kernels.lanes import transpose
+from lowtri.kernels.simd import above_or, add, div, load, mul, only, read, read_word, splat, store, where_finite, write
 
 __all__ = [
     "ALL",

@@ -14,7 +14,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused, fused_pairs
+from lowtri.kernels.halves import fused_pairs
+from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused
 from lowtri.kernels.target import LANES, ROWS, VECTORS
 
 __all__ = ["product", "product_add", "product_pairs", "product_pairs_add", "product_rows_pairs"]

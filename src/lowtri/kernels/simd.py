@@ -9,44 +9,45 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
+from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from lowtri.kernels.target import FMA, LANES
 
 __all__ = [
+    "F32",
+    "FLAGS",
+    "I16",
+    "I32",
+    "I64",
+    "INTS",
+    "VECTOR",
     "above_or",
     "add",
     "any_above",
+    "at",
     "bits_float",
+    "broadcast",
+    "call",
+    "constant",
     "div",
-    "dots",
-    "dots_pairs",
-    "exp2",
-    "exp2_less_1",
     "fetch_add",
     "fma",
-    "greatest_lane",
+    "fused",
     "load",
     "maximum",
     "mul",
     "only",
-    "pair",
-    "pair_up",
     "prefetch",
     "read",
     "read_byte",
-    "read_half",
     "read_int32",
     "read_int64",
     "read_word",
     "splat",
     "store",
-    "store_halves",
     "sub",
-    "sum_lanes",
-    "transpose",
+    "vector",
     "where_finite",
     "write",
 ]
@@ -241,113 +242,6 @@ def where_finite(typing, x):
 
 
 @intrinsic
-def _two_to_the(typing, n):
-    """2 ** n for whole n in -126 .. 127: the exponent's bits, written."""
-
-    def emit(c, b, s, a):
-        biased = b.add(b.fptosi(a[0], INTS), ir.Constant(INTS, [127] * LANES))
-        return b.bitcast(b.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR)
-
-    return vector(vector), emit
-
-
-@intrinsic
-def _nearest(typing, x):
-    return vector(vector), lambda c, b, s, a: call(b, f"llvm.roundeven.v{LANES}f32", VECTOR, [a[0]])
-
-
-@intrinsic
-def _below_range(typing, x, y):
-    """y, but 0 where x < -126 and x where x is NaN."""
-
-    def emit(c, b, s, a):
-        out = b.select(b.fcmp_ordered("<", a[0], constant(-126.0)), constant(0.0), a[1])
-        return b.select(b.fcmp_unordered("uno", a[0], a[0]), a[0], out)
-
-    return vector(vector, vector), emit
-
-
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors as the columns of what they were the rows of: halves, quarters, eighths change places."""
-    step = LANES // 2
-    while step:
-        for i in range(LANES):
-            if not i & step:
-                one, two = rows[i], rows[i + step]
-                low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-                high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-                rows[i] = builder.shuffle_vector(one, two, ir.Constant(INTS, low))
-                rows[i + step] = builder.shuffle_vector(one, two, ir.Constant(INTS, high))
-        step //= 2
-    return rows
-
-
-@intrinsic
-def transpose(typing, source, source_row, last, target, target_row):
-    """A 16 x 16 block, turned: row i of the source becomes column i. Rows past ``last`` repeat it; steps in bytes."""
-
-    def emit(c, b, s, a):
-        source, source_row, last, target, target_row = a
-        rows = []
-        for i in range(LANES):
-            number = ir.Constant(I64, i)
-            clamped = b.select(b.icmp_signed("<", number, last), number, last)
-            rows.append(b.load(at(b, b.add(source, b.mul(clamped, source_row)), VECTOR), align=4))
-        for i, column in enumerate(_transposed(b, rows)):
-            b.store(column, at(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), VECTOR), align=4)
-        return c.get_dummy_value()
-
-    return types.void(*[types.intp] * 5), emit
-
-
-def _sums(builder: Any, rows: list[Any]) -> Any:
-    """The sums of 16 vectors, each in the lane of its number: halves are added together, then quarters, then eighths."""
-    step = LANES // 2
-    while len(rows) > 1:
-        half = len(rows) // 2
-        low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-        high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-        folded = []
-        for one, two in zip(rows[:half], rows[half:], strict=True):
-            left = builder.shuffle_vector(one, two, ir.Constant(INTS, low))
-            right = builder.shuffle_vector(one, two, ir.Constant(INTS, high))
-            folded.append(builder.fadd(left, right))
-        rows, step = folded, step // 2
-    return rows[0]
-
-
-def _dots(builder: Any, args: Any, multiply: Any) -> Any:
-    """Dot products of one packed row with 16 others, ``chunks`` vectors long; rows past ``last`` repeat it; steps in bytes."""
-    rows, row_step, last, one, chunks = args
-    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(LANES)]
-    places = []
-    for i in range(LANES):
-        number = ir.Constant(I64, i)
-        clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
-        places.append(builder.add(rows, builder.mul(clamped, row_step)))
-        builder.store(ir.Constant(VECTOR, None), sums[i])
-    with cgutils.for_range(builder, chunks) as loop:
-        offset = builder.mul(loop.index, ir.Constant(I64, 4 * LANES))
-        other = builder.load(at(builder, builder.add(one, offset), VECTOR), align=2)
-        for i in range(LANES):
-            row = builder.load(at(builder, builder.add(places[i], offset), VECTOR), align=2)
-            builder.store(multiply(builder, row, other, builder.load(sums[i])), sums[i])
-    return _sums(builder, [builder.load(place) for place in sums])
-
-
-@intrinsic
-def dots(typing, rows, row_step, last, one, chunks):
-    """16 dot products of floats at once, one in each lane."""
-    return vector(*[types.intp] * 5), lambda c, b, s, a: _dots(b, a, fused)
-
-
-@intrinsic
-def dots_pairs(typing, rows, row_step, last, one, chunks):
-    """The same for rows of bf16, 32 numbers to a vector."""
-    return vector(*[types.intp] * 5), lambda c, b, s, a: _dots(b, a, fused_pairs)
-
-
-@intrinsic
 def prefetch(typing, address):
     """Ask for a line of memory that will be read soon; any address may be asked for."""
 
@@ -361,136 +255,6 @@ def prefetch(typing, address):
         return c.get_dummy_value()
 
     return types.void(types.intp), emit
-
-
-@intrinsic
-def greatest_lane(typing, x):
-    """The greatest of 16 floats; a NaN is passed over."""
-    return types.float32(vector), lambda c, b, s, a: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [a[0]])
-
-
-@intrinsic
-def sum_lanes(typing, x):
-    """The sum of 16 floats."""
-
-    def emit(c, b, s, a):
-        step, total = LANES // 2, a[0]
-        while step:
-            turned = ir.Constant(INTS, [(lane + step) % LANES for lane in range(LANES)])
-            total = b.fadd(total, b.shuffle_vector(total, total, turned))
-            step //= 2
-        return b.extract_element(total, ir.Constant(I32, 0))
-
-    return types.float32(vector), emit
-
-
-# (2^r - 1) / r on [-1/2, 1/2]: a polynomial fitted to equal relative error of 2^r, 2e-9.
-_C = tuple(np.float32(c) for c in (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1))
-
-
-@njit(inline="always")
-def _split(x):
-    """x as a whole number n and a rest: (n, 2 ** rest - 1)."""
-    whole = _nearest(maximum(x, splat(np.float32(-126.0))))
-    r = sub(x, whole)
-    p = splat(_C[0])
-    p = fma(p, r, splat(_C[1]))
-    p = fma(p, r, splat(_C[2]))
-    p = fma(p, r, splat(_C[3]))
-    p = fma(p, r, splat(_C[4]))
-    p = fma(p, r, splat(_C[5]))
-    return whole, mul(p, r)
-
-
-@njit(inline="always")
-def exp2(x):
-    """2 ** x, to 1e-7 relative; exactly 0 below 2 ** -126 (so exp2(-inf) is 0), NaN for NaN. For x <= 127."""
-    whole, more = _split(x)
-    scale = _two_to_the(whole)
-    return _below_range(x, fma(scale, more, scale))
-
-
-@njit(inline="always")
-def exp2_less_1(x):
-    """2 ** x - 1, to 2e-7 relative also where x is small. For -126 <= x <= 127."""
-    whole, more = _split(x)
-    scale = _two_to_the(whole)
-    return fma(scale, more, sub(scale, splat(np.float32(1.0))))
-
-
-# bf16: the upper half of a float32. Two of them in a 32-bit word are a pair, and a vector of 16 pairs travels as a vector of floats.
-# llvmlite has no type bfloat; one that prints its name is all that LLVM asks for.
-
-
-class _BFloat(ir.Type):
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
-
-
-HALVES = ir.VectorType(I16, LANES)
-PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
-
-
-def fused_pairs(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """z plus, in each lane, the dot product of two pairs of bf16."""
-    x, y = builder.bitcast(x, PAIRS), builder.bitcast(y, PAIRS)
-    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [z, x, y])
-
-
-def _to_halves(builder: Any, x: Any) -> Any:
-    """16 floats rounded to bf16, as 16-bit ints."""
-    kind = ir.VectorType(_BFloat(), LANES)
-    return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", kind, [x]), HALVES)
-
-
-def _zipped(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors of 16-bit ints as one vector of pairs."""
-    high = builder.shl(builder.zext(high, INTS), ir.Constant(INTS, [16] * LANES))
-    return builder.bitcast(builder.or_(builder.zext(low, INTS), high), VECTOR)
-
-
-@intrinsic
-def pair(typing, low, high):
-    """16 pairs of bf16 from two vectors of floats."""
-    return vector(vector, vector), lambda c, b, s, a: _zipped(b, _to_halves(b, a[0]), _to_halves(b, a[1]))
-
-
-@intrinsic
-def pair_up(typing, low, high):
-    """16 pairs from two rows of bf16 in memory."""
-
-    def emit(c, b, s, a):
-        return _zipped(b, *(b.load(at(b, address, HALVES), align=2) for address in a))
-
-    return vector(types.intp, types.intp), emit
-
-
-@intrinsic
-def store_halves(typing, address, x):
-    """16 floats to memory, rounded to bf16."""
-
-    def emit(c, b, s, a):
-        b.store(_to_halves(b, a[1]), at(b, a[0], HALVES), align=2)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, vector), emit
-
-
-@intrinsic
-def read_half(typing, address):
-    """One bf16 from memory, as a float."""
-
-    def emit(c, b, s, a):
-        word = b.shl(b.zext(b.load(at(b, a[0], I16), align=2), I32), ir.Constant(I32, 16))
-        return b.bitcast(word, F32)
-
-    return types.float32(types.intp), emit
 
 
 @intrinsic

@@ -12,22 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from lowtri.kernels.exponent import exp2
 from lowtri.kernels.passes import ALL, QUERIES, ROW
-from lowtri.kernels.simd import (
-    above_or,
-    add,
-    any_above,
-    exp2,
-    fma,
-    load,
-    maximum,
-    mul,
-    only,
-    read_word,
-    splat,
-    store,
-    sub,
-)
+from lowtri.kernels.simd import above_or, add, any_above, fma, load, maximum, mul, only, read_word, splat, store, sub
 
 __all__ = ["hide", "softmax_tile"]
 
