@@ -316,6 +316,21 @@ def test_more_queries_than_keys():
         assert near(out, pair_by_pair(wide(q), wide(k), wide(v), "causal", q_positions=np.arange(9))[0], "float32")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("text", ["window(3)", "causal & (window(2) | first(2))", "chunks(4)", "causal", "~full"])
+def test_one_new_token_reads_the_keys_that_it_sees(text, dtype):
+    """With a cache whose tail is garbage, and a bias over all of its slots."""
+    q, k, v = draw(nq=1, nk=9, dtype=dtype)
+    places = [0, 1, 2, 3, 4, 5, 6, -1, -1]
+    k[:, :, 7:], v[:, :, 7:] = NAN, INF
+    for bias in (None, torch.linspace(-1, 1, 9), torch.linspace(-1, 1, 4)[:, None, None]):
+        options = {"bias": bias, "q_positions": [6], "k_positions": places}
+        shown = {**options, "bias": None if bias is None else bias.numpy()}
+        exact = pair_by_pair(wide(q), wide(k), wide(v), text, **shown)[0]
+        for engine in able(q, k, v, text, **options):
+            assert near(attention(q, k, v, text, engine=engine, **options), exact, dtype), engine
+
+
 # Options.
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowtri.masks.atoms import causal, full
+from lowtri.masks.atoms import causal
+from lowtri.masks.mask import FULL
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -39,10 +40,17 @@ def run(call: Call) -> Result:
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "enable_gqa": call.group > 1}
     if call.bias is None and _is_torch_causal(call):
         return Result(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
-    if call.bias is None and not call.positions_given and call.mask == full():
+    if call.bias is None and _everybody_sees_everything(call):
         return Result(scaled_dot_product_attention(q, k, v, **options))
-    visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
-    if call.bias is None and visible.all():  # a new token that sees its whole cache
+    visible, bias = call.visible(), call.bias  # visible (B|1, Hq|1, Nq, Nk)
+    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    if (
+        0 < len(some) < len(visible[0, 0, 0])
+    ):  # a new token under a window, the tail of a cache: only the keys in between
+        between = slice(some[0], some[-1] + 1)
+        k, v, visible = k[:, :, between], v[:, :, between], visible[..., between]
+        bias = bias[..., between] if bias is not None and bias.shape[3] > 1 else bias
+    if bias is None and visible.all():
         return Result(scaled_dot_product_attention(q, k, v, **options))
     sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
     seen = _by_kv_head(call, visible.any(axis=2))[..., None]  # (B|1, Hkv|1, Nk, 1)
@@ -54,8 +62,8 @@ def run(call: Call) -> Result:
         unseen = torch.from_numpy(~seen).to(q.device)
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     table = torch.from_numpy(visible if nothing is None else visible | ~sees).to(q.device)
-    if call.bias is not None:
-        bias = call.bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes float32 beside half types too
+    if bias is not None:
+        bias = bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes float32 beside half types too
         table = torch.where(table, bias, -torch.inf)
         hidden = (table == -torch.inf).all(dim=3, keepdim=True)
         nothing = hidden if nothing is None else hidden | nothing
@@ -68,6 +76,15 @@ def _is_torch_causal(call: Call) -> bool:
     """torch's is_causal means key index <= query index: ours, when both stand at the same places."""
     same = not call.positions_given and call.q.shape[2] == call.k.shape[2]
     return same and call.mask == causal()
+
+
+def _everybody_sees_everything(call: Call) -> bool:
+    """A new token that sees its whole cache, or no mask at all: one question instead of a table."""
+    if call.positions_given or call.mask.batch:
+        return False
+    nq, nk = call.q.shape[2], call.k.shape[2]
+    start = max(nk - nq, 0)
+    return bool(call.mask.tile(start, start + nq, 0, nk) == FULL)
 
 
 def _by_kv_head(call: Call, seen: Any) -> Any:

@@ -222,19 +222,22 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
             raise CallError(
                 f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
             )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        raise CallError(f"attention: q and k differ in head size D, or it is 0: {shapes}.")
-    if k.shape[-2] != v.shape[-2]:
-        raise CallError(f"attention: k and v differ in length Nk: {shapes}.")
-    if rank > 2 and (k.shape[-3] != v.shape[-3] or 0 in (q.shape[-3], k.shape[-3]) or q.shape[-3] % k.shape[-3]):
-        raise CallError(
-            f"attention: {shapes}: each key/value head serves a whole number of query heads.\n"
+    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    problem = None
+    if of_q[-1] != of_k[-1] or of_q[-1] == 0:
+        problem = "q and k differ in head size D, or it is 0: {}."
+    elif of_k[-2] != of_v[-2]:
+        problem = "k and v differ in length Nk: {}."
+    elif rank > 2 and (of_k[-3] != of_v[-3] or 0 in (of_q[-3], of_k[-3]) or of_q[-3] % of_k[-3]):
+        problem = (
+            "{}: each key/value head serves a whole number of query heads.\n"
             "Fix: the heads stand third from the end, (..., H, N, D); Hq is a multiple of Hkv."
         )
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise CallError(f"attention: the batch dimensions differ: {shapes}. Fix: expand them to one size.")
-    return rank, tuple(q.shape[:-3])
+    elif not of_q[:-3] == of_k[:-3] == of_v[:-3]:
+        problem = "the batch dimensions differ: {}. Fix: expand them to one size."
+    if problem is not None:
+        raise CallError("attention: " + problem.format(f"q {of_q}, k {of_k}, v {of_v}"))
+    return rank, of_q[:-3]
 
 
 def _check_kind(name: str, x: Any, q: Any) -> None:
