@@ -8,8 +8,8 @@ The rooms, in the order of reading (imports run upward in this list only):
     ops           what attention is: one checked call, and its float64 definition
     kernels       the CPU kernels
     engines       ways to run a call, and `attention` itself
-    nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     decoding      the cache that asks the mask what is dead, and the generating loop
+    nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
     auditing      does a model peek?
     explaining    every step of attention, with numbers

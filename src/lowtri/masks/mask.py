@@ -11,7 +11,6 @@ negative positions (no token there), empty rectangles, the end of time, and one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,11 +27,8 @@ __all__ = [
     "END",
     "FULL",
     "PARTIAL",
-    "And",
     "Answer",
     "Mask",
-    "Not",
-    "Or",
     "Positions",
     "Tile",
     "default_positions",
@@ -277,25 +273,27 @@ class Mask:
     # Set operations.
 
     def __and__(self, other: object) -> Mask:
-        return And(self, _operand(other, "&"))
+        return _joins().And(self, _operand(other, "&"))
 
     def __or__(self, other: object) -> Mask:
-        return Or(self, _operand(other, "|"))
+        return _joins().Or(self, _operand(other, "|"))
 
     def __sub__(self, other: object) -> Mask:
-        return And(self, Not(_operand(other, "-")))
+        return self & ~_operand(other, "-")
 
     def __invert__(self) -> Mask:
-        return Not(self)
+        return _joins().Not(self)
+
+    # An operand that is no mask stands on the left: refused, with the fix.
 
     def __rand__(self, other: object) -> Mask:
-        return And(_operand(other, "&"), self)
+        return _operand(other, "&") & self
 
     def __ror__(self, other: object) -> Mask:
-        return Or(_operand(other, "|"), self)
+        return _operand(other, "|") | self
 
     def __rsub__(self, other: object) -> Mask:
-        return And(_operand(other, "-"), Not(self))
+        return _operand(other, "-") - self
 
     __array_ufunc__ = None  # array & mask comes here and is refused, instead of being tried element by element
 
@@ -304,94 +302,6 @@ class Mask:
             "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would drop a mask in silence.\n"
             "Fix: write m & n, m | n, ~m; `m is None` asks whether there is one."
         )
-
-
-@dataclass(frozen=True)
-class Join(Mask):
-    """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
-
-    left: Mask
-    right: Mask
-
-    def __post_init__(self) -> None:
-        _common_batch(self.left, self.right)  # raises where the two do not fit together
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return _common_batch(self.left, self.right)
-
-    @property
-    def asks_query(self) -> bool:
-        return self.left.asks_query or self.right.asks_query
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        one, two = self.left._signature(q0, k0, nq, nk), self.right._signature(q0, k0, nq, nk)
-        return None if one is None or two is None else one + two
-
-    def _at(self, b: int, h: int) -> Mask:
-        return type(self)(self.left.at(b, h), self.right.at(b, h))
-
-
-class And(Join):
-    """Seen when both see: the minimum of two answers."""
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return self.left._sees(q, k) & self.right._sees(q, k)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return min(left, right) if type(q0) is int else np.minimum(left, right)
-
-    def __repr__(self) -> str:
-        left = f"({self.left!r})" if isinstance(self.left, Or) else repr(self.left)
-        right = f"({self.right!r})" if isinstance(self.right, Join) else repr(self.right)
-        return f"{left} & {right}"
-
-
-class Or(Join):
-    """Seen when either sees: the maximum of two answers."""
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return self.left._sees(q, k) | self.right._sees(q, k)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return max(left, right) if type(q0) is int else np.maximum(left, right)
-
-    def __repr__(self) -> str:
-        right = f"({self.right!r})" if isinstance(self.right, Or) else repr(self.right)
-        return f"{self.left!r} | {right}"
-
-
-@dataclass(frozen=True)
-class Not(Mask):
-    """Seen when the other does not see: EMPTY and FULL change places."""
-
-    inner: Mask
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.inner.batch
-
-    @property
-    def asks_query(self) -> bool:
-        return self.inner.asks_query
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        seen = self.inner._sees(q, k)
-        return not seen if isinstance(seen, bool) else ~seen
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 2 - self.inner._tile(q0, q1, k0, k1)
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        return self.inner._signature(q0, k0, nq, nk)
-
-    def _at(self, b: int, h: int) -> Mask:
-        return Not(self.inner.at(b, h))
-
-    def __repr__(self) -> str:
-        return f"~({self.inner!r})" if isinstance(self.inner, Join) else f"~{self.inner!r}"
 
 
 def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -412,18 +322,10 @@ def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArr
     return np.arange(start, start + nq), np.arange(nk)
 
 
-def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
-    """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
-    a, b = left.batch, right.batch
-    if not a or not b:
-        return a or b
-    long = max(len(a), len(b))
-    sizes = []
-    for m, n in zip(a + (1,) * (long - len(a)), b + (1,) * (long - len(b)), strict=True):
-        if m != n and 1 not in (m, n):
-            raise MaskError(f"{left!r} with {right!r}: their batches {a} and {b} do not fit together.")
-        sizes.append(max(m, n))
-    return tuple(sizes)
+def _joins() -> Any:
+    from lowtri.masks import joins
+
+    return joins
 
 
 def _operand(other: object, sign: str) -> Mask:

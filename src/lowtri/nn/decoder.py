@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import lowtri
+from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         x = self.model(ids, chosen, places, state)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 
-    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> lowtri.KVCache:
+    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> KVCache:
         """An empty state for ``batch_size`` sequences.
 
         Args:
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
             raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
         # The cache stands in a later room and knows nothing of modules; its public door is enough here.
-        return lowtri.KVCache(chosen, capacity=capacity)
+        return KVCache(chosen, capacity=capacity)
 
     def _check_context(self, n: int, places: NDArray[np.int64] | None) -> None:
         end = n if places is None else int(places.max(initial=-1)) + 1
