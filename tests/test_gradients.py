@@ -68,16 +68,14 @@ def test_finite_differences_of_the_output(mask, options):
 
 @pytest.mark.parametrize("options", ["plain", "bias of one row, sinks, softcap"])
 @pytest.mark.parametrize("mask", ["causal", "rows that see nothing", "by row and head"])
-@pytest.mark.parametrize(
-    "asked", [{"return_weights": True}, {"return_lse": True}, {"return_weights": True, "return_lse": True}], ids=str
-)
+@pytest.mark.parametrize("asked", [{"return_lse": True}, {"return_weights": True, "return_lse": True}], ids=str)
 def test_finite_differences_of_weights_and_log_sum_exp(mask, options, asked):
     leaves, names, plain = small(MASKS[mask], OPTIONS[options])
     for engine in able(*leaves[:3], MASKS[mask], **dict(zip(names, leaves[3:], strict=True)), **plain, **asked):
         assert checked(engine, MASKS[mask], OPTIONS[options], **asked), engine
 
 
-@pytest.mark.parametrize("options", ["plain", "softcap", "bias of one row, sinks, softcap"])
+@pytest.mark.parametrize("options", ["plain", "bias of one row, sinks, softcap"])
 @pytest.mark.parametrize("mask", ["causal", "rows that see nothing", "by row and head"])
 def test_the_formula_can_be_differentiated_twice(mask, options):
     assert checked("formula", MASKS[mask], OPTIONS[options], gradgradcheck)
