@@ -56,7 +56,7 @@ for _types, _sizes in {
     "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa": {"num_key_value_heads": 4},
     "dots3_note_text longcat_flash minicpm3 youtu": {"num_key_value_heads": 4},
     "kimi_linear": {"num_key_value_heads": 4, "num_hidden_layers": 5},
-    "bamba granitemoehybrid falcon_h1": {
+    "bamba granitemoehybrid": {
         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
     },
     "bamba": {"attn_layer_indices": [1]},

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.extra.numpy import arrays
 from torch import nn
 
 import lowtri
@@ -58,6 +60,20 @@ def test_any_declared_mask_is_kept_and_missed_exactly(text: str) -> None:
         wrong[query, key] = True
         report = lowtri.audit(mean_over(wrong), x, mask=text, probes=["change"])
         assert [(leak.query, leak.key) for leak in report.leaks] == [(query, key)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(arrays(bool, (6, 6)), arrays(bool, (6, 6)))
+def test_leaks_and_blindness_are_the_two_differences(declared: np.ndarray, actual: np.ndarray) -> None:
+    x = np.random.default_rng(0).standard_normal((6, 3))
+    report = lowtri.audit(mean_over(actual), x, mask=declared, probes=["change", "blindness"])
+    tokens = declared.any(axis=0)  # what nobody sees is a pad, and its own output means nothing
+    leaks = {(int(q), int(k)) for q, k in np.argwhere(actual & ~declared) if tokens[q]}
+    assert {(leak.query, leak.key) for leak in report.leaks} == leaks
+    blind = report.finding("blindness")
+    count = int((declared & ~actual)[tokens].sum())
+    assert (blind.status == "warning") == (count > 0)
+    assert count == 0 or blind.measured["blind"] == count
 
 
 def test_masks_that_differ_from_row_to_row() -> None:
@@ -310,6 +326,7 @@ def test_other_doors() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")  # torch warns of itself while it loads its compiler
 def test_compiled_on_request() -> None:
     report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), probes=["doors"], compile=True)
     assert "torch.compile" in report.finding("doors").measured["opened"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lowtri.auditing.context import Context
@@ -64,8 +66,19 @@ def cache(context: Context) -> Finding:
         return Finding("cache", "skipped", f"cached decoding does not run: {reason}", (), measured)
     if leaks:
         message = f"cached decoding differs from the whole forward by up to {greatest:.2g}"
+        unplaced = context.subject.accepts("position_ids") and "position_ids" not in context.inputs.options
+        # Its own `generate` says the positions; a caller who does not gets another answer, which is worth a warning.
+        if unplaced and cache(_placed(context)).status == "clean":
+            return Finding("cache", "warning", f"{message}, unless position_ids are passed", (), measured)
         return Finding("cache", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
     return Finding("cache", "clean", f"cached decoding equals the whole forward ({', '.join(tried)})", (), measured)
+
+
+def _placed(context: Context) -> Context:
+    """The same with the positions said at every call."""
+    places = np.tile(np.arange(context.n), (context.inputs.batch, 1))
+    inputs = replace(context.inputs, options={**context.inputs.options, "position_ids": places})
+    return replace(context, inputs=inputs, _base=None)
 
 
 def _compare(
