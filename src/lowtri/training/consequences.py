@@ -75,6 +75,8 @@ def draw(found: Experiment, path: Path) -> bool:
     _fitting(fitting, found)
     _order(order, found)
     _generation(generation, found)
+    for axes in (cheating, order, generation):
+        axes.margins(y=0.12)  # room for the figures above the bars
     figure.suptitle("The same model, trained with and without the mask")
     write_whole(path, lambda beside: figure.savefig(beside, format="png"))
     return True

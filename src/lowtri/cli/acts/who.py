@@ -1,0 +1,38 @@
+"""Who sees whom: the encoder's full square beside the decoder's triangle, with the tokens."""
+
+from __future__ import annotations
+
+import lowtri
+from lowtri.cli.acts.stage import Stage, Told
+
+__all__ = ["SENTENCE", "TITLE", "play"]
+
+TITLE = "Who sees whom"
+SENTENCE = "On the left everybody sees everybody, as in an encoder; on the right each token sees what came before it."
+
+_SENTENCES = ("The black cat <end>", "I love Machine Learning", "I love NLP")
+_OTHERS = ("causal & window(4)", "causal | first(4)", "causal & (window(4) | first(1))", "causal & chunks(4)")
+
+
+def play(stage: Stage) -> Told:
+    """Draw the sentences' tables and some other masks, and read the pictures again."""
+    told, blocks = Told(""), []
+    for number, sentence in enumerate(_SENTENCES, start=1):
+        tokens = sentence.split()
+        n = len(tokens)
+        blocks.append(lowtri.full().draw(n, beside=lowtri.causal(), tokens=tokens, ticks=True))
+        name = f"who-{number}.svg"
+        lowtri.full().save(stage.out / name, n, beside=lowtri.causal(), tokens=tokens)
+        told.pictures.append(name)
+        drawn = [line.split()[1:] for line in lowtri.causal().draw(n, tokens=tokens, ticks=True).splitlines()[1:]]
+        told.promise(
+            f"“{sentence}”: token i is seen by i and all after it, {lowtri.causal().pairs(n)} of {n * n} pairs",
+            drawn == [["✓"] * (q + 1) + ["✗"] * (n - q - 1) for q in range(n)],
+        )
+    blocks.append("The same question in other words:")
+    for text in _OTHERS:
+        blocks.append(f"{text}\n{lowtri.mask(text).draw(12)}")
+    read = [lowtri.mask(repr(lowtri.mask(text))) == lowtri.mask(text) for text in _OTHERS]
+    told.promise("a mask and its text are one: each is read back as it was", all(read))
+    told.text = "\n\n".join(blocks)
+    return told
