@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import lowtri
+from lowtri.auditing.audit import _progress
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.picture import cells
 from lowtri.errors import DataError
@@ -90,6 +92,16 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
     assert report.ok and report.exit_code == 0 and report.first is None
     assert report.message == ("no leak found: 1 x 6 positions, 2 draws, probes change, prefix, poison, blindness.")
     assert repr(report).startswith("<AuditReport no leak found")
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    tick = _progress(True, time.monotonic() - 60)
+    tick("change", 3, 9)
+    captured = capsys.readouterr()
+    assert captured.out == "" and "audit: change 3 of 9, 60 s" in captured.err
+    _progress(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
+    _progress(True, time.monotonic())("change", 3, 9)  # short audits say nothing
+    assert capsys.readouterr().err == ""
 
 
 # the files and folders that the command reads

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lowtri.auditing.context import Context
 from lowtri.auditing.deciding import run_probes
 from lowtri.auditing.declared import allowed_pairs, has_token
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import PAIRED, Finding, Leak
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import measure_noise
 from lowtri.auditing.probes import PROBES
@@ -144,7 +144,7 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
 
 def _order(leak: Leak) -> tuple[bool, int, int]:
     """Pairs of positions come before lengths, pads, neighbours and caches."""
-    return leak.probe not in ("change", "gradient"), leak.query, leak.key
+    return leak.probe not in PAIRED, leak.query, leak.key
 
 
 def _chosen(probes: Sequence[str] | None) -> list[str]:

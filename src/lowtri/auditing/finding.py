@@ -8,7 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Finding", "Leak", "Status", "leaks_from"]
+__all__ = ["PAIRED", "Finding", "Leak", "Status", "leaks_from"]
+
+# Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
+PAIRED = frozenset({"change", "gradient"})
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import PAIRED, Finding, Leak
 from lowtri.auditing.noise import Noise
 from lowtri.auditing.picture import cells, draw_text, to_table
 from lowtri.errors import LeakError, UndecidedError
@@ -79,7 +79,8 @@ class AuditReport:
         """The verdict in one sentence or two."""
         if self.leaks:
             noise = self.noise.greatest if self.noise else 0.0
-            more = f" ({len(self.leaks)} pairs in all.)" if len(self.leaks) > 1 else ""
+            alike = [leak for leak in self.leaks if (leak.probe in PAIRED) == (self.leaks[0].probe in PAIRED)]
+            more = f" ({len(alike)} pairs in all.)" if len(alike) > 1 else ""
             return self.leaks[0].sentence(noise) + more
         if self.reason is not None:
             return f"could not decide: {self.reason}."
@@ -181,7 +182,7 @@ class AuditReport:
 
     def _cells(self, most: int) -> list[str]:
         # Only pairs of positions belong in the picture; the other probes' leaks speak of lengths, pads and caches.
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.probe in ("change", "gradient", "doors")]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.probe in PAIRED or leak.probe == "doors"]
         return cells(self.allowed, self.seen, pairs, most)
 
 

@@ -39,6 +39,8 @@ class _Door:
                 module.train()
             if self.attention:
                 module.set_attn_implementation(self.attention)
+                if module.config._attn_implementation != self.attention:
+                    raise LookupError("the model kept the attention it had")
             yield
         finally:
             if self.attention:
