@@ -317,6 +317,13 @@ def test_a_long_sum_of_masks_reads_back() -> None:
     assert mask(repr(m)) == m
 
 
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, q, k):
+        return k <= q
+
+
 # The words of every error.
 
 LONG = "~" * 150 + "causal"
@@ -381,6 +388,7 @@ ERRORS = [
     ),
     (lambda: table([[1.0]]), "table: bools is float64 (1, 1), but it takes bools"),
     (lambda: hidden([[]]), "hidden: bools is empty"),
+    (lambda: where(Unhashable()), "where: fn is Unhashable, which cannot be hashed. Fix: give it __hash__"),
     (lambda: where(3), "where: fn is int; it takes a function of two positions. Fix: lowtri.table(bools)"),
     (
         lambda: where(lambda q, k: k <= q and k >= 0).dense(3),

@@ -25,7 +25,6 @@ from lowtri.kernels.simd import (
     maximum,
     mul,
     only,
-    prefetch,
     read,
     read_byte,
     splat,
@@ -83,15 +82,8 @@ def score_block(t, b, kv, key0, keys, scores, half):
     )
     queries = t[Q] + size * (b * t[HEADS] + kv * group) * nq * d
     from_k = t[K] + size * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
-    from_v = t[V] + size * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
     for j in range(0, keys, 16):
         last = min(keys - j, 16) - 1
-        # Memory is the limit: while these keys are scored, their values and the keys of the next block are on their way.
-        for i in range(j, j + last + 1):
-            for line in range(0, size * d, 64):
-                prefetch(from_k + size * (KEYS + i) * t[K_N] + line)
-            for line in range(0, size * t[DV], 64):
-                prefetch(from_v + size * i * t[V_N] + line)
         real = ALL >> np.uint64(63 - last)
         at = from_k + size * j * t[K_N]
         for row in range(rows):

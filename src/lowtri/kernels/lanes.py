@@ -74,20 +74,20 @@ def _sums(builder: Any, rows: list[Any]) -> Any:
 def _dots(builder: Any, args: Any, multiply: Any) -> Any:
     """Dot products of one packed row with 16 others, ``chunks`` vectors long; rows past ``last`` repeat it; steps in bytes."""
     rows, row_step, last, one, chunks = args
-    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(LANES)]
-    places = []
-    for i in range(LANES):
+    sums = []
+    for i in range(LANES):  # row after row, as they lie in memory: the CPU then fetches the next ones by itself
         number = ir.Constant(I64, i)
         clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
-        places.append(builder.add(rows, builder.mul(clamped, row_step)))
-        builder.store(ir.Constant(VECTOR, None), sums[i])
-    with cgutils.for_range(builder, chunks) as loop:
-        offset = builder.mul(loop.index, ir.Constant(I64, 4 * LANES))
-        other = builder.load(at(builder, builder.add(one, offset), VECTOR), align=2)
-        for i in range(LANES):
-            row = builder.load(at(builder, builder.add(places[i], offset), VECTOR), align=2)
-            builder.store(multiply(builder, row, other, builder.load(sums[i])), sums[i])
-    return _sums(builder, [builder.load(place) for place in sums])
+        place = builder.add(rows, builder.mul(clamped, row_step))
+        total = cgutils.alloca_once(builder, VECTOR)
+        builder.store(ir.Constant(VECTOR, None), total)
+        with cgutils.for_range(builder, chunks) as loop:
+            offset = builder.mul(loop.index, ir.Constant(I64, 4 * LANES))
+            row = builder.load(at(builder, builder.add(place, offset), VECTOR), align=2)
+            other = builder.load(at(builder, builder.add(one, offset), VECTOR), align=2)
+            builder.store(multiply(builder, row, other, builder.load(total)), total)
+        sums.append(builder.load(total))
+    return _sums(builder, sums)
 
 
 @intrinsic

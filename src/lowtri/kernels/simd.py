@@ -38,7 +38,6 @@ __all__ = [
     "maximum",
     "mul",
     "only",
-    "prefetch",
     "read",
     "read_byte",
     "read_int32",
@@ -239,22 +238,6 @@ def where_finite(typing, x):
         return b.icmp_unsigned("==", b.bitcast(broken, I16), ir.Constant(I16, 0))
 
     return types.boolean(vector), emit
-
-
-@intrinsic
-def prefetch(typing, address):
-    """Ask for a line of memory that will be read soon; any address may be asked for."""
-
-    def emit(c, b, s, a):
-        place = at(b, a[0], ir.IntType(8))
-        name, flags = (
-            "llvm.prefetch.p0",
-            [ir.Constant(I32, flag) for flag in (0, 2, 1)],
-        )  # to read, into the second cache, data
-        call(b, name, ir.VoidType(), [place, *flags])
-        return c.get_dummy_value()
-
-    return types.void(types.intp), emit
 
 
 @intrinsic

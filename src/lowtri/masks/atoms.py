@@ -283,7 +283,8 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
     █·█·
 
     Args:
-        fn: takes positions (ints, or integer arrays that broadcast) and gives bools, True = may see.
+        fn: takes positions (ints, or integer arrays that broadcast) and gives bools, True = may see; for the same positions
+            always the same, since plans are kept.
 
     lowtri knows nothing about the formula but its answers, so plans read every pair of it: combine it with masks that say
     more (``window(n) & where(fn)``) where it can be said.
@@ -295,6 +296,12 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
         raise MaskError(
             f"where: fn is {type(fn).__name__}; it takes a function of two positions. Fix: lowtri.table(bools)."
         )
+    try:
+        hash(fn)
+    except TypeError:
+        raise MaskError(
+            f"where: fn is {type(fn).__name__}, which cannot be hashed. Fix: give it __hash__, or wrap it in a function."
+        ) from None
     return Where(fn)
 
 
