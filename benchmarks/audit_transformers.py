@@ -67,7 +67,12 @@ for _types, _sizes in {
     "hunyuan_v1_dense hunyuan_v1_moe ministral": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text": {"num_hidden_layers": 4},
-    "bailing_hybrid": {"num_hidden_layers": 8},
+    "bailing_hybrid": {"num_key_value_heads": 4, "num_hidden_layers": 6, "num_expert_group": 1, "topk_group": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"num_hidden_layers": 5},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4},
+    "cohere_compass_text": {"num_hidden_layers": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "gemma3n_text gemma4_text": {
         "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +83,7 @@ class Form:
     dtypes: tuple[Any, ...]
     device: Any = None
     double: bool = False
+    through: Callable[[Any], Any] | None = None  # what each torch sequence passes on its way in
 
     def arguments(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call."""
@@ -110,7 +111,8 @@ class Form:
         dtype = self.dtypes[number]
         if self.double and dtype.is_floating_point:
             dtype = torch.float64
-        return torch.from_numpy(np.ascontiguousarray(value)).to(device=self.device, dtype=dtype, copy=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(value)).to(device=self.device, dtype=dtype, copy=True)
+        return tensor if self.through is None else self.through(tensor)
 
     def _setting(self, value: Array) -> Any:
         if not self.torch:

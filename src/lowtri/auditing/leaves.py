@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ class _Lookup(TorchFunctionMode):
 def run_with_leaves(
     subject: Subject, inputs: Inputs, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the subject with its vectors passed through `make`; return the rows, (B, N, F), and what `make` returned.
+    """Run the subject with its vectors passed through `make`, which gets them in the caller's own layout.
 
-    `make` gets vectors in the caller's own layout. `align` of the result is `Leaves.rows`.
+    Returns:
+        The rows, (B, N, F), and what `make` returned, one for each sequence or look-up; none when ids are looked up in a way
+        that is not known.
     """
     if inputs.discrete:
         ids = subject.form.give(inputs.sequences[0])
@@ -56,15 +59,9 @@ def run_with_leaves(
             rows = subject.tensor(inputs)
         return rows, mode.leaves
     made: list[torch.Tensor] = []
-    form = subject.form
 
-    class _Given(type(form)):  # type: ignore[misc]
-        def give(self, value: Any, number: int = 0) -> Any:
-            leaf = make(super().give(value, number))
-            made.append(leaf)
-            return leaf
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        made.append(make(value))
+        return made[-1]
 
-    from dataclasses import fields, replace
-
-    given = _Given(**{part.name: getattr(form, part.name) for part in fields(form)})
-    return replace(subject, form=given).tensor(inputs), made
+    return replace(subject, form=replace(subject.form, through=keep)).tensor(inputs), made
