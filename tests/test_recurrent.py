@@ -63,6 +63,17 @@ def test_packed_documents_equal_the_documents_alone(model: RecurrentLM) -> None:
     torch.testing.assert_close(restarted, alone, atol=1e-6, rtol=0)
 
 
+def test_it_writes_by_the_decoders_loop(model: RecurrentLM) -> None:
+    with_state = list(lowtri.generate(model, [3, 1, 4], max_new_tokens=6))
+    without = list(
+        lowtri.generate(lambda ids: model(torch.as_tensor(ids)).detach().numpy(), [3, 1, 4], max_new_tokens=6)
+    )
+    assert with_state == without
+    together = list(lowtri.generate(model, [[3, 1, 4], [5, 6]], max_new_tokens=4))
+    alone = list(lowtri.generate(model, [[5, 6]], max_new_tokens=4))
+    assert [step[1] for step in together] == [step[0] for step in alone]
+
+
 def test_rows_can_be_reordered(model: RecurrentLM) -> None:
     ids, more = some_ids(2, 5), some_ids(2, 1)
     state = model.start(2)
@@ -117,3 +128,5 @@ def test_messages() -> None:
         model(some_ids(2, 5), mask="causal & window(2)")
     with pytest.raises(CallError, match="at least 1"):
         model.start(0)
+    with pytest.raises(CallError, match="a state sees all of its past"):
+        model.start(1, mask="full")

@@ -131,8 +131,13 @@ class RecurrentLM(nn.Module):
             tie_word_embeddings=config.tie_word_embeddings,
         )
 
-    def start(self, batch_size: int = 1) -> RecurrentState:
-        """An empty state for `batch_size` sequences."""
+    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
+        """An empty state for `batch_size` sequences.
+
+        `mask` and `capacity` are what a decoder is asked too: a state is causal, and has one size whatever comes.
+        """
+        if mask is not None and as_mask(mask) != self.mask:
+            raise CallError(f"start: mask {as_mask(mask)!r} came, but a state sees all of its past: it is causal.")
         if batch_size < 1:
             raise CallError(f"start: batch_size is {batch_size}; at least 1.")
         return RecurrentState(None, batch_size)
