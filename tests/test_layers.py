@@ -29,6 +29,7 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "training",
     "auditing",
     "explaining",
+    "benching",
     "integrations",
     "cli",
 ]

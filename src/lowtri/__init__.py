@@ -13,6 +13,7 @@ The rooms, in the order of reading (imports run upward in this list only):
     training      from text files to a folder that transformers can load
     auditing      does a model peek?
     explaining    every step of attention, with numbers
+    benching      how fast attention is on this machine, and how near to what the machine can do
     integrations  other libraries' formats and doors
     cli           the command `lowtri`, one file a verb
 

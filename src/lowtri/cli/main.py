@@ -53,6 +53,8 @@ VERBS = {
     "generate": "Let a trained model continue a text.",
     "eval": "Loss on text files, all at once and step by step.",
     "audit": "Does a model peek? Every leak, by position and module.",
+    "bench": "How fast attention is here, beside torch and the CPU's limit.",
+    "doctor": "What this machine has, what is missing, and what follows.",
 }
 
 

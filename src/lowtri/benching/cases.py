@@ -1,0 +1,137 @@
+"""The table of cases: who may see whom, how long, how wide, in which dtype, and what is computed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from lowtri.errors import DataError
+from lowtri.masks import mask as read_mask
+
+__all__ = ["BYTES", "CASES", "Case", "choose"]
+
+Work = Literal["forward", "training", "decode"]
+
+BYTES = {"float32": 4, "bf16": 2, "float16": 2}
+_WINDOW = 256
+_DOCUMENTS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table, batch 1.
+
+    >>> Case("forward", "causal", 4, 64, "float32").pairs
+    10
+    """
+
+    work: Work  # training is forward and backward; decode is one query against a cache
+    who: str  # causal, full, window, documents
+    n: int  # keys; and queries, unless it is decode
+    d: int  # head size
+    dtype: str
+    heads: int = 8
+    kv_heads: int = 8
+    short: bool = False  # stands in the short table
+
+    @property
+    def name(self) -> str:
+        return f"{self.work} {self.who} {self.n} D{self.d} {self.dtype}"
+
+    @property
+    def mask(self) -> str:
+        """The mask, as text."""
+        texts = {"window": f"window({_WINDOW})", "documents": f"causal & documents(lengths={self.lengths})"}
+        return texts.get(self.who, self.who)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of documents: equal, the last one takes the rest."""
+        each = max(1, self.n // _DOCUMENTS)
+        return [each] * (_DOCUMENTS - 1) + [max(1, self.n - each * (_DOCUMENTS - 1))]
+
+    @property
+    def queries(self) -> int:
+        return 1 if self.work == "decode" else self.n
+
+    @cached_property
+    def pairs(self) -> int:
+        """Visible pairs of one head."""
+        return int(np.asarray(read_mask(self.mask).pairs(self.queries, self.n)).sum())
+
+    @property
+    def flops(self) -> float:
+        """Two products of D multiplications and additions for each visible pair; five more for the gradients."""
+        return (3.5 if self.work == "training" else 1) * 4 * self.d * self.pairs * self.heads
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the keys and values."""
+        return 2 * self.kv_heads * self.n * self.d * BYTES[self.dtype]
+
+    @property
+    def unit(self) -> str:
+        """Decoding is bound by reading, all else by multiplying."""
+        return "GB/s" if self.work == "decode" else "GFLOP/s"
+
+    @property
+    def amount(self) -> float:
+        """What is done in a run, in the unit of its speed times a second."""
+        return (self.cache_bytes if self.work == "decode" else self.flops) / 1e9
+
+
+def _table() -> list[Case]:
+    short = {
+        *("forward causal 1024 D64 float32", "forward causal 4096 D64 float32", "forward causal 4096 D64 bf16"),
+        *("forward window 4096 D64 float32", "forward window 4096 D64 bf16", "forward documents 4096 D64 float32"),
+        *("training causal 2048 D64 float32", "decode causal 4096 D128 float32", "decode causal 4096 D128 bf16"),
+    }
+    cases = [Case("forward", "causal", n, 64, t) for n in (512, 1024, 2048, 4096) for t in ("float32", "bf16")]
+    cases += [Case("forward", "causal", 2048, 128, t) for t in BYTES]
+    cases += [Case("forward", "causal", 4096, 64, "float16")]
+    cases += [Case("forward", "full", 2048, d, t) for d in (64, 128) for t in ("float32", "bf16")]
+    cases += [Case("forward", "documents", 4096, 64, t) for t in BYTES]
+    cases += [Case("forward", "window", 4096, 64, "float16")]
+    lengths = [2**power for power in range(9, 17)]
+    cases += [Case("forward", "window", n, 64, t) for t in ("float32", "bf16") for n in lengths]
+    cases += [Case("training", "causal", 2048, d, t) for d in (64, 128) for t in ("float32", "bf16")]
+    cases += [Case("training", who, 4096, 64, t) for who in ("window", "documents") for t in ("float32", "bf16")]
+    cases += [Case("decode", "causal", 4096, 128, t, heads=32, kv_heads=8) for t in ("float32", "bf16")]
+    return [Case(**{**vars(case), "short": case.name in short}) for case in cases]
+
+
+CASES = _table()
+
+
+def choose(full: bool = False, words: Sequence[str] = ()) -> list[Case]:
+    """The short table, the full one, or the cases of the full one whose names have all the words of one of ``words``.
+
+    >>> [case.name for case in choose(words=["decode bf16"])]
+    ['decode causal 4096 D128 bf16']
+
+    Raises:
+        DataError: if a filter fits no case.
+    """
+    if not words:
+        return [case for case in CASES if full or case.short]
+    chosen: list[Case] = []
+    for text in words:
+        asked = text.lower().split()
+        fitting = [case for case in CASES if set(asked) <= set(case.name.lower().split())]
+        if not fitting:
+            raise DataError(_no_such_case(text, asked))
+        chosen += [case for case in fitting if case not in chosen]
+    return [case for case in CASES if case in chosen]
+
+
+def _no_such_case(text: str, asked: Sequence[str]) -> str:
+    known = list(dict.fromkeys(word.lower() for case in CASES for word in case.name.split()))
+    strange = [word for word in asked if word not in known]
+    near = difflib.get_close_matches(strange[0], known, 1) if strange else []
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"bench: no case is named by --case {text!r}.{hint} Words that names are made of: {', '.join(known)}."

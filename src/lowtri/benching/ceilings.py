@@ -1,0 +1,98 @@
+# mypy: disable-error-code="attr-defined, call-arg, var-annotated"
+"""The fastest that this CPU multiplies and reads: what figures of attention are held against.
+
+Multiplying: the kernels' own register tile on operands that stay in the first cache, nothing else. Reading: a loop that adds up
+what it reads. Both run on the kernels' own threads. Numba compiles the three loops from the types of what they are called with; mypy
+cannot see those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from lowtri.kernels.passes import QUERIES
+from lowtri.kernels.product import product, product_pairs
+from lowtri.kernels.simd import add, fetch_add, load, splat, store
+from lowtri.kernels.target import BF16
+from lowtri.kernels.workers import run_team
+
+__all__ = ["in_pairs", "multiply", "multiply_flops", "read"]
+
+# 24 rows x 64 steps x 64 columns: A 6 KB, B 16 KB and C 6 KB fit into 32 KB together.
+_ROWS, _DEPTH = 24, 64
+_A, _B, _C = 4 * _ROWS * _DEPTH, 4 * _DEPTH * QUERIES, 4 * _ROWS * QUERIES
+_REPEATS = 10_000  # about 20 ms on one core
+
+# The descriptors: int64 each.
+SELF, NEXT, ROOM, REPEATS = range(4)
+SOURCE, TASKS, BLOCK, SUMS = range(2, 6)
+
+
+def _multiplying(descriptor: Any) -> None:
+    """Every thread: the same product again and again, in a room of its own."""
+    t = carray(descriptor, (4,))
+    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
+    for _ in range(t[REPEATS]):
+        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
+
+
+def _multiplying_pairs(descriptor: Any) -> None:
+    """The same, every number a pair of bf16."""
+    t = carray(descriptor, (4,))
+    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
+    for _ in range(t[REPEATS]):
+        product_pairs(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
+
+
+def _reading(descriptor: Any) -> None:
+    """Every thread: take a block, add it up 16 floats at a time in four sums, leave the total so that nothing is left out."""
+    t = carray(descriptor, (6,))
+    while True:
+        task = fetch_add(t[SELF] + 8 * NEXT, 1)
+        if task >= t[TASKS]:
+            return
+        one = two = three = four = splat(np.float32(0.0))
+        start = t[SOURCE] + task * t[BLOCK]
+        for at in range(start, start + t[BLOCK], 256):
+            one = add(one, load(at))
+            two = add(two, load(at + 64))
+            three = add(three, load(at + 128))
+            four = add(four, load(at + 192))
+        store(t[SUMS] + 64 * task, add(add(one, two), add(three, four)))
+
+
+def in_pairs(dtype: str) -> bool:
+    """Whether this CPU multiplies the dtype in pairs; what it does not is multiplied as float32."""
+    return dtype == "bf16" and BF16
+
+
+def multiply_flops(threads: int, pairs: bool) -> int:
+    """How many multiplications and additions one run of :func:`multiply` is."""
+    return 2 * _ROWS * QUERIES * _DEPTH * _REPEATS * threads * (2 if pairs else 1)
+
+
+def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[Any, Any]:
+    """Run the register tile on every thread; the products (threads, rows, 64), for whoever wants to check them."""
+    floats = (_A + _B + _C) // 4
+    memory = np.empty(threads * floats + 16, np.float32)
+    skip = -memory.ctypes.data // 4 % 16  # rows of 64 floats start where lines of memory do
+    rooms = memory[skip : skip + threads * floats].reshape(threads, floats)
+    rooms.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
+    descriptor = np.array([0, 0, rooms.ctypes.data, repeats], np.int64)
+    descriptor[SELF] = descriptor.ctypes.data
+    run_team(_multiplying_pairs if pairs else _multiplying, descriptor.ctypes.data, threads)
+    return rooms[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
+
+
+def read(address: int, size: int, threads: int) -> float:
+    """Read ``size`` bytes once, whole blocks of 64 KB only; their sum as float32, for whoever wants to check it."""
+    block = 2**16
+    tasks = size // block
+    sums = np.zeros((tasks, 16), np.float32)
+    descriptor = np.array([0, 0, address, tasks, block, sums.ctypes.data], np.int64)
+    descriptor[SELF] = descriptor.ctypes.data
+    run_team(_reading, descriptor.ctypes.data, threads)
+    return float(sums.sum())

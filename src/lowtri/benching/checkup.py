@@ -1,0 +1,187 @@
+"""What ``lowtri doctor`` says: what this machine has, what is missing, and what follows from it.
+
+Numba may be missing here, and that is one of the answers: whatever needs it is imported late.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
+
+__all__ = ["KERNELS", "as_text", "checkup"]
+
+KERNELS = ("forward", "forward_half", "backward", "decode", "decode_half")
+_HALVES = ("forward_half", "decode_half")
+_ROUNDS = 7
+_READ_BYTES = 2**27
+
+
+def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """All answers, and ``trouble``: a list of what is missing and what follows, empty where all is well.
+
+    Args:
+        measure: also measure for about a second; what must be compiled first takes some seconds more.
+        say: takes a line about what comes next.
+    """
+    import torch
+
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
+        "threads": {"torch": torch.get_num_threads(), "team": _team(torch)},
+        "kernels": None,
+        "cache": None,
+        "speed": None,
+        "trouble": [],
+    }
+    found["cpu"]["last_cache_bytes"] = last_cache_bytes()
+    trouble: list[str] = found["trouble"]
+    if find_spec("numba") is None:
+        trouble.append(
+            "numba is not installed: there are no kernels, attention runs on torch's own or on the formula, correct and slower. "
+            "Fix: pip install numba."
+        )
+        return found
+    try:
+        from lowtri.kernels import target
+    except Exception as error:  # a Numba that does not fit its llvmlite, NumPy or Python
+        trouble.append(
+            f"numba cannot be loaded ({type(error).__name__}: {error}): there are no kernels, attention runs on torch's own or on "
+            "the formula. Fix: pip install --upgrade numba."
+        )
+        return found
+    found["kernels"] = {
+        "target": target.NAME,
+        "rows": target.ROWS,
+        "vectors": target.VECTORS,
+        "lanes": target.LANES,
+        "fma": target.FMA,
+        "bf16_pairs": target.BF16,
+        "features": sorted(target.features()),
+    }
+    found["cache"] = _cache(trouble, target.BF16)
+    if target.NAME == "baseline":
+        trouble.append(
+            "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
+        )
+    if measure:
+        missing = "forward" not in found["cache"]["compiled"]
+        say("measuring for a second" + (", after some seconds of compiling" if missing else ""))
+        found["speed"] = _speed(torch)
+        found["cache"] = _cache([], target.BF16)  # what was compiled for this is there now
+    return found
+
+
+def _cache(trouble: list[str], halves: bool) -> dict[str, Any]:
+    """The folder of compiled code, and which kernels lie in it."""
+    from lowtri.kernels.workers import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        trouble.append(
+            "the folder for compiled code cannot be written: every new process compiles again, some seconds for each kernel. "
+            "Fix: LOWTRI_CACHE=FOLDER names one that can."
+        )
+    lying = {path.name for path in folder.rglob("*.nbi")} if folder else set()
+    wanted = [name for name in KERNELS if halves or name not in _HALVES]
+    compiled = [name for name in wanted if any(f".{name}-" in file for file in lying)]
+    waiting = [name for name in wanted if name not in compiled]
+    return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": waiting}
+
+
+def _team(torch: Any) -> str:
+    """Whose threads the kernels run on: the same search as theirs."""
+    if torch.__file__ is not None:
+        for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+            return f"torch's own OpenMP team ({path.name})"
+    return "threads of our own: no libgomp lies beside torch"
+
+
+def _speed(torch: Any) -> dict[str, float]:
+    """What one core multiplies and reads, and what attention makes of it: medians of turns."""
+    import numpy as np
+
+    from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
+    from lowtri.engines.attend import attention
+    from lowtri.masks import causal
+
+    n, d, heads = 1024, 64, 4
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, d, generator=generator) for _ in range(3))
+    memory = np.ones(_READ_BYTES // 4, np.float32)
+    pairs = in_pairs("bf16")
+    acts: dict[str, tuple[Callable[[], object], float]] = {
+        "multiply": (lambda: multiply(1, False), multiply_flops(1, False)),
+        "attention": (lambda: attention(q, k, v, "causal", engine="cpu"), 4 * d * int(causal().pairs(n)) * heads),
+        "read": (lambda: read(memory.ctypes.data, _READ_BYTES, 1), _READ_BYTES),
+    }
+    if pairs:
+        acts["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for act, _ in acts.values():
+            act()
+        taken: dict[str, list[float]] = {name: [] for name in acts}
+        for _ in range(_ROUNDS):
+            for name, (act, _amount) in acts.items():
+                start = time.perf_counter()
+                act()
+                taken[name].append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return {name: amount / statistics.median(taken[name]) / 1e9 for name, (_, amount) in acts.items()}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The answers, a line or two each; what is missing last."""
+    kernels, cache, speed, cpu = found["kernels"], found["cache"], found["speed"], found["cpu"]
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["versions"].items())
+    busy = "" if cpu["load"] is None else f", load {cpu['load']}"
+    lines = [
+        ("versions", packages),
+        (
+            "cpu",
+            f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB",
+        ),
+        ("threads", f"torch computes with {found['threads']['torch']}; the kernels run on {found['threads']['team']}"),
+    ]
+    if kernels is not None:
+        tile = f"{kernels['rows']} rows x {kernels['vectors']} vectors of {kernels['lanes']} floats in registers"
+        told = " (told by NUMBA_CPU_FEATURES)" if "NUMBA_CPU_FEATURES" in os.environ else ""
+        lines += [
+            ("target", f"{kernels['target']}{told}: {tile}"),
+            ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
+        ]
+    if cache is not None:
+        lines += [
+            ("cache", cache["folder"] or "none"),
+            (
+                "",
+                f"compiled: {', '.join(cache['compiled']) or 'nothing'}; at first use: {', '.join(cache['not_yet']) or 'nothing'}",
+            ),
+        ]
+    if speed is not None:
+        halves = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
+        share = speed["attention"] / speed["multiply"]
+        lines += [
+            (
+                "one core",
+                f"multiplies float32 at {speed['multiply']:.0f} GFLOP/s{halves}; reads memory at {speed['read']:.0f} GB/s",
+            ),
+            ("", f"causal attention, 1024 tokens, float32: {speed['attention']:.0f} GFLOP/s, {share:.0%} of that"),
+        ]
+    lines += [("missing", words) for words in found["trouble"]] or [("missing", "nothing")]
+    return "\n".join(f"{name:<10}{words}".rstrip() for name, words in lines)
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"

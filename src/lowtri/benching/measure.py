@@ -1,0 +1,202 @@
+"""Measuring in turns: ours, the next, the next, ours again, in one process, so that whatever else the machine does falls on all.
+
+Of each the median counts. The ceiling takes its turn like everybody else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtri.benching.cases import Case
+from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
+from lowtri.benching.memory import peak_bytes
+from lowtri.benching.opened import Opened
+from lowtri.benching.peers import MKL, OURS, PEERS
+from lowtri.benching.runs import Tensors, run, timed
+from lowtri.errors import UndecidedError
+
+__all__ = ["CEILING", "LONGEST", "Figure", "Row", "in_turns", "measure"]
+
+CEILING = "ceiling"
+LONGEST = 1.5
+_ROUNDS = 7  # at least
+_SECONDS = 0.5  # cheap cases are run on until so long, up to
+_MOST_ROUNDS = 51
+_ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # between two right answers of order 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one way gave for one case; ``why_not`` where it could not run."""
+
+    seconds: float = 0.0  # the median
+    runs: int = 0
+    rate: float = 0.0  # in the case's unit
+    memory: int | None = None  # bytes beyond the inputs, at the peak
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case with all its figures."""
+
+    case: Case
+    ceiling: float  # in the case's unit
+    figures: dict[str, Figure] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling that ours reached."""
+        return self.figures[OURS].rate / self.ceiling
+
+    def times(self, name: str) -> float | None:
+        """How many times faster ours is."""
+        other = self.figures.get(name)
+        return other.seconds / self.figures[OURS].seconds if other and other.why_not is None else None
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], float]],
+    rounds: int = _ROUNDS,
+    seconds: float = _SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Call every way once a round, in their order, for at least so many rounds and so many seconds.
+
+    >>> in_turns({"one": lambda: 1.0, "two": lambda: 2.0}, rounds=2, seconds=0)
+    {'one': [1.0, 1.0], 'two': [2.0, 2.0]}
+
+    Args:
+        ways: each gives the seconds that it took.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    start, done = clock(), 0
+    while done < rounds or (clock() - start < seconds and done < _MOST_ROUNDS):
+        for name, way in ways.items():
+            taken[name].append(way())
+        done += 1
+    return taken
+
+
+def measure(
+    cases: Sequence[Case],
+    names: Sequence[str],
+    threads: int = 1,
+    rounds: int = _ROUNDS,
+    longest: float = LONGEST,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[Row]:
+    """A row for each case.
+
+    Args:
+        names: the ways beside ours, from :mod:`lowtri.benching.peers`.
+        longest: seconds; a way that takes longer than that for one run is left out.
+        say: takes a line about what comes next.
+
+    Raises:
+        UndecidedError: if ours and another way give different outputs; a wrong answer has no speed.
+    """
+    with _threads(threads), ExitStack() as stack:
+        opened = stack.enter_context(Opened(threads)) if MKL in names else None
+        for number, case in enumerate(cases, 1):
+            say(f"{number}/{len(cases)}  {case.name}")
+            yield _row(case, [OURS, *names], threads, rounds, longest, opened)
+
+
+def _row(case: Case, names: Sequence[str], threads: int, rounds: int, longest: float, opened: Opened | None) -> Row:
+    tensors = Tensors(case)
+    ways: dict[str, Callable[[], float]] = {}
+    missing: dict[str, str] = {}
+    memory: dict[str, int | None] = {}
+    right: torch.Tensor | None = None
+    for name in names:
+        if name == MKL:
+            trouble = opened.prepare(case) if opened else None
+            if opened is None or trouble:
+                missing[name] = trouble or "it was not started"
+            else:
+                ways[name] = opened.seconds
+            continue
+        found = _first_run(case, name, tensors, longest)
+        if isinstance(found, str):
+            missing[name] = found
+            continue
+        attend, output = found
+        if right is None:
+            right = output
+        _compare(case, name, output, right)
+        if case.who == "window" and case.work == "forward":
+            memory[name] = peak_bytes(lambda attend=attend: run(attend, tensors))  # type: ignore[misc]
+        ways[name] = lambda attend=attend: timed(attend, tensors)  # type: ignore[misc]
+    ceiling, amount = _ceiling(case, tensors, threads)
+    ceiling()
+    taken = in_turns({**ways, CEILING: ceiling}, rounds)
+    figures = {name: Figure(why_not=why) for name, why in missing.items()}
+    for name in ways:
+        median = statistics.median(taken[name])
+        if not median > 0:  # the other process went away
+            figures[name] = Figure(why_not="its process ended")
+            continue
+        figures[name] = Figure(median, len(taken[name]), case.amount / median, memory.get(name))
+    return Row(case, amount / statistics.median(taken[CEILING]), {name: figures[name] for name in names})
+
+
+def _first_run(case: Case, name: str, tensors: Tensors, longest: float) -> str | tuple[Any, torch.Tensor]:
+    """The way, made and warmed up, with its output; or why it cannot run. Ours may raise, the others may be missing."""
+    try:
+        attend = PEERS[name](case)
+        if isinstance(attend, str):
+            return attend
+        start = time.perf_counter()
+        output = run(attend, tensors)
+        if name != OURS and time.perf_counter() - start > longest:
+            seconds = timed(attend, tensors)  # what was compiled in the first run is ready in the second
+            if seconds > longest:
+                return f"one run takes {seconds:.1f} s"
+        return attend, output
+    except Exception as error:
+        if name == OURS:
+            raise
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:100]}"
+
+
+def _compare(case: Case, name: str, output: torch.Tensor, right: torch.Tensor) -> None:
+    apart = float((output.float() - right.float()).abs().max())
+    if not apart <= _ALLOWED[case.dtype]:
+        raise UndecidedError(
+            f"bench: {case.name}: {OURS} and {name} differ by {apart:.2g}, more than {_ALLOWED[case.dtype]:.0e}.\n"
+            "Nothing is timed: a wrong answer has no speed."
+        )
+
+
+def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], float], float]:
+    """A way that does nothing but multiply, or read, and how much it does, in the unit of the case."""
+
+    def timed_ceiling() -> float:
+        start = time.perf_counter()
+        if case.work == "decode":
+            cache, _ = tensors.next()
+            read(cache.data_ptr(), case.cache_bytes, threads)
+        else:
+            multiply(threads, in_pairs(case.dtype))
+        return time.perf_counter() - start
+
+    pairs = in_pairs(case.dtype)
+    return timed_ceiling, case.amount if case.work == "decode" else multiply_flops(threads, pairs) / 1e9
+
+
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,31 @@
+"""lowtri doctor: what this machine has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtri.cli.options import Json, Threads, note, print_json, use_threads
+
+
+def command(
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure for a second.")] = True,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri doctor
+    lowtri doctor --no-measure --json
+
+    What this machine has: the CPU and the kernels that fit it, which of them are compiled, versions, threads, and what one
+    core reaches. Says what is missing and what follows.
+
+    Exit codes: 0 nothing is missing, 1 something is.
+    """
+    use_threads(threads)
+    from lowtri.benching.checkup import as_text, checkup
+
+    found = checkup(measure, say=note)
+    print_json(found) if json else print(as_text(found))
+    if found["trouble"]:
+        raise typer.Exit(1)

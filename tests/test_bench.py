@@ -1,0 +1,385 @@
+"""Measuring: in turns, medians, against ceilings; what is shown of it; and what the doctor says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowtri import mask
+from lowtri.benching import ceilings, checkup, measure, opened, peers, runs, show
+from lowtri.benching.cases import CASES, Case, choose
+from lowtri.benching.machine import facts
+from lowtri.benching.measure import CEILING, Figure, Row, in_turns
+from lowtri.benching.memory import peak_bytes
+from lowtri.cli.main import main
+from lowtri.errors import DataError, UndecidedError
+from lowtri.kernels import workers
+from lowtri.kernels.target import BF16
+
+SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
+TINY = [
+    SMALL,
+    Case("forward", "window", 300, 32, "bf16", heads=2, kv_heads=2),
+    Case("forward", "documents", 41, 32, "float16", heads=2, kv_heads=2),
+    Case("forward", "full", 33, 32, "float32", heads=2, kv_heads=2),
+    Case("training", "documents", 48, 32, "float32", heads=2, kv_heads=2),
+    Case("decode", "causal", 512, 64, "float32", heads=4, kv_heads=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that turn within a megabyte, and ceilings of a moment."""
+    monkeypatch.setattr(runs, "last_cache_bytes", lambda: 2**18)
+    real = ceilings.multiply
+    monkeypatch.setattr(measure, "multiply", lambda threads, pairs: real(threads, pairs, 10))
+
+
+# Cases.
+
+
+def test_the_table_has_every_kind_once() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))
+    assert {case.work for case in CASES} == {"forward", "training", "decode"}
+    assert {case.who for case in CASES} == {"causal", "full", "window", "documents"}
+    assert {case.dtype for case in CASES} == {"float32", "bf16", "float16"}
+    assert {case.d for case in CASES} == {64, 128}
+    assert {case.n for case in CASES if case.who == "window"} >= {512, 4096, 65_536}
+    assert 5 <= len(choose()) <= 12 and all(case.short for case in choose())
+    assert len(choose(full=True)) == len(CASES)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_work_is_counted_on_visible_pairs(case: Case) -> None:
+    visible = mask(case.mask).dense(case.queries, case.n)
+    assert case.pairs == visible.sum()
+    products = 5 + 2 if case.work == "training" else 2
+    assert case.flops == products * 2 * case.d * visible.sum() * case.heads
+    if case.work == "decode":
+        assert case.unit == "GB/s" and case.amount == 2 * 2 * 512 * 64 * 4 / 1e9
+    else:
+        assert case.unit == "GFLOP/s" and case.amount == case.flops / 1e9
+
+
+def test_a_window_is_256_keys_and_documents_are_eight() -> None:
+    assert Case("forward", "window", 4096, 64, "bf16").mask == "window(256)"
+    assert Case("forward", "documents", 4096, 64, "bf16").lengths == [512] * 8
+    assert sum(Case("forward", "documents", 41, 64, "bf16").lengths) == 41
+
+
+def test_a_filter_takes_whole_words_and_any_of_several() -> None:
+    assert {case.work for case in choose(words=["DECODE"])} == {"decode"}
+    both = choose(words=["window 512 bf16", "decode float32"])
+    assert [case.name for case in both] == ["forward window 512 D64 bf16", "decode causal 4096 D128 float32"]
+    with pytest.raises(DataError, match=r"no case is named by --case 'windows'\. Did you mean 'window'\? Words that"):
+        choose(words=["windows"])
+    with pytest.raises(
+        DataError, match=r"no case is named by --case 'decode window'\. Words that names are made of: f"
+    ):
+        choose(words=["decode window"])
+
+
+# Turns and medians.
+
+
+def test_ways_run_in_turns_and_at_least_so_often() -> None:
+    order = []
+    ways = {name: lambda name=name: order.append(name) or len(order) for name in ("ours", "torch", "ceiling")}
+    taken = in_turns(ways, rounds=7, seconds=0)
+    assert order == ["ours", "torch", "ceiling"] * 7
+    assert taken["torch"] == [2, 5, 8, 11, 14, 17, 20]
+
+
+def test_cheap_ways_run_until_time_is_up_but_not_for_ever() -> None:
+    now = [0.0]
+
+    def run() -> float:
+        now[0] += 1.0
+        return 1.0
+
+    assert len(in_turns({"a": run}, rounds=7, seconds=10, clock=lambda: now[0])["a"]) == 10
+    assert len(in_turns({"a": run, "b": run}, rounds=7, seconds=10, clock=lambda: now[0])["b"]) == 7
+    assert len(in_turns({"a": lambda: 1.0}, rounds=7, seconds=10, clock=lambda: 0.0)["a"]) == 51
+
+
+def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow run in seven, as when another process comes by, changes nothing."""
+    seconds = {name: itertools.cycle([2.0, 2.0, 900.0]) for name in (peers.OURS, peers.SDPA)}
+    real = measure.in_turns
+
+    def scripted(ways, rounds):
+        assert list(ways) == [peers.OURS, peers.SDPA, CEILING]
+        fake = {name: lambda name=name: next(seconds[name]) * (3 if name == peers.SDPA else 1) for name in seconds}
+        return real({**fake, CEILING: lambda: 1.0}, rounds, 0)
+
+    monkeypatch.setattr(measure, "in_turns", scripted)
+    (row,) = measure.measure([SMALL], [peers.SDPA])
+    assert row.figures[peers.OURS].seconds == 2.0 and row.figures[peers.SDPA].seconds == 6.0
+    assert row.figures[peers.OURS].runs == 7 and row.times(peers.SDPA) == 3.0
+    assert row.figures[peers.OURS].rate == SMALL.flops / 1e9 / 2
+    assert row.ceiling == pytest.approx(ceilings.multiply_flops(1, False) / 1e9)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_every_kind_of_case_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    before = torch.get_num_threads()
+    said: list[str] = []
+    (row,) = measure.measure([case], [peers.SDPA, peers.FORMULA], say=said.append)
+    assert said == [f"1/1  {case.name}"]
+    assert list(row.figures) == [peers.OURS, peers.SDPA, peers.FORMULA]
+    for figure in row.figures.values():
+        assert figure.why_not is None and figure.runs >= 7 and figure.rate == case.amount / figure.seconds
+    assert row.ceiling > 0 and torch.get_num_threads() == before
+
+
+def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure.PEERS, peers.SDPA, lambda case: lambda q, k, v: v + 1)
+    with pytest.raises(
+        UndecidedError, match=r"lowtri and torch SDPA differ by .*, more than 1e-04\.\nNothing is timed"
+    ):
+        list(measure.measure([SMALL], [peers.SDPA]))
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(case: Case) -> peers.Attend:
+        raise RuntimeError("no compiler\nsecond line")
+
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    monkeypatch.setitem(measure.PEERS, peers.FLEX, broken)
+    (row,) = measure.measure([SMALL], [peers.FLEX])
+    assert row.figures[peers.FLEX] == Figure(why_not="RuntimeError: no compiler")
+    assert row.times(peers.FLEX) is None
+    assert peers.flex(Case("training", "causal", 8, 32, "float32")) == "it has no backward on CPU"
+    long = peers.sdpa(Case("forward", "window", 65_536, 64, "float32"))
+    assert long == "its table of bools would hold 4,295 million pairs"
+    monkeypatch.setitem(measure.PEERS, peers.OURS, broken)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        list(measure.measure([SMALL], []))
+
+
+def test_what_is_too_slow_is_left_out() -> None:
+    (row,) = measure.measure([SMALL], [peers.FORMULA], longest=0.0)
+    assert row.figures[peers.FORMULA].why_not == "one run takes 0.0 s"
+    assert row.figures[peers.OURS].why_not is None
+
+
+def test_decoding_finds_another_cache_each_time() -> None:
+    tensors = runs.Tensors(TINY[-1])
+    count = math.ceil(4 * 2**18 / TINY[-1].cache_bytes)
+    assert count > 1 and len(tensors.caches) == count
+    places = [tensors.next()[0].data_ptr() for _ in range(2 * count)]
+    assert len(set(places)) == count and places[:count] == places[count:]
+
+
+# Ceilings and memory.
+
+
+@pytest.mark.parametrize("pairs", [False, True] if BF16 else [False])
+def test_the_ceiling_multiplies_what_it_says(pairs: bool) -> None:
+    product = ceilings.multiply(2, pairs, 1)  # (threads, rows, 64), of ones
+    assert (product == (128 if pairs else 64)).all() and product.shape[0] == 2
+    assert ceilings.multiply_flops(2, pairs) == 2 * ceilings.multiply_flops(1, pairs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_read_loop_reads_every_number(threads: int) -> None:
+    numbers = np.arange(2**16, dtype=np.float32)
+    assert ceilings.read(numbers.ctypes.data, numbers.nbytes, threads) == pytest.approx(numbers.sum(dtype=np.float64))
+
+
+def test_the_peak_of_memory_is_seen() -> None:
+    seen = peak_bytes(lambda: np.ones(2**24, np.uint8).sum())
+    assert seen is None or 2**24 <= seen < 2**26
+
+
+# The other process.
+
+
+def test_the_other_process_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["-c"])
+    fields = {**vars(SMALL)}
+    fields.pop("pairs", None)
+    long = {**fields, "who": "window", "n": 65_536}
+    questions = [{"case": fields}, {"run": True}, {"case": long}]
+    answers = StringIO()
+    before = torch.get_num_threads()
+    try:
+        opened.serve(StringIO("\n".join(json.dumps(one) for one in questions)), answers)
+    finally:
+        torch.set_num_threads(before)
+    ready, timed, refused = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert ready == {"ready": True} and timed["seconds"] > 0 and "million pairs" in refused["why_not"]
+
+
+def test_without_a_compiler_the_road_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened.sys, "platform", "linux")
+    monkeypatch.setattr(opened.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(opened.shutil, "which", lambda name: None)
+    with opened.Opened(1) as closed:
+        assert closed.prepare(SMALL) == "no C compiler: cc was not found"
+    monkeypatch.setattr(opened.sys, "platform", "darwin")
+    assert opened.Opened(1).why_not == "the road is opened on Linux and x86-64 only"
+
+
+# What is shown.
+
+
+def rows() -> list[Row]:
+    made = []
+    for case, rate in ((CASES[0], 100.0), *((Case("forward", "window", n, 64, "float32"), 50.0) for n in (512, 1024))):
+        figures = {
+            peers.OURS: Figure(0.010, 7, rate, 2_000_000),
+            peers.SDPA: Figure(0.025, 7, rate / 2.5, 30_000_000),
+            peers.FLEX: Figure(why_not="no compiler"),
+        }
+        made.append(Row(case, 125.0, figures))
+    return made
+
+
+def test_the_table() -> None:
+    text = show.as_text(rows(), facts(1))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["forward", "causal", "512", "D64", "float32", "GFLOP/s", "100", "80%", "40", "2.5", "-"] in lines
+    names = "forward causal 512 D64 float32, forward window 512 D64 float32, forward window 1024 D64 float32"
+    assert f"FlexAttention: not measured: no compiler ({names})" in text
+    assert "As a window of 256 moves over more keys, float32" in text
+    assert ["1,024", "10.0", "2", "25.0", "30", "-"] in lines
+
+
+def test_the_headline_says_when_others_compute() -> None:
+    quiet = {**facts(1), "cpus": 2, "load": 1.0, "cpu": "A CPU"}
+    assert "A CPU, 1 thread of 2 CPUs, load 1.0\n" in show.headline(quiet)
+    assert "(others compute, too: figures are too low" in show.headline({**quiet, "load": 1.9})
+    assert "2 threads of 2 CPUs, load 1.0 (others" in show.headline({**quiet, "threads": 2})
+
+
+def test_json_holds_what_was_measured() -> None:
+    found = json.loads(json.dumps(show.as_json(rows(), facts(2)), allow_nan=False))
+    assert found["threads"] == 2 and set(found["versions"]) == {
+        *("lowtri", "python", "numpy", "torch", "numba", "llvmlite")
+    }
+    row = found["rows"][1]
+    assert (row["case"], row["mask"], row["unit"]) == ("forward window 512 D64 float32", "window(256)", "GFLOP/s")
+    assert row["share"] == 0.4 and row["ceiling"] == 125.0
+    ours = {"seconds": 0.01, "runs": 7, "rate": 50.0, "memory": 2_000_000, "why_not": None}
+    assert row["figures"] == {
+        peers.OURS: ours,
+        peers.SDPA: {"seconds": 0.025, "runs": 7, "rate": 20.0, "memory": 30_000_000, "why_not": None},
+        peers.FLEX: {"why_not": "no compiler"},
+    }
+
+
+def test_the_picture_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "bench.png"
+    show.plot(rows(), facts(1), file)
+    assert file.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [file]
+
+
+# The command lines.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--case", "windwo"], "no case is named by --case 'windwo'. Did you mean 'window'?"),
+        (["--threads", "0"], "Invalid value for '--threads'"),
+        (["--threads", "100000"], "bench: --threads is 100000, but this process may use"),
+        (["--rounds", "3"], "Invalid value for '--rounds'"),
+        (["--plot", "bench.doc"], "bench: --plot bench.doc: matplotlib writes ."),
+        (["--plot", "nowhere/at/all.png"], "bench: --plot nowhere/at/all.png: there is no folder nowhere/at."),
+    ],
+)
+def test_bad_arguments_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err and out == ""
+
+
+def test_bench_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lowtri.benching.cases.CASES", [SMALL])
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    file = tmp_path / "picture.svg"
+    assert main(["bench", "--case", "causal", "--plot", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert [row["case"] for row in found["rows"]] == [SMALL.name]
+    assert f"1/1  {SMALL.name}" in err and f"wrote {file}" in err and file.exists()
+    assert main(["bench", "--case", "causal"]) == 0
+    assert SMALL.name in capsys.readouterr().out
+    assert main(["bench", "--full", "--list"]) == 0
+    assert capsys.readouterr().out == f"{SMALL.name}\n"
+
+
+def test_bench_without_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench"]) == 2
+    assert "bench: numba is not installed, and the kernels need it. Fix: pip install numba." in capsys.readouterr().err
+
+
+def test_the_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-measure"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        f"torch {torch.__version__}",
+        "rows x",
+        "dot products of bf16 pairs",
+        "compiled: ",
+        "missing   nothing",
+    ):
+        assert words in said
+    assert f"torch computes with {torch.get_num_threads()}; the kernels run on" in said
+
+
+def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checkup, "_READ_BYTES", 2**20)
+    assert main(["doctor", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["trouble"] == [] and "measuring for a second" in err
+    assert {"multiply", "attention", "read"} <= set(found["speed"]) and min(found["speed"].values()) > 0
+    assert "forward" in found["cache"]["compiled"] and found["cache"]["folder"] == str(workers.cache_folder())
+    assert "of that" in checkup.as_text(found)
+
+
+def test_the_doctor_misses_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checkup, "find_spec", lambda name: None)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "missing   numba is not installed: there are no kernels, attention runs on torch's own or on the formula"
+        in said
+    )
+    assert "Fix: pip install numba." in said
+
+
+def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(workers, "cache_folder", lambda: None)
+    assert main(["doctor", "--no-measure"]) == 1
+    said = capsys.readouterr().out
+    assert "missing   the folder for compiled code cannot be written: every new process compiles again" in said
+    assert "Fix: LOWTRI_CACHE=FOLDER names one that can." in said and "compiled: nothing" in said
+
+
+def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels_1").mkdir()
+    (tmp_path / "kernels_1" / "forward.forward_half-217.py311.nbi").touch()
+    (tmp_path / "kernels_1" / "decode.decode-244.py311.nbi").touch()
+    monkeypatch.setattr(workers, "cache_folder", lambda: tmp_path)
+    found = checkup._cache([], halves=True)
+    assert found["compiled"] == ["forward_half", "decode"] and found["not_yet"] == [
+        "forward",
+        "backward",
+        "decode_half",
+    ]
+    assert checkup._cache([], halves=False)["compiled"] == ["decode"]
