@@ -111,7 +111,6 @@ class Decoder(nn.Module):
         chosen = self.mask if mask is None else as_mask(mask)
         if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
             raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
-        # The cache stands in a later room and knows nothing of modules; its public door is enough here.
         return KVCache(chosen, capacity=capacity)
 
     def _check_context(self, n: int, places: NDArray[np.int64] | None) -> None:
