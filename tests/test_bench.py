@@ -198,7 +198,7 @@ def test_the_read_loop_reads_every_number(threads: int) -> None:
 
 def test_the_peak_of_memory_is_seen() -> None:
     seen = peak_bytes(lambda: np.ones(2**24, np.uint8).sum())
-    assert seen is None or 2**24 <= seen < 2**26
+    assert seen is None or 0.9 * 2**24 <= seen < 2**26  # Linux counts pages in batches
 
 
 # The other process.
