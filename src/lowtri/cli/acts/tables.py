@@ -58,7 +58,7 @@ def as_text(pair: Pair, width: int = 100) -> str:
     title, columns, rows = pair
     table = Table(title=title, title_justify="left", show_lines=True)
     for name in ("", *columns):
-        table.add_column(name, ratio=1 if not name else 2)
+        table.add_column(name, no_wrap=not name)
     for row in rows:
         table.add_row(*row)
     console = Console(width=width, color_system=None, highlight=False, emoji=False, legacy_windows=False)

@@ -1,0 +1,122 @@
+"""The demo: its cheap acts run for real, the trained ones on a small experiment; the whole of it is among the sweeps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lowtri.cli.acts import ACTS, peeking, roads, stage, steps, tables, who, why, writing
+from lowtri.cli.acts.stage import Stage, Told
+from lowtri.cli.main import main
+from lowtri.training.corpus import Document
+from lowtri.training.experiment import Setting, why_mask
+from lowtri.training.recipe import Recipe
+
+
+def named_in(page: str) -> set[str]:
+    return {name for name in re.findall(r'(?:src|href)="([^"]+)"', page) if not name.startswith("#")}
+
+
+def test_cheap_acts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert main(["demo", "--out", str(out), "--act", "who", "--act", "steps"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"(\d+) of \1 as promised", lines[-1])
+    assert lines[-2] == str(out / "index.html")
+    assert lines.index("1. Every step, with its numbers") < lines.index("2. Who sees whom")  # in their order
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert lines[-1] in page and "0.6394" in page and "✗" in page
+    assert named_in(page) == {"steps.html", "steps.txt", "who-1.svg", "who-2.svg", "who-3.svg"}
+    assert all((out / name).stat().st_size for name in named_in(page))
+    assert "http" not in page  # nothing is fetched
+    assert not list(out.glob(".*"))
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--act", "who", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [act["act"] for act in told["acts"]] == ["who"]
+    assert all(promise["kept"] for promise in told["acts"][0]["promises"])
+
+
+def test_a_broken_promise_and_an_act_that_breaks_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Stage) -> Told:
+        told = Told("nothing <b>")
+        told.promise("one is two", 1 == 2)
+        return told
+
+    monkeypatch.setattr(who, "play", broken)
+    monkeypatch.setattr(roads, "play", lambda _: 1 / 0)
+    assert main(["demo", "--out", str(tmp_path), "--act", "steps", "--act", "who", "--act", "roads"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "4 of 6 as promised"
+    assert "✗ NOT AS PROMISED: one is two" in out
+    assert "✗ NOT AS PROMISED: it runs to its end: ZeroDivisionError" in out
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert '<li class="broken">one is two</li>' in page and "nothing &lt;b&gt;" in page
+
+
+def test_an_act_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--out", str(tmp_path / "new"), "--act", "song"]) == 2
+    assert capsys.readouterr().err == f"lowtri: demo: there is no act 'song'. Fix: one of {', '.join(ACTS)}\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_all_roads_lead_to_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roads, "_N", 160)
+    told = roads.play(Stage(tmp_path))
+    assert len(told.promises) == 9 and all(promise.kept for promise in told.promises), told.promises
+    assert "token by token with a cache" in told.text
+
+
+def test_figures_that_are_not_the_notebooks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(steps._FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
+    assert not steps.play(Stage(tmp_path)).promises[0].kept
+
+
+def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Setting(
+        layers=2, hidden=32, rows=4, prompt=8, recipe=Recipe(steps=40, batch=8, context=48, lr=5e-3, validate_every=20)
+    )
+    text = [Document("rhyme", "the black cat sat on the mat and saw the dog.\n" * 400)]
+    monkeypatch.setattr(stage, "why_mask", lambda setting, note: why_mask(setting, documents=text, note=note))
+    said: list[str] = []
+    played = Stage(tmp_path, said.append, tiny)
+    shown = why.play(played)
+    assert shown.pictures == ["why-mask.png"] and "Is a mask needed?" in shown.text
+    assert shown.promises[0].kept  # that much holds for any weights
+    assert any("mask full" in line for line in said)
+    wrote = writing.play(played)
+    assert all(promise.kept for promise in wrote.promises), wrote.promises
+    assert "Does it need its own output?" in wrote.text
+    caught = peeking.play(played)
+    assert all(promise.kept for promise in caught.promises), caught.promises
+    assert re.search(r"caught, \d+ pairs, the first \(0, 1\) in model\.layers", caught.promises[1].text)
+    for told in (shown, wrote, caught):
+        assert all((tmp_path / name).stat().st_size for name in [*told.pictures, *told.files])
+    assert main(["generate", str(tmp_path / "with-the-mask"), "the black", "--max-new-tokens", "4"]) == 0
+
+
+@pytest.mark.parametrize("pair", [tables.TIMES, tables.KIN], ids=["times", "kin"])
+def test_the_tables_have_both_columns_whole(pair: tables.Pair) -> None:
+    title, columns, rows = pair
+    text = tables.as_text(pair)
+    assert title in text and all(name in text for name in columns)
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.replace("│", " ").split())
+    assert all(question.split()[0] in words for question, *_ in rows)
+    assert {word for row in rows for cell in row for word in cell.split()} <= set(words.split())
+
+
+@pytest.mark.sweep
+def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert re.fullmatch(r"(\d+) of \1 as promised", capsys.readouterr().out.splitlines()[-1])
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert all((tmp_path / name).is_file() for name in named_in(page))
+    assert all(f'id="{name}"' in page for name in ACTS)

@@ -1,0 +1,156 @@
+"""What becomes of a model that peeks: section E of what was asked, on trained weights, through the experiment itself.
+
+The small experiment takes seconds; the one that `examples/why_mask.py` and `lowtri demo` run is among the sweeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+import torch
+
+import lowtri
+from lowtri.training.consequences import as_text, draw
+from lowtri.training.corpus import Document
+from lowtri.training.experiment import Experiment, Setting, why_mask
+from lowtri.training.recipe import Recipe
+from lowtri.training.roads import all_at_once, prefix_anew, with_a_cache
+from lowtri.training.words import Known
+
+SMALL = Setting(
+    layers=2,
+    hidden=64,
+    rows=24,
+    prompt=16,
+    recipe=Recipe(steps=250, batch=8, context=64, lr=5e-3, held_out=0.1, validate_every=50),
+)
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("full", marks=pytest.mark.sweep)])
+def found(request: pytest.FixtureRequest) -> Experiment:
+    if request.param == "full":
+        return why_mask()
+    reference = [Document(name, text.strip() + "\n") for name, text in sorted(topics.topics.items())]
+    return why_mask(SMALL, documents=reference)
+
+
+def test_e_1_cheating(found: Experiment) -> None:
+    masked, unmasked = found.masked, found.unmasked
+    assert abs(masked.stepwise - masked.validation) < 1e-5
+    assert masked.greatest < 1e-4  # of a single position
+    assert unmasked.validation < masked.validation / 2  # wonderful while the future is there
+    assert unmasked.stepwise > unmasked.validation + 2
+    assert unmasked.anew > unmasked.validation + 2  # whichever way the steps are computed
+
+
+def test_e_2_overfitting_shows_step_by_step_and_not_as_a_gap(found: Experiment) -> None:
+    unmasked = found.unmasked
+    gap = abs(unmasked.validation - unmasked.training)
+    assert gap < (unmasked.stepwise - unmasked.validation) / 10
+    assert gap < 0.3
+
+
+def test_e_3_wrong_order(found: Experiment) -> None:
+    masked, unmasked = found.masked.words, found.unmasked.words
+    assert masked.words > unmasked.words + 0.1
+    assert masked.words > found.letters.words + 0.1
+    assert masked.pairs > unmasked.pairs
+    assert found.real.words > 0.9 and found.real.pairs > 0.5  # real text can be told from both
+
+
+def test_e_4_no_generation(found: Experiment) -> None:
+    masked, unmasked = found.masked.stepwise, found.unmasked.stepwise
+    assert masked < found.unigram < found.uniform == math.log(258)
+    assert min(unmasked, found.unmasked.anew) > masked + 1
+    if found.setting is SMALL:
+        assert unmasked > found.unigram  # worse than letters by their frequency
+
+
+def test_both_models_began_alike_and_differ_by_their_mask_alone(found: Experiment) -> None:
+    assert (found.masked.mask, found.unmasked.mask) == ("causal", "full")
+    right, wrong = found.models["causal"], found.models["full"]
+    assert {name: p.shape for name, p in right.state_dict().items()} == {
+        name: p.shape for name, p in wrong.state_dict().items()
+    }
+    ids = torch.randint(2, 258, (1, 16), generator=torch.Generator().manual_seed(0))
+    lowtri.assert_causal(right, ids)
+    with pytest.raises(lowtri.LeakError, match=r"position \d+ sees position \d+"):
+        lowtri.assert_causal(wrong, ids)
+
+
+def test_c_training_is_inference_with_a_cache_or_the_prefix_and_its_mask(found: Experiment) -> None:
+    one, every = found.roads[1], found.roads[found.setting.layers]
+    assert max(one) < 1e-4
+    assert max(every.cache, every.prefix_with_mask) < 1e-4
+    assert every.prefix_without_mask > 0.1
+
+
+def test_c_the_roads_are_what_they_say(found: Experiment) -> None:
+    model = found.models["causal"]
+    ids = torch.randint(2, 258, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(all_at_once(model, ids), model(ids))
+        torch.testing.assert_close(prefix_anew(model, ids, "full")[:, 4], model(ids[:, :5], mask="full")[:, 4])
+    assert with_a_cache(model, ids).shape == (2, 9, 258)
+
+
+def test_the_text_says_every_figure(found: Experiment) -> None:
+    text = as_text(found)
+    for figure in (
+        found.masked.training,
+        found.unmasked.validation,
+        found.unmasked.stepwise,
+        found.unigram,
+        found.uniform,
+    ):
+        assert f"{figure:.3f}" in text
+    for shares in (found.masked.words, found.unmasked.words, found.real, found.letters):
+        assert re.search(rf" {shares.words:.0%} +{shares.pairs:.0%} +{shares.counted:,}\n", text)
+    assert repr(found.masked.written[0]) in text and repr(found.unmasked.written[0]) in text
+    known = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert known["unmasked"]["stepwise"] == found.unmasked.stepwise
+    assert [point["step"] for point in known["masked"]["curve"]][-1] == found.setting.recipe.steps
+
+
+def test_the_picture(found: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert draw(found, tmp_path / "why.png")
+    assert (tmp_path / "why.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not draw(found, tmp_path / "none.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["why.png"]
+
+
+def test_known_words_and_their_order() -> None:
+    known = Known.of(["The cat sat on the mat.", "A dog sat."])
+    assert known.shares(["(the cat sat on the mat)"]) == (6, 1.0, 1.0)
+    assert known.shares(["(mat the on sat cat the)"]) == (6, 1.0, 0.0)  # the same words, in the wrong order
+    assert known.shares(["(cat cow)", "(DOG)"]) == (3, 2 / 3, 0.0)  # a pair never spans two texts
+    assert known.shares(["at the cat sa"]) == (2, 1.0, 1.0)  # what stands at an edge may be cut off
+    assert known.shares(["x 1 ?"]) == (0, 0.0, 0.0)
+
+
+def test_a_text_that_is_too_short() -> None:
+    with pytest.raises(lowtri.DataError, match="the text has 5 tokens, and one row takes 65"):
+        why_mask(SMALL, documents=[Document("short", "abc")])
+    apart = [Document(str(i), "x" * 20) for i in range(40)]
+    with pytest.raises(
+        lowtri.DataError, match=r"no row of 64 tokens .* within one document.\nFix: more text, or a smaller"
+    ):
+        why_mask(SMALL, documents=apart)
+
+
+@pytest.mark.sweep
+def test_the_example_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "why_mask.py"
+    done = subprocess.run(
+        [sys.executable, script, "--out", tmp_path, "--steps", "10"], capture_output=True, text=True, check=True
+    )
+    assert "1. Cheating" in done.stdout and "4. No generation" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"why-mask.json", "why-mask.png"}
