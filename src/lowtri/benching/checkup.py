@@ -155,7 +155,9 @@ def as_text(found: dict[str, Any]) -> str:
         ("threads", f"torch computes with {found['threads']['torch']}; the kernels run on {found['threads']['team']}"),
     ]
     if kernels is not None:
-        tile = f"{kernels['rows']} rows x {kernels['vectors']} vectors of {kernels['lanes']} floats in registers"
+        tile = (
+            f"a register tile of {kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
+        )
         told = " (told by NUMBA_CPU_FEATURES)" if "NUMBA_CPU_FEATURES" in os.environ else ""
         lines += [
             ("target", f"{kernels['target']}{told}: {tile}"),
