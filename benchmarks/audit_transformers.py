@@ -95,6 +95,11 @@ UNDERSTOOD = {
     "cpmant": "by design: told no context length, it takes the whole input for context, which everyone may see",
     "falcon": "asked for weights, the sdpa path's boolean mask is added to the scores, where it hides nothing",
     "git": "text alone: beside a cache its padding mask is widened over image tokens that are not there, and shifts",
+    "recurrent_gemma": "its recurrent blocks take the padding mask and do not use it: the convolution sees the pads",
+    "reformer": "by design of LSH: tokens are sorted into buckets over the whole row, so later ones decide who meets whom",
+    "rwkv": "takes a padding mask and does not use it, as its documentation says",
+    "xlm": "by design: its config is not causal unless it says so",
+    "xlnet": "by design: without a permutation mask everyone sees everyone",
     "moshi": "the cache keeps a window that the whole forward does not have",
     "nemotron_h": "the chunked scan keeps dt above time_step_min, the cached single step does not",
     "prophetnet": "the predicting stream flattens its relative positions in one order and reads them back in another, so that "

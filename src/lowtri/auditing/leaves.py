@@ -39,7 +39,7 @@ class _Lookup(TorchFunctionMode):
             return result
         leaf = self.make(result)
         self.leaves.append(leaf)
-        return leaf
+        return leaf.clone()  # a leaf itself may not be written in place, and some models do
 
 
 def run_with_leaves(
@@ -62,6 +62,6 @@ def run_with_leaves(
 
     def keep(value: torch.Tensor) -> torch.Tensor:
         made.append(make(value))
-        return made[-1]
+        return made[-1].clone()
 
     return replace(subject, form=replace(subject.form, through=keep)).tensor(inputs), made

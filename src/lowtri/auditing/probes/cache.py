@@ -10,7 +10,7 @@ from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
-from lowtri.auditing.probes.padding import pad, pad_keyword
+from lowtri.auditing.probes.padding import pad, pad_keyword, pads_declared
 from lowtri.auditing.stepping import Decode, decoder_for
 from lowtri.auditing.subject import Rows
 
@@ -52,13 +52,16 @@ def cache(context: Context) -> Finding:
                 leaks.append(leak)
                 break
         context.tick("cache", len(tried), len(ways))
+    warned = ""
     if pad_keyword(context) == "attention_mask" and status == "clean" and "after a prompt" in tried:
         found = _left_padded(context, decode)
         if found is not None:
             kind, size, leak = found
             tried.append("left padding")
             greatest = max(greatest, size)
-            if leak is not None:
+            if leak is not None and not pads_declared(context, "attention_mask"):
+                warned = f"{leak.note}; without pads they agree" if kind == "leak" else ""
+            elif leak is not None:
                 status, leaks = kind, [leak]
     measured = {"ways": tried, "refused": refused, "greatest": greatest, "length": n, **_edges(context)}
     if not tried:
@@ -71,6 +74,8 @@ def cache(context: Context) -> Finding:
         if unplaced and cache(_placed(context)).status == "clean":
             return Finding("cache", "warning", f"{message}, unless position_ids are passed", (), measured)
         return Finding("cache", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
+    if warned:
+        return Finding("cache", "warning", warned, (), measured)
     return Finding("cache", "clean", f"cached decoding equals the whole forward ({', '.join(tried)})", (), measured)
 
 

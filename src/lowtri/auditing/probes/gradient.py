@@ -46,7 +46,7 @@ def gradient(context: Context) -> Finding:
             found = torch.autograd.grad(
                 rows[:, query], leaves, cotangent, retain_graph=done + 1 < len(queries), allow_unused=True
             )
-        except RuntimeError as error:
+        except Exception as error:
             return _skip(f"the model cannot be differentiated: {_first_line(error)}")
         for number, grad in enumerate(found):
             if grad is not None:

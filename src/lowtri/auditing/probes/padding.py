@@ -12,7 +12,7 @@ from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 
-__all__ = ["pad", "padding", "pad_keyword"]
+__all__ = ["pad", "pad_keyword", "padding", "pads_declared"]
 
 # Keywords that mark real positions, and whether True (or 1) means real.
 _KEYWORDS = {"attention_mask": True, "padding_mask": True, "positions": True, "key_padding_mask": False}
@@ -36,6 +36,7 @@ def padding(context: Context) -> Finding:
         whole = context.subject(pad(context, name, 0, 0, 300))
     except Exception:
         whole = context.base
+    declared = pads_declared(context, name)
     leaks: list[Leak] = []
     status, greatest, tried = "clean", 0.0, []
     warned = ""
@@ -63,9 +64,11 @@ def padding(context: Context) -> Finding:
         greatest = max(greatest, float(sizes.max()))
         if kind == "clean":
             continue
-        if left and sizes is by_amount and not placed:
-            # Positions counted from the first pad: another answer, though nothing of the pad was seen.
-            warned = f"left padding moves outputs by {sizes.max():.2g}, and the model takes no positions to correct it"
+        if left and (not declared or (sizes is by_amount and not placed)):
+            # Nobody said that this model keeps pads on the left; many take the keyword and do not, or count from the pads.
+            if kind == "leak":
+                why = what if sizes is by_content else "the pads before it"
+                warned = f"left padding is not kept with {name}: {why} moves real outputs by {sizes.max():.2g}"
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
         row = int(sizes.max(axis=1).argmax())
@@ -97,6 +100,12 @@ def pad_keyword(context: Context) -> str | None:
     if origin & {"transformers", "lowtri"}:
         return next((name for name in _KEYWORDS if context.subject.accepts(name)), None)
     return None
+
+
+def pads_declared(context: Context, name: str) -> bool:
+    """Whether somebody said that the model keeps pads: the caller, the example, or a module of lowtri's."""
+    ours = type(context.subject.model).__module__.startswith("lowtri.")
+    return ours or name in context.inputs.settings or context.options.get("pad_mask") is not None
 
 
 def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs:
