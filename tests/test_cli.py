@@ -85,7 +85,8 @@ def test_the_examples_of_every_verb_are_read_by_its_own_options() -> None:
         function = importlib.import_module(f"lowtri.cli.{name}").command
         first = (function.__doc__ or "").strip().split("\n\n")[0]
         for line in first.splitlines():
-            words = shlex.split(line.split("#")[0].split(" | ")[0])
+            words = shlex.split(line, comments=True)
+            words = words[: words.index("|")] if "|" in words else words
             assert words[:2] == ["lowtri", name]
             frame._load(name).make_context(name, words[2:])
 
