@@ -1,0 +1,70 @@
+"""The README is run: its Python, its command lines' verbs, its pictures, its links; and what it says the audit says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtri
+from lowtri.cli.main import VERBS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+MASKS = re.findall(r"^\| `(.+?)` \| <code>(.*?)</code>", README, re.M)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[number], f"README block {number}", "exec"), names)
+    after = README.split(BLOCKS[number])[1].removeprefix("```\n\n")
+    if after.startswith("    "):  # what it prints stands below it
+        shown = re.match(r"(?: {4}.*\n)+", after)
+        assert shown is not None
+        assert capsys.readouterr().out.split() == shown.group().split()
+    if "output, weights" in BLOCKS[number]:
+        assert names["output"].shape == (8, 512, 64) and names["weights"].shape == (8, 512, 512)
+        assert len(BLOCKS[number].splitlines()) <= 10
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(BLOCKS) >= 2 and len(MASKS) >= 8
+
+
+@pytest.mark.parametrize(("text", "picture"), MASKS, ids=[text for text, _ in MASKS])
+def test_every_little_picture(text: str, picture: str) -> None:
+    assert picture.split("<br>") == lowtri.mask(text.replace("\\|", "|")).draw(6).splitlines()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])
+def test_links_and_commands_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (path.parent / target).exists(), target
+    for verb in re.findall(r"(?:^    |`)lowtri ([a-z]+)\b", text, re.M):
+        assert verb in VERBS
+    for name in re.findall(r"(?:examples|benchmarks|tests|docs)/[\w.-]+\.\w+", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_room_has_its_sentence() -> None:
+    source = ROOT / "src" / "lowtri"
+    rooms = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {"errors", "plain"}
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", README, re.M)) == rooms
+
+
+def test_every_claim_names_a_test_or_a_command_that_is_there() -> None:
+    rows = [line for line in CLAIMS.splitlines() if line.startswith("| ") and not line.startswith("| claim")]
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    assert len(rows) >= 20
+    for row in rows:
+        source = row.rsplit("|", 2)[1]
+        named = re.findall(r"`(test_\w+)`", source)
+        assert named or "`lowtri " in source or "`python " in source, row
+        assert all(f"def {name}(" in tests for name in named), named
