@@ -67,7 +67,7 @@ def padding(context: Context) -> Finding:
         if left and (not declared or (sizes is by_amount and not placed)):
             # Nobody said that this model keeps pads on the left; many take the keyword and do not, or count from the pads.
             if kind == "leak":
-                why = what if sizes is by_content else "the pads before it"
+                why = what if sizes is by_content else "having pads"
                 warned = f"left padding is not kept with {name}: {why} moves real outputs by {sizes.max():.2g}"
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
