@@ -290,3 +290,43 @@ def test_evaluating_leaves_the_model_in_the_mode_it_was_in_and_needs_something_t
     assert model.training
     with pytest.raises(DataError, match="there is nothing to predict: the text has no token after the first"):
         evaluate(model, [[1]], 1)
+
+
+# a model without attention, on the same road
+
+
+def test_a_recurrent_model_is_trained_written_with_scored_and_audited(text: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "lstm"
+    sizes = [
+        "--vocabulary",
+        300,
+        "--hidden",
+        32,
+        "--layers",
+        1,
+        "--context",
+        32,
+        "--batch",
+        4,
+        "--steps",
+        40,
+        "--lr",
+        0.02,
+    ]
+    says(capsys, "train", text, "--out", folder, "--cell", "lstm", *sizes)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "lowtri_recurrent"
+    out, _ = says(capsys, "generate", folder, "9 green", "--max-new-tokens", 8)
+    assert out.startswith("9 green") and len(out) > len("9 green")
+    result = json.loads(says(capsys, "eval", folder, text, "--json")[0])
+    assert result["greatest_difference"] < 1e-5
+    assert "no leak found" in says(capsys, "audit", folder)[0]
+
+
+def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path, capsys: Any) -> None:
+    _, err = says(capsys, "train", text, "--out", tmp_path / "a", "--cell", "tanh", *SIZES, code=2)
+    assert "cell is 'tanh'; there are lstm, gru, rnn" in err
+    _, err = says(
+        capsys, "train", text, "--out", tmp_path / "b", "--cell", "gru", "--mask", "window(3)", *SIZES, code=2
+    )
+    assert "a state cannot forget by position" in err
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()

@@ -31,6 +31,7 @@ def command(
     layers: Annotated[int, typer.Option(help="Layers.")] = 4,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")] = None,
+    cell: Annotated[str | None, typer.Option(help="lstm, gru or rnn: a recurrent model, no decoder.")] = None,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
     save_every: Annotated[int, typer.Option(help="Steps between savings: what a kill can cost.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, as it began.")] = False,
@@ -58,6 +59,7 @@ def command(
         "files": tuple(str(Path(file).resolve()) for file in files or ()),
         "mask": repr(as_mask(mask, "--mask")),
         **{"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads},
+        "cell": cell,
     }
     if out.exists() and not out.is_dir():
         raise DataError(f"--out: {out} is a file. Fix: a folder")

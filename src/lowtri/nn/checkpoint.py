@@ -1,4 +1,4 @@
-"""A Decoder as a folder that transformers can load, and such a folder as a Decoder.
+"""A Decoder as a folder that transformers can load, and such a folder as a Decoder; a RecurrentLM in the same files.
 
     config.json              sizes, under Llama's key names; also the mask
     model.safetensors        weights, under Llama's names
@@ -11,6 +11,7 @@ How the mask is written, so that transformers computes the same logits:
     window(n) [& causal]     model_type mistral, sliding_window n (there too the query's own position is one of the n)
     any other                model_type llama, and the text of the mask as lowtri_mask: transformers has no such mask and
                              would run it as causal. ``lowtri_mask`` is always written, and decides when lowtri loads.
+    a RecurrentLM            model_type lowtri_recurrent, which transformers does not know
 
 Each file is written beside its place and moved there whole.
 """
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from lowtri.errors import DataError
 from lowtri.masks import as_mask, causal, window
 from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BEGIN", "END", "load", "load_tokenizer", "save", "write_whole"]
 
+RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
 BEGIN, END = "<|begin|>", "<|end|>"  # a document's first token, and its last, in tokenizers that lowtri trains
 
 
@@ -53,8 +56,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def save(model: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model as a folder in Llama's layout.
+def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """Write a model as a folder, a decoder's in Llama's layout.
 
     Args:
         model: its weights are written in the dtype they have.
@@ -72,22 +75,32 @@ def save(model: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None)
         write_whole(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(model.config, tokenizer))
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", _to_llama(model.config, tokenizer, dtype))
+    if isinstance(model.config, RecurrentConfig):
+        config = {
+            "model_type": RECURRENT,
+            **asdict(model.config),
+            "torch_dtype": dtype,
+            "lowtri_mask": model.config.mask,
+        }
+    else:
+        config = _to_llama(model.config, tokenizer, dtype)
+    _write_json(folder / "config.json", config)
     write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
-def load(folder: str | Path) -> tuple[Decoder, Tokenizer | None]:
-    """Read a folder in Llama's layout: the model in evaluation mode, and the tokenizer if there is one.
+def load(folder: str | Path) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
+    """Read a folder that :func:`save` or transformers wrote: the model in evaluation mode, and the tokenizer if there is one.
 
     Raises:
-        DataError: if a file is missing, damaged, or describes a model that ``Decoder`` is not.
+        DataError: if a file is missing, damaged, or describes a model that is not one of ours.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
-    config = _from_llama(folder / "config.json")
+    config = _read_config(folder / "config.json")
     tensors = _read_weights(folder / "model.safetensors")
-    model = Decoder(config).to(next(iter(tensors.values())).dtype)
+    model = RecurrentLM.from_config(config) if isinstance(config, RecurrentConfig) else Decoder(config)
+    model = model.to(next(iter(tensors.values())).dtype)
     _fill(model, tensors, folder)
     return model.eval(), load_tokenizer(folder)
 
@@ -147,7 +160,7 @@ _MUST_BE = {
 }
 
 
-def _from_llama(path: Path) -> DecoderConfig:
+def _read_config(path: Path) -> DecoderConfig | RecurrentConfig:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -155,8 +168,21 @@ def _from_llama(path: Path) -> DecoderConfig:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     kind = found.get("model_type") if isinstance(found, dict) else None
-    if kind not in ("llama", "mistral"):
+    make: Callable[..., DecoderConfig | RecurrentConfig] = DecoderConfig
+    if kind == RECURRENT:
+        make, known = RecurrentConfig, RecurrentConfig.__dataclass_fields__
+    elif kind in ("llama", "mistral"):
+        found, known = _from_llama(found, path), DecoderConfig.__dataclass_fields__
+    else:
         raise DataError(f"{path}: model_type {kind!r} came, lowtri's Decoder reads llama and mistral")
+    try:
+        return make(**{key: value for key, value in found.items() if key in known and value is not None})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path} does not describe a decoder: {error}") from None
+
+
+def _from_llama(found: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a Decoder reads of Llama's or Mistral's config."""
     if "rope_parameters" in found:  # how transformers 5 spells rope_theta and rope_scaling
         rope = found["rope_parameters"] or {}
         found.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
@@ -165,24 +191,21 @@ def _from_llama(path: Path) -> DecoderConfig:
     for key, wanted in _MUST_BE.items():
         if found.get(key, wanted) != wanted:
             raise DataError(f"{path}: {key} {found[key]!r} came, lowtri's Decoder has {wanted!r} only")
-    n = found.get("sliding_window") if kind == "mistral" else None
+    n = found.get("sliding_window") if found["model_type"] == "mistral" else None
     found["mask"] = found.get("lowtri_mask") or (f"causal & window({n})" if n else "causal")
-    known = DecoderConfig.__dataclass_fields__
-    try:
-        return DecoderConfig(**{key: value for key, value in found.items() if key in known and value is not None})
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path} does not describe a decoder: {error}") from None
+    return found
 
 
 # tokenizer_config.json
 
 
-def _tokenizer_config(config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _tokenizer_config(config: DecoderConfig | RecurrentConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     named = {"bos_token": BEGIN, "eos_token": END}
+    context = {} if isinstance(config, RecurrentConfig) else {"model_max_length": config.max_position_embeddings}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": config.max_position_embeddings,
+        **context,
         **{key: token for key, token in named.items() if tokenizer.token_to_id(token) is not None},
     }
 
@@ -207,7 +230,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _fill(model: Decoder, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from lowtri.errors import DataError
 from lowtri.nn.decoder import Decoder
+from lowtri.nn.recurrent import RecurrentLM
 
 __all__ = ["Evaluation", "Score", "evaluate"]
 
@@ -38,9 +39,12 @@ class Evaluation(NamedTuple):
     greatest_logit_difference: float | None
 
 
+_ROW = 1024  # tokens in a row for a model that has no longest input
+
+
 @torch.inference_mode()
 def evaluate(
-    model: Decoder,
+    model: Decoder | RecurrentLM,
     texts: Sequence[Sequence[int]],
     size_in_bytes: int,
     *,
@@ -63,7 +67,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     count, losses, difference, logit_difference = 0, [0.0, 0.0], 0.0, 0.0
-    for inputs, targets in _rows(texts, model.config.max_position_embeddings, model.config.vocab_size):
+    context = getattr(model.config, "max_position_embeddings", _ROW)
+    for inputs, targets in _rows(texts, context, model.config.vocab_size):
         logits = model(inputs)  # (B, N, V)
         at_once = _losses(logits, targets)  # (B, N)
         losses[0] += at_once.sum().item()
@@ -100,7 +105,7 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
         yield piece[None, :-1], piece[None, 1:]
 
 
-def _steps(model: Decoder, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+def _steps(model: Decoder | RecurrentLM, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     state = model.start(inputs.shape[0])
     for place in range(inputs.shape[1]):
         yield model(inputs[:, place : place + 1], state=state)[:, 0]  # (B, V)

@@ -23,6 +23,7 @@ from lowtri.errors import DataError
 from lowtri.masks import as_mask
 from lowtri.nn.checkpoint import load_tokenizer, save, write_whole
 from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.training.corpus import Packed, python_text, read_files
 from lowtri.training.plot import plot
 from lowtri.training.recipe import Recipe
@@ -49,11 +50,15 @@ class Plan:
     layers: int = 4
     heads: int = 4
     kv_heads: int | None = None  # as many as heads
+    cell: str | None = None  # a recurrent model of these cells instead of a decoder
     recipe: Recipe = field(default_factory=Recipe)
 
-    def config(self, vocabulary: int) -> DecoderConfig:
-        """The decoder of this plan for a tokenizer that has so many tokens."""
-        return DecoderConfig(
+    def model(self, vocabulary: int) -> Decoder | RecurrentLM:
+        """The model of this plan for a tokenizer that has so many tokens, its weights fresh."""
+        if self.cell is not None:
+            mask = repr(as_mask(self.mask))
+            return RecurrentLM.from_config(RecurrentConfig(vocabulary, self.hidden, self.layers, self.cell, mask=mask))
+        config = DecoderConfig(
             vocab_size=vocabulary,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -62,6 +67,7 @@ class Plan:
             max_position_embeddings=self.recipe.context,
             mask=repr(as_mask(self.mask)),
         )
+        return Decoder(config)
 
 
 class Outcome(NamedTuple):
@@ -121,7 +127,7 @@ def run(
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
     corpus.require(plan.recipe.context)
     torch.manual_seed(plan.recipe.seed)
-    model = Decoder(plan.config(tokenizer.get_vocab_size())).to(device)
+    model = plan.model(tokenizer.get_vocab_size()).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
     _begin(plan, folder, tokenizer)
