@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lowtri
+from lowtri.cli.acts import tables
 from lowtri.cli.main import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,8 @@ def test_every_room_has_its_sentence() -> None:
 
 
 def test_every_claim_names_a_test_or_a_command_that_is_there() -> None:
-    rows = [line for line in CLAIMS.splitlines() if line.startswith("| ") and not line.startswith("| claim")]
+    claims = CLAIMS.split("## Two pairs")[0]
+    rows = [line for line in claims.splitlines() if line.startswith("| ") and not line.startswith("| claim")]
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     assert len(rows) >= 20
     for row in rows:
@@ -68,3 +70,14 @@ def test_every_claim_names_a_test_or_a_command_that_is_there() -> None:
         named = re.findall(r"`(test_\w+)`", source)
         assert named or "`lowtri " in source or "`python " in source, row
         assert all(f"def {name}(" in tests for name in named), named
+
+
+def test_the_two_tables_are_those_of_the_demo() -> None:
+    for title, columns, rows in (tables.TIMES, tables.KIN):
+        lines = ["", *columns], ["---"] * 3, *rows
+        assert "\n".join([f"### {title}", "", *(_row(cells) for cells in lines)]) in CLAIMS
+
+
+def _row(cells: Any) -> str:
+    cells = list(cells)
+    return "|---|---|---|" if cells == ["---"] * 3 else f"| {' | '.join(cells)} |".replace("|  |", "| |")
