@@ -471,4 +471,4 @@ def test_d_each_input_is_the_previous_output() -> None:
     assert list(lowtri.generate(model, [4, 8], max_new_tokens=5)) == row[2:]
 
 
-# E. Consequences for a model that peeks: about learning, so held to trained weights, and kept apart below this line.
+# E. Consequences for a model that peeks are about learning, so they are held to trained weights: tests/test_why_mask.py.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -124,11 +125,20 @@ def why_mask(
     unseen = _whole_rows(corpus, held_out, setting)  # (R, N + 1)
     known = Known.of(tokenizer.decode(piece.tolist()) for piece in _all_but(held_out, corpus, recipe.context))
 
-    models: dict[str, Decoder] = {}
-    measured: dict[str, Measured] = {}
-    for mask in ("causal", "full"):
-        models[mask], curve = _trained(mask, corpus, unseen, setting, note)
-        measured[mask] = _measured(models[mask], seen, unseen, curve, known, tokenizer, setting)
+    models = {mask: _fresh(mask, setting) for mask in ("causal", "full")}
+
+    def train_and_measure(model: Decoder) -> Measured:
+        curve = _train(model, corpus, unseen, setting, note)
+        return _measured(model, seen, unseen, curve, known, tokenizer, setting)
+
+    # Side by side, with half the threads each: a model of this size cannot keep two cores busy alone.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // len(models)))
+    try:
+        with ThreadPoolExecutor(len(models)) as pool:
+            measured = dict(zip(models, pool.map(train_and_measure, models.values()), strict=True))
+    finally:
+        torch.set_num_threads(threads)
     frequency = np.bincount(corpus.ids, minlength=BYTES) + 1.0  # one more of each: none is impossible
     frequency /= frequency.sum()  # (V,)
     letters = np.random.default_rng(recipe.seed).choice(BYTES, unseen.shape, p=frequency)  # (R, N + 1)
@@ -147,10 +157,8 @@ def why_mask(
     )
 
 
-def _trained(
-    mask: str, corpus: Packed, unseen: Tensor, setting: Setting, note: Callable[[str], object]
-) -> tuple[Decoder, tuple[Point, ...]]:
-    """A model under this mask. Both begin with the same weights and read the same rows in the same order."""
+def _fresh(mask: str, setting: Setting) -> Decoder:
+    """A model under this mask. Both begin with the same weights, and read the same rows in the same order."""
     torch.manual_seed(setting.recipe.seed)
     config = DecoderConfig(
         vocab_size=BYTES,
@@ -160,7 +168,14 @@ def _trained(
         max_position_embeddings=setting.recipe.context,
         mask=mask,
     )
-    model, some = Decoder(config), unseen[:16]
+    return Decoder(config)
+
+
+def _train(
+    model: Decoder, corpus: Packed, unseen: Tensor, setting: Setting, note: Callable[[str], object]
+) -> tuple[Point, ...]:
+    """Train it in place; losses on the way, on some of the held-out rows."""
+    some = unseen[:16]
     curve: list[Point] = []
 
     def watch(step: Step) -> None:
@@ -170,12 +185,13 @@ def _trained(
             )
             curve.append(Point(step.number, step.loss, forced, stepwise))
             note(
-                f"mask {mask:<6}  step {step.number:>4}: training {step.loss:.3f}, validation {forced:.3f}, "
+                f"mask {model.config.mask:<6}  step {step.number:>4}: training {step.loss:.3f}, validation {forced:.3f}, "
                 f"step by step {stepwise:.3f} nats"
             )
 
     train(model, corpus, setting.recipe, watch=watch)
-    return model.eval(), tuple(curve)
+    model.eval()
+    return tuple(curve)
 
 
 def _measured(
