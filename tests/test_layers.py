@@ -94,11 +94,7 @@ def test_every_room_stands_in_the_list() -> None:
 
 def test_imports_run_upward() -> None:
     assert len(IMPORTS) > 50
-    wrong = [
-        one
-        for one in IMPORTS
-        if ROOMS.index(one.module.split(".")[1]) > ROOMS.index(room_of(one.file))
-    ]
+    wrong = [one for one in IMPORTS if ROOMS.index(one.module.split(".")[1]) > ROOMS.index(room_of(one.file))]
     assert [str(one) for one in wrong] == []
 
 
