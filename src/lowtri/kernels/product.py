@@ -24,7 +24,7 @@ COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
 
 
-def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: Any = fused) -> None:
+def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: Any) -> None:
     """One register tile, ROWS x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
     floats = F32.as_pointer()
@@ -59,58 +59,42 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
 _SIGNATURE = types.void(*[types.intp] * 9)
 
 
-@intrinsic
-def _wide_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+def _emitter(vectors: int, accumulate: bool, multiply: Any = fused) -> Any:
     def emit(context, builder, signature, args):
-        _panel(builder, args, VECTORS, accumulate=False)
+        _panel(builder, args, vectors, accumulate, multiply)
         return context.get_dummy_value()
 
-    return _SIGNATURE, emit
+    return emit
+
+
+@intrinsic
+def _wide_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(VECTORS, accumulate=False)
 
 
 @intrinsic
 def _wide_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
-    def emit(context, builder, signature, args):
-        _panel(builder, args, VECTORS, accumulate=True)
-        return context.get_dummy_value()
-
-    return _SIGNATURE, emit
+    return _SIGNATURE, _emitter(VECTORS, accumulate=True)
 
 
 @intrinsic
 def _narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
-    def emit(context, builder, signature, args):
-        _panel(builder, args, 1, accumulate=True)
-        return context.get_dummy_value()
-
-    return _SIGNATURE, emit
+    return _SIGNATURE, _emitter(1, accumulate=True)
 
 
 @intrinsic
 def _pairs_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
-    def emit(context, builder, signature, args):
-        _panel(builder, args, VECTORS, accumulate=False, multiply=fused_pairs)
-        return context.get_dummy_value()
-
-    return _SIGNATURE, emit
+    return _SIGNATURE, _emitter(VECTORS, accumulate=False, multiply=fused_pairs)
 
 
 @intrinsic
 def _pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
-    def emit(context, builder, signature, args):
-        _panel(builder, args, VECTORS, accumulate=True, multiply=fused_pairs)
-        return context.get_dummy_value()
-
-    return _SIGNATURE, emit
+    return _SIGNATURE, _emitter(VECTORS, accumulate=True, multiply=fused_pairs)
 
 
 @intrinsic
 def _pairs_narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
-    def emit(context, builder, signature, args):
-        _panel(builder, args, 1, accumulate=True, multiply=fused_pairs)
-        return context.get_dummy_value()
-
-    return _SIGNATURE, emit
+    return _SIGNATURE, _emitter(1, accumulate=True, multiply=fused_pairs)
 
 
 @njit
