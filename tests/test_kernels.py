@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.engines import cpu
+from lowtri.engines import cpu, plans
 from lowtri.engines.worth import worth_a_kernel
 from lowtri.kernels import workers
 from lowtri.ops.call import describe
@@ -175,17 +175,17 @@ def test_many_calls_leave_nothing_behind() -> None:
 
 def test_plans_are_kept_for_the_same_mask_and_bounded(monkeypatch) -> None:
     made = []
-    real = cpu.plan
-    monkeypatch.setattr(cpu, "plan", lambda *a, **o: made.append(1) or real(*a, **o))
-    monkeypatch.setattr(cpu, "_PLAN_BYTES", 2000)
-    cpu._plans.clear()
+    real = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda *a, **o: made.append(1) or real(*a, **o))
+    monkeypatch.setattr(plans, "_PLAN_BYTES", 2000)
+    plans._plans.clear()
     q, k, v = qkv(n=130)
     for _ in range(3):
         lowtri.attention(q, k, v, lowtri.causal() & lowtri.window(50), engine="cpu")
     assert len(made) == 1
     for n in range(1, 40):
         lowtri.attention(q, k, v, lowtri.causal() & lowtri.window(n), engine="cpu")
-    assert sum(one.nbytes for one in cpu._plans.values()) <= 2000 or len(cpu._plans) == 1
+    assert sum(one.nbytes for one in plans._plans.values()) <= 2000 or len(plans._plans) == 1
 
 
 def test_the_rule_of_auto_looks_at_the_call_alone() -> None:

@@ -1,0 +1,45 @@
+"""The kernels as a differentiable torch function. Loaded late, since torch is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtri.engines import launch
+from lowtri.ops.call import Call
+
+__all__ = ["Kernels"]
+
+
+class Kernels(torch.autograd.Function):
+    """Output and log-sum-exp of a call, computed in float32; gradients by the kernel, once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
+        q, k, v, bias, sinks = (_float32(x) for x in inputs)
+        output, lse = launch.forward(call, q, k, v, bias, sinks, True)
+        ctx.call = call
+        ctx.save_for_backward(*inputs, output, lse)
+        return output.to(call.q.dtype), lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: torch.Tensor, d_lse: torch.Tensor) -> Any:
+        *inputs, output, lse = ctx.saved_tensors
+        q, k, v, bias, sinks = (_float32(x) for x in inputs)
+        d_output = d_output.float()
+        nothing = lse == -torch.inf
+        delta = ((d_output * output).sum(-1) - d_lse).masked_fill(nothing, 0)
+        dq, dk, dv, d_bias = launch.backward(ctx.call, q, k, v, bias, lse, d_output, delta)
+        found = [d.to(x.dtype) for d, x in zip((dq, dk, dv), inputs, strict=False)]
+        to_bias = None if d_bias is None else d_bias.to(inputs[3].dtype)
+        to_sinks = None
+        if sinks is not None:  # a sink takes its share of what every row must give up
+            share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
+            to_sinks = -(share * delta).sum((0, 2)).to(inputs[4].dtype)
+        return (None, *found, to_bias, to_sinks)
+
+
+def _float32(x: Any) -> Any:
+    return None if x is None else x.detach().float()

@@ -1,0 +1,35 @@
+"""Plans, kept: one for each mask and its positions, the newest ones, bounded in bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+from lowtri.masks.plan import Plan, plan
+from lowtri.ops.call import Call
+
+__all__ = ["plan_of"]
+
+_PLAN_BYTES = 64 * 2**20
+_plans: OrderedDict[Any, Plan] = OrderedDict()
+_lock = Lock()
+
+
+def plan_of(call: Call, tile_k: int) -> Plan:
+    """The plan of a call, from the cache where the same mask and positions came before."""
+    places: Any = (call.q.shape[2], call.k.shape[2])
+    if call.positions_given:
+        q, k = call.q_positions, call.k_positions
+        places = (q.shape, q.tobytes(), k.shape, k.tobytes())
+    key = (call.mask, places, tile_k)
+    with _lock:
+        if key in _plans:
+            _plans.move_to_end(key)
+            return _plans[key]
+    found = plan(call.mask, call.q_positions, call.k_positions, tile_k=tile_k)
+    with _lock:
+        _plans[key] = found
+        while len(_plans) > 1 and sum(one.nbytes for one in _plans.values()) > _PLAN_BYTES:
+            _plans.popitem(last=False)
+    return found
