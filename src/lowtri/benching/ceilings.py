@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from lowtri.kernels.passes import QUERIES
 from lowtri.kernels.product import product, product_pairs
@@ -33,7 +32,7 @@ SOURCE, TASKS, BLOCK, SUMS = range(2, 6)
 
 def _multiplying(descriptor: Any) -> None:
     """Every thread: the same product again and again, in a room of its own."""
-    t = carray(descriptor, (4,))
+    t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
         product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
@@ -41,7 +40,7 @@ def _multiplying(descriptor: Any) -> None:
 
 def _multiplying_pairs(descriptor: Any) -> None:
     """The same, every number a pair of bf16."""
-    t = carray(descriptor, (4,))
+    t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
         product_pairs(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
@@ -49,7 +48,7 @@ def _multiplying_pairs(descriptor: Any) -> None:
 
 def _reading(descriptor: Any) -> None:
     """Every thread: take a block, add it up 16 floats at a time in four sums, leave the total so that nothing is left out."""
-    t = carray(descriptor, (6,))
+    t = descriptor
     while True:
         task = fetch_add(t[SELF] + 8 * NEXT, 1)
         if task >= t[TASKS]:

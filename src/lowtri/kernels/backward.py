@@ -14,10 +14,10 @@ Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttenti
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
 
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.forward import KEYS
+from lowtri.kernels.inner import inlined, inner
 from lowtri.kernels.passes import (
     ALL,
     LOG2E,
@@ -86,7 +86,7 @@ def room(d: int, dv: int) -> int:
     return turned + 4 * (QUERIES + KEYS) * (padded(d) + padded(dv))
 
 
-@njit
+@inner
 def rows_in(source, row_step, step, n, size, lse, target, row):
     """n rows of ``size`` floats, packed to rows of ``row`` with 0 at the end; a query that sees nothing comes in as 0.
 
@@ -104,7 +104,7 @@ def rows_in(source, row_step, step, n, size, lse, target, row):
     return finite
 
 
-@njit
+@inner
 def weigh(scores, moves, words, keys, lse, delta):
     """Scores become weights, and dP becomes moves = weights * (dP - delta); 0 at hidden pairs, whatever stood there."""
     zero = splat(np.float32(0.0))
@@ -121,7 +121,7 @@ def weigh(scores, moves, words, keys, lse, delta):
             store(to, move)
 
 
-@njit
+@inner
 def keep_slope(scores, slopes, keys, softcap):
     """The slope of the softcap at each capped score: 1 - (capped / c) ** 2."""
     one, per_c = splat(np.float32(1.0)), splat(np.float32(1.0) / (softcap * LOG2E))
@@ -130,7 +130,7 @@ def keep_slope(scores, slopes, keys, softcap):
         store(slopes + at, sub(one, mul(part, part)))
 
 
-@njit
+@inner
 def times_slope(moves, slopes, words, keys):
     """Moves through the softcap; hidden pairs stay 0."""
     zero = splat(np.float32(0.0))
@@ -141,7 +141,7 @@ def times_slope(moves, slopes, words, keys):
             store(place, only(word, np.uint64(lane // 4), mul(load(place), load(slopes + ROW * j + lane)), zero))
 
 
-@njit
+@inner
 def bias_out(moves, dbias, q_step, k_step, n, keys):
     """Add moves to the gradient of the bias; a step of 0 adds up over what the bias broadcasts."""
     for j in range(keys):
@@ -150,7 +150,7 @@ def bias_out(moves, dbias, q_step, k_step, n, keys):
             write(to, read(to) + read(moves + ROW * j + 4 * i))
 
 
-@njit
+@inner
 def clean_rows(source, rows, size, target):
     """A copy of packed rows with 0 in those that are not finite."""
     for i in range(rows):
@@ -160,7 +160,7 @@ def clean_rows(source, rows, size, target):
             store(target + 4 * i * size + at, x if good else splat(np.float32(0.0)))
 
 
-@njit
+@inner
 def spread_broken(weights, words, keys, source, n, size, target):
     """target[j] += weights[j, i] * source[i] for those rows i that are not finite: from the keys that query i sees only."""
     for i in range(n):
@@ -174,7 +174,7 @@ def spread_broken(weights, words, keys, source, n, size, target):
                         write(to, read(to) + weight * read(row + 4 * d))
 
 
-@njit
+@inner
 def keys_finite(keys, k_n, k_d, count, size):
     """Whether all numbers of ``count`` key rows are finite."""
     for j in range(count):
@@ -184,7 +184,7 @@ def keys_finite(keys, k_n, k_d, count, size):
     return True
 
 
-@njit
+@inlined
 def backward_tile(t, here, part, b, h, r):
     """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
     d, dv, nk, kv = t[D], t[DV], t[NK], h // t[GROUP]
@@ -272,7 +272,7 @@ def backward_tile(t, here, part, b, h, r):
 
 def backward(descriptor):
     """Take tasks until none is left."""
-    t = carray(descriptor, (len(FIELDS),))
+    t = descriptor
     here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
     kv_heads = t[HEADS] // t[GROUP]
     while True:

@@ -10,10 +10,10 @@ Source: the split over keys of Flash-Decoding (Dao et al. 2023).
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
 
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.halves import store_halves
+from lowtri.kernels.inner import inlined, inner
 from lowtri.kernels.lanes import dots, dots_pairs, greatest_lane, sum_lanes
 from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, number, pair_values, times
 from lowtri.kernels.product import product_add, product_rows_pairs
@@ -64,13 +64,13 @@ def part_floats(rows: int, dv: int) -> int:
     return -(-2 * rows // 16) * 16 + rows * dv
 
 
-@njit
+@inner
 def sees(t, b, h, i, j):
     """Whether query i of head h sees key j."""
     return t[VISIBLE] == 0 or read_byte(t[VISIBLE] + b * t[VISIBLE_B] + h * t[VISIBLE_H] + i * t[NK] + j) != 0
 
 
-@njit
+@inner
 def score_block(t, b, kv, key0, keys, scores, half):
     """Scores (rows, KEYS) of one block in units of log 2; -inf where hidden and past the end. Rows are (head of the group, query)."""
     group, nq, d = t[GROUP], t[NQ], t[D]
@@ -109,7 +109,7 @@ def score_block(t, b, kv, key0, keys, scores, half):
                     write(place, read(place) + read(t[BIAS] + 4 * at) * LOG2E)
 
 
-@njit
+@inner
 def weigh_block(scores, rows, m, l, output, dv):
     """One block of online softmax, a row at a time: scores become weights, and the output so far the new shift."""
     for row in range(rows):
@@ -133,7 +133,7 @@ def weigh_block(scores, rows, m, l, output, dv):
         write(l + 4 * row, read(l + 4 * row) + sum_lanes(total))
 
 
-@njit
+@inner
 def add_seen(t, b, kv, key0, keys, from_v, weights, output, half):
     """Output += weights x values, pair by pair: what is hidden is not touched, so a NaN there leaves no trace."""
     nq, dv, size = t[NQ], t[DV], 4 if half is None else 2
@@ -146,7 +146,7 @@ def add_seen(t, b, kv, key0, keys, from_v, weights, output, half):
                     write(to, read(to) + weight * number(from_v + size * (j * t[V_N] + d), half))
 
 
-@njit
+@inner
 def attend_part(t, here, b, kv, part, careful, half):
     """One part of the cache for all queries of a group: shifts, sums and outputs go to the part's place in ``results``."""
     rows, nk, dv, size = t[GROUP] * t[NQ], t[NK], t[DV], 4 if half is None else 2
@@ -182,7 +182,7 @@ def attend_part(t, here, b, kv, part, careful, half):
     return output, rows * dv
 
 
-@njit
+@inner
 def join(t, b, kv, half):
     """The parts of one head, in their order, with the sink: output and log-sum-exp to memory."""
     nq, dv, rows = t[NQ], t[DV], t[GROUP] * t[NQ]
@@ -217,7 +217,7 @@ def join(t, b, kv, half):
         write(t[LSE] + 4 * line, most * LN2 + np.log(total) if total != 0 else np.float32(-np.inf))
 
 
-@njit
+@inlined
 def take_tasks(t, half):
     """Take tasks until none is left: parts of one head are neighbours."""
     here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
@@ -240,9 +240,9 @@ def take_tasks(t, half):
 
 def decode(descriptor):
     """The kernel for float32."""
-    take_tasks(carray(descriptor, (len(FIELDS),)), None)
+    take_tasks(descriptor, None)
 
 
 def decode_half(descriptor):
     """The kernel for bf16, where the CPU multiplies pairs of them."""
-    take_tasks(carray(descriptor, (len(FIELDS),)), 1)
+    take_tasks(descriptor, 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.extending import intrinsic
 
+from lowtri.kernels.inner import inner
 from lowtri.kernels.simd import INTS, VECTOR, call, constant, fma, maximum, mul, splat, sub, vector
 from lowtri.kernels.target import LANES
 
@@ -47,7 +47,7 @@ def _below_range(typing, x, y):
 _C = tuple(np.float32(c) for c in (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1))
 
 
-@njit(inline="always")
+@inner
 def _split(x):
     """x as a whole number n and a rest: (n, 2 ** rest - 1)."""
     whole = _nearest(maximum(x, splat(np.float32(-126.0))))
@@ -61,7 +61,7 @@ def _split(x):
     return whole, mul(p, r)
 
 
-@njit(inline="always")
+@inner
 def exp2(x):
     """2 ** x, to 1e-7 relative; exactly 0 below 2 ** -126 (so exp2(-inf) is 0), NaN for NaN. For x <= 127."""
     whole, more = _split(x)
@@ -69,7 +69,7 @@ def exp2(x):
     return _below_range(x, fma(scale, more, scale))
 
 
-@njit(inline="always")
+@inner
 def exp2_less_1(x):
     """2 ** x - 1, to 2e-7 relative also where x is small. For -126 <= x <= 127."""
     whole, more = _split(x)

@@ -16,8 +16,8 @@ Source: FlashAttention (Dao et al. 2022), with the orientation measured best on 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
 
+from lowtri.kernels.inner import inlined, inner
 from lowtri.kernels.passes import (
     LN2,
     LOG2E,
@@ -83,7 +83,7 @@ def room(d: int, dv: int) -> int:
     return ROW * (d + KEYS + dv + 2 + KEYS // 2 + dv) + 4 * (KEYS + 1) * dv
 
 
-@njit
+@inner
 def attend_tile(t, here, b, h, r, careful, half):
     """One tile of queries of one head: its output (Dv, 64) before the division, shift m and sum l, in the thread's room.
 
@@ -161,7 +161,7 @@ def attend_tile(t, here, b, h, r, careful, half):
     return output, m, l, n
 
 
-@njit
+@inlined
 def forward_tile(t, here, b, h, r, half):
     """One tile of queries, from the plan's row to the output and log-sum-exp in memory."""
     dv = t[DV]
@@ -197,7 +197,7 @@ def forward_tile(t, here, b, h, r, half):
             write(to + 4 * i, lse)
 
 
-@njit
+@inlined
 def take_tasks(t, half):
     """Take tasks until none is left. Rows from the last up: under a causal mask they are the heaviest."""
     here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
@@ -211,9 +211,9 @@ def take_tasks(t, half):
 
 def forward(descriptor):
     """The kernel for float32."""
-    take_tasks(carray(descriptor, (len(FIELDS),)), None)
+    take_tasks(descriptor, None)
 
 
 def forward_half(descriptor):
     """The kernel for bf16, where the CPU multiplies pairs of them."""
-    take_tasks(carray(descriptor, (len(FIELDS),)), 1)
+    take_tasks(descriptor, 1)

@@ -6,10 +6,10 @@ A tile is rows of 64 floats, a lane for each query.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from lowtri.kernels.exponent import exp2_less_1
 from lowtri.kernels.halves import pair, pair_up, read_half, store_halves
+from lowtri.kernels.inner import inner
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import above_or, add, div, load, mul, only, read, read_word, splat, store, where_finite, write
 
@@ -40,14 +40,14 @@ LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
 
 
-@njit
+@inner
 def fill(address, floats, value):
     """Set ``floats`` numbers (a multiple of 16) to one value."""
     for at in range(0, 4 * floats, 64):
         store(address + at, splat(value))
 
 
-@njit
+@inner
 def turn_in(source, row_step, step, n, size, target):
     """n <= 64 rows of ``size`` floats become (size, 64): queries in lanes. Lanes past n repeat the last row."""
     if step == 1 and size >= 16:
@@ -63,7 +63,7 @@ def turn_in(source, row_step, step, n, size, target):
                 write(target + ROW * d + 4 * i, read(source + 4 * (min(i, n - 1) * row_step + d * step)))
 
 
-@njit
+@inner
 def turn_out(source, n, size, target, row_step):
     """(size, 64) becomes n <= 64 rows of ``size`` floats, one after the other."""
     whole = n - n % 16 if size >= 16 else 0
@@ -76,14 +76,14 @@ def turn_out(source, n, size, target, row_step):
             write(target + 4 * (i * row_step + d), read(source + ROW * d + 4 * i))
 
 
-@njit
+@inner
 def times(address, floats, factor):
     """Multiply ``floats`` numbers (a multiple of 16) by one factor."""
     for at in range(0, 4 * floats, 64):
         store(address + at, mul(load(address + at), splat(factor)))
 
 
-@njit
+@inner
 def all_finite(address, floats):
     """Whether ``floats`` numbers (a multiple of 16) are all finite."""
     for at in range(0, 4 * floats, 64):
@@ -92,7 +92,7 @@ def all_finite(address, floats):
     return True
 
 
-@njit
+@inner
 def cap(scores, keys, softcap):
     """c * tanh(s / c) on scores in units of log 2, by tanh(x) = (e^(2x) - 1) / (e^(2x) + 1)."""
     c = softcap * LOG2E
@@ -105,7 +105,7 @@ def cap(scores, keys, softcap):
         store(scores + at, mul(div(more, add(more, two)), splat(c)))
 
 
-@njit
+@inner
 def add_bias(scores, bias, q_step, k_step, n, keys):
     """Add bias[i, j] * log2(e) to the scores; steps in floats, 0 where bias broadcasts."""
     for j in range(keys):
@@ -114,7 +114,7 @@ def add_bias(scores, bias, q_step, k_step, n, keys):
             write(row + 4 * i, read(row + 4 * i) + read(bias + 4 * (i * q_step + j * k_step)) * LOG2E)
 
 
-@njit
+@inner
 def seen_range(words, keys):
     """The first key and one past the last that any of 64 queries sees."""
     start, stop = 0, keys
@@ -125,7 +125,7 @@ def seen_range(words, keys):
     return start, stop
 
 
-@njit
+@inner
 def number(address, half):
     """A float32, or (where ``half`` is not None) a bf16."""
     if half is None:
@@ -133,7 +133,7 @@ def number(address, half):
     return read_half(address)
 
 
-@njit
+@inner
 def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean, half):
     """Output += weights x values for those rows of values that are not finite: they reach the queries that see them only.
 
@@ -159,7 +159,7 @@ def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean, half):
                     store(place, only(word, np.uint64(lane), more, so_far))
 
 
-@njit
+@inner
 def pair_weights(weights, keys, pairs):
     """Weights (keys, 64) as pairs of bf16 (keys / 2, 64): neighbouring keys side by side, an odd last one beside 0."""
     zero = splat(np.float32(0.0))
@@ -169,7 +169,7 @@ def pair_weights(weights, keys, pairs):
             store(pairs + ROW * (j // 2) + lane, pair(load(place), load(place + ROW) if j + 1 < keys else zero))
 
 
-@njit
+@inner
 def pair_values(values, v_n, keys, dv, zeros, pairs):
     """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0."""
     for j in range(0, keys, 2):
@@ -179,7 +179,7 @@ def pair_values(values, v_n, keys, dv, zeros, pairs):
             store(pairs + 4 * (j // 2 * dv + d), pair_up(low + 2 * d, high + 2 * d))
 
 
-@njit
+@inner
 def halves_out(source, n, size, target, row_step):
     """n rows of ``size`` floats to rows of bf16, ``row_step`` numbers apart."""
     for i in range(n):

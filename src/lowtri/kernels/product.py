@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lowtri.kernels.halves import fused_pairs
+from lowtri.kernels.inner import inner
 from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused
 from lowtri.kernels.target import LANES, ROWS, VECTORS
 
@@ -97,7 +98,7 @@ def _pairs_narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth
     return _SIGNATURE, _emitter(1, accumulate=True, multiply=fused_pairs)
 
 
-@njit
+@inner
 def product(a, row_step, depth_step, b, c, rows, depth):
     """C = A B for 64 columns.  A (rows, depth), B (depth, 64), C (rows, 64).
 
@@ -110,7 +111,7 @@ def product(a, row_step, depth_step, b, c, rows, depth):
             _wide_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
 
 
-@njit
+@inner
 def product_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
     """C += A B for ``columns`` columns, a multiple of 16.  A (rows, depth), B (depth, columns) with rows ``b_row`` apart, C packed."""
     for r in range(0, rows, ROWS):
@@ -126,7 +127,7 @@ def product_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
             j += LANES
 
 
-@njit
+@inner
 def product_pairs(a, row_step, depth_step, b, c, rows, depth):
     """C = A B for 64 columns, where each number of A and B is a pair of bf16: steps and depth count pairs."""
     for j in range(0, COLUMNS, WIDTH):
@@ -136,7 +137,7 @@ def product_pairs(a, row_step, depth_step, b, c, rows, depth):
             _pairs_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
 
 
-@njit
+@inner
 def product_pairs_add(a, row_step, depth_step, b, c, rows, depth):
     """C += A B, as :func:`product_pairs`."""
     for j in range(0, COLUMNS, WIDTH):
@@ -146,7 +147,7 @@ def product_pairs_add(a, row_step, depth_step, b, c, rows, depth):
             _pairs_add(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
 
 
-@njit
+@inner
 def product_rows_pairs(a, a_row, b, c, rows, depth, columns):
     """C += A B for ``columns`` columns, a multiple of 16; A (rows, depth) and B (depth, columns) are pairs of bf16, B and C packed."""
     for r in range(0, rows, ROWS):

@@ -10,9 +10,9 @@ Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's de
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from lowtri.kernels.exponent import exp2
+from lowtri.kernels.inner import inner
 from lowtri.kernels.passes import ALL, QUERIES, ROW
 from lowtri.kernels.simd import above_or, add, any_above, fma, load, maximum, mul, only, read_word, splat, store, sub
 
@@ -23,7 +23,7 @@ _HIDDEN = np.float32(-np.inf)
 _RISE = np.float32(8.0)  # rescale only when the maximum rose by more: weights then stay below 2 ** 8
 
 
-@njit
+@inner
 def hide(scores, words, keys):
     """Set the scores of hidden pairs to -inf: one machine word says which of 64 queries see a key."""
     hidden = splat(_HIDDEN)
@@ -36,7 +36,7 @@ def hide(scores, words, keys):
                 store(place, only(word, np.uint64(lane), load(place), hidden))
 
 
-@njit
+@inner
 def softmax_tile(scores, unit, keys, m, l, output, size):
     """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are brought to the new shift.
 

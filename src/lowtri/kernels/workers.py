@@ -24,6 +24,7 @@ from numba import cfunc, types
 from numba.core import config
 
 from lowtri.kernels import target
+from lowtri.kernels.inner import ALONE
 
 __all__ = ["cache_folder", "compiled", "run_team"]
 
@@ -83,10 +84,10 @@ def compiled(kernel: Callable[[Any], None]) -> Any:
     with _numba_cache() as keeps:
         if keeps:
             try:
-                return cfunc(signature, cache=True)(kernel)
+                return cfunc(signature, cache=True, **ALONE)(kernel)
             except (OSError, EOFError, RuntimeError):
                 pass
-        return cfunc(signature)(kernel)
+        return cfunc(signature, **ALONE)(kernel)
 
 
 @cache
@@ -103,22 +104,27 @@ def _gomp() -> Any:
     return None
 
 
+@cache
+def _entry(kernel: Callable[[Any], None]) -> Any:
+    """The machine code as a ctypes function of an address: a call costs less than through a typed pointer."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled(kernel).address)
+
+
 def run_team(kernel: Callable[[Any], None], descriptor: int, threads: int) -> None:
     """Call the kernel on ``threads`` threads, each with the descriptor's address, and come back when all are done."""
-    code = compiled(kernel)
+    code = _entry(kernel)
     if threads <= 1 or _forked:
-        code.ctypes(ctypes.cast(descriptor, ctypes.POINTER(ctypes.c_int64)))
+        code(descriptor)
         return
     start = _gomp() if "torch" in sys.modules else None
     if start is not None:
-        start(code.address, descriptor, threads, 0)
+        start(compiled(kernel).address, descriptor, threads, 0)
         return
-    argument = ctypes.cast(descriptor, ctypes.POINTER(ctypes.c_int64))
-    helpers = [threading.Thread(target=code.ctypes, args=(argument,)) for _ in range(threads - 1)]
+    helpers = [threading.Thread(target=code, args=(descriptor,)) for _ in range(threads - 1)]
     for helper in helpers:
         helper.start()
     try:
-        code.ctypes(argument)
+        code(descriptor)
     finally:
         for helper in helpers:
             helper.join()
