@@ -19,7 +19,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.formulas import First, same
 from lowtri.masks.mask import Answer, Mask, Positions, verdict
 
-__all__ = ["Documents", "Heads", "Held", "KeyLengths", "Keys", "Table", "Where"]
+__all__ = ["Documents", "Extremes", "Heads", "Held", "KeyLengths", "Keys", "Table", "Where", "within"]
 
 
 class Held:
