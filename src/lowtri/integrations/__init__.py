@@ -1,0 +1,14 @@
+"""Other libraries' formats and doors.
+
+transformers        attn_implementation="lowtri" for the models of the transformers library: register, and the attention
+transformers_masks  its mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
+transformers_asked  what a mask function tells when it is not one of those known: asked pair by pair, and moved positions
+transformers_seen   a mask and its positions in the shape of a tensor, which is what models pass from layer to layer
+transformers_given  tables of pairs that somebody made by hand, as masks and biases
+
+Nothing here is loaded before it is imported by name, and transformers itself not before it is used.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

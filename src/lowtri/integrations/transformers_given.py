@@ -1,0 +1,111 @@
+"""Tables of pairs that somebody made by hand: bools, or numbers added to the scores, in four dimensions.
+
+A bool table is a mask, True = may see, as torch's SDPA reads it. A table of numbers is a mask where it says "hidden" (-inf, or the
+least number that its dtype has), and a bias where it says anything but 0. Each is read once, not once a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowtri.errors import CallError
+from lowtri.integrations.transformers_seen import Seen, SeenTensor
+from lowtri.masks.atoms import causal, full, table
+from lowtri.masks.held import Held, Keys
+from lowtri.masks.mask import Mask
+
+__all__ = ["Given", "given"]
+
+
+class Given(NamedTuple):
+    """What a tensor means: who may see whom, and what is added to the scores (None, or four dimensions)."""
+
+    seen: Seen
+    bias: Tensor | None
+
+
+_read: Any = WeakTensorKeyDictionary()  # tensor -> (its version, the sizes it was read for, what it means)
+
+
+def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
+    """What the tensor that came as ``attention_mask`` means for ``nq`` queries and ``nk`` keys.
+
+    >>> import torch
+    >>> least = torch.finfo(torch.float32).min
+    >>> given(torch.tensor([[[[0.0, least], [0.0, 0.0]]]]), 2, 2, torch.float32)
+    Given(seen=Seen(mask=causal, q0=0, nq=2, k0=0, nk=2), bias=None)
+
+    Args:
+        mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
+        nq, nk: how many queries and keys the call has.
+        dtype: of the queries: its least number, too, says "hidden".
+
+    Raises:
+        CallError: if the sizes do not fit, or the numbers are whole numbers, of which nobody can say what they mean.
+    """
+    if isinstance(mask, SeenTensor):
+        if (mask.seen.nq, mask.seen.nk) == (nq, nk):
+            return Given(mask.seen, None)
+        mask = mask.written()
+    sizes = (nq, nk, dtype)
+    known = _read.get(mask)
+    if known is not None and known[:2] == (mask._version, sizes):
+        return known[2]
+    found = _make(mask, nq, nk, dtype)
+    if found.bias is None or not found.bias.requires_grad:  # a gradient belongs to one graph
+        _read[mask] = (mask._version, sizes, found)
+    return found
+
+
+def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
+    shape = (*(1,) * (4 - mask.ndim), *mask.shape)
+    if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
+        raise CallError(
+            f"transformers: attention_mask is {tuple(mask.shape)}, but the layer has {nq} queries and {nk} keys: "
+            f"expected (B, H, {nq}, {nk}), each size or 1."
+        )
+    if mask.dtype == torch.bool:
+        return Given(_placed(mask.reshape(shape), nq, nk), None)
+    if not mask.is_floating_point():
+        raise CallError(
+            f"transformers: attention_mask is {mask.dtype} {tuple(mask.shape)}; as numbers for each pair they could mean "
+            "two things.\nFix: bools, True = may see, or floats that are added to the scores."
+        )
+    mask = mask.reshape(shape)
+    values = mask.detach()
+    least = min(torch.finfo(values.dtype).min, torch.finfo(dtype).min) if values.dtype != dtype else None
+    hidden = values <= torch.finfo(values.dtype).min
+    if least is not None and torch.finfo(dtype).min >= torch.finfo(values.dtype).min:
+        hidden = values <= torch.finfo(dtype).min
+    seen = _placed(~hidden, nq, nk)
+    plain = not mask.requires_grad and bool(((values == 0) | hidden).all())
+    return Given(seen, None if plain else mask)
+
+
+def _placed(visible: Tensor, nq: int, nk: int) -> Seen:
+    return Seen(_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
+
+
+def _mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
+    """The shortest mask that is this table: everything, causal, some keys, or the table itself."""
+    if visible.all():
+        return full()
+    for axis in (0, 1):
+        if len(visible) > 1 or axis:
+            first = visible.take([0], axis)
+            visible = first if (visible == first).all() else visible
+    if visible.shape[1:3] == (1, 1):
+        rows = np.broadcast_to(visible[:, 0, 0], (len(visible), nk))
+        return Keys(Held(rows[0] if len(rows) == 1 else rows))
+    visible = np.broadcast_to(visible, (*visible.shape[:2], nq, nk))
+    if visible.shape[:2] == (1, 1):
+        alone = visible[0, 0]
+        line = nk >= nq and np.array_equal(alone, np.arange(nk) <= np.arange(nk - nq, nk)[:, None])
+        return causal() if line else table(alone)
+    return table(visible[:, 0] if visible.shape[1] == 1 else visible)

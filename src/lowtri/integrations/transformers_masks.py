@@ -1,0 +1,246 @@
+"""The mask functions of transformers as lowtri masks.
+
+transformers says a mask as a function of (batch, head, query, key), joined from a few known ones by "and" and "or". Each known
+one is recognised by its code and becomes the formula that it is: no pair is asked. That the code still means that formula is not
+believed but tried: once, each is asked for every pair of a small square, and one that answers otherwise is not recognised. What
+is not recognised is asked pair by pair where a tile needs it (:class:`~lowtri.integrations.transformers_asked.Asked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowtri.errors import MaskError
+from lowtri.integrations.transformers_asked import Asked, Moved, Shifted
+from lowtri.integrations.transformers_seen import Seen, SeenTensor
+from lowtri.masks.atoms import band, causal, chunks, full
+from lowtri.masks.formulas import Band
+from lowtri.masks.held import Documents, Held, Keys
+from lowtri.masks.mask import EMPTY, END, Mask
+
+__all__ = ["make_mask", "read_function"]
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **options: Any,
+) -> Tensor:
+    """What transformers' mask interface asks for: who sees whom, as a tensor (B, 1, Nq, Nk) that holds no table.
+
+    Args:
+        batch_size, q_length, kv_length: B, Nq and Nk.
+        q_offset, kv_offset: where the first query and the first key stand.
+        mask_function: ``fn(batch, head, query, key)``, True = may see; causal where none is given.
+        attention_mask: (B, N) bools, True = a token and not padding, by place.
+        use_vmap: whether the function may not be written for arrays of indices.
+        device: where the model's tensors are.
+        options: what other implementations need (dtype, config, and when a mask may be left out: here it never is).
+    """
+    if torch.compiler.is_compiling():  # a graph cannot hold a mask: it holds the table
+        from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+        table = sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            causal_mask_function if mask_function is None else mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        assert table is not None  # without the two skips it never is
+        return table
+    q0, k0 = int(q_offset), int(kv_offset)
+    mask = causal() if mask_function is None else read_function(mask_function, batch_size, use_vmap, str(device))
+    if attention_mask is not None:
+        mask = _and(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
+    return SeenTensor(Seen(mask, q0, q_length, k0, kv_length), (batch_size, 1, q_length, kv_length), device)
+
+
+def read_function(fn: Callable[..., Any], rows: int = 1, use_vmap: bool = False, device: str = "cpu") -> Mask:
+    """The mask that a mask function of transformers is.
+
+    >>> from transformers.masking_utils import sliding_window_causal_mask_function
+    >>> print(read_function(sliding_window_causal_mask_function(2)).draw(4))
+    █···
+    ██··
+    ·██·
+    ··██
+
+    Args:
+        fn: ``fn(batch, head, query, key)``, bools, True = may see.
+        rows: for how many batch rows it answers.
+        use_vmap: whether it must be asked one pair at a time.
+        device: where its tensors are.
+    """
+    code = getattr(fn, "__code__", None)
+    reader = _known().get(code) or _joins().get(code)
+    if reader is None:
+        return Asked(fn, rows, device, use_vmap)
+    held = _held(fn)
+    if reader in (_all_of, _any_of, _remapped):
+        return reader(held, lambda part: read_function(part, rows, use_vmap, device), rows)
+    return reader(held, rows)
+
+
+def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
+    """The keys that hold a token: those beyond ``valid`` do not, which is said only where the mask would show them."""
+    n = valid.shape[-1]
+    if n < end and not np.all(mask.tile(*queries, n, end) == EMPTY):
+        valid = torch.nn.functional.pad(valid, (0, end - n))
+    if bool(valid.all()):
+        return full()
+    return Keys(_rows_of(valid.to("cpu", torch.bool).numpy()))
+
+
+def _and(left: Mask, right: Mask) -> Mask:
+    """left & right, simplified, so that equal masks are built alike: what shows everything goes, two strips are one."""
+    if right == full():
+        return left
+    if left == full():
+        return right
+    if isinstance(left, Band) and isinstance(right, Band):
+        before, after = min(left.before, right.before), min(left.after, right.after)
+        return Band(before, after, f"window({before + 1})" if after == 0 else f"band({before}, {after})")
+    return left & right
+
+
+def _rows_of(array: NDArray[Any]) -> Held:
+    """(B, N), or (N,) where all rows are the same."""
+    array = np.atleast_2d(array)
+    return Held(array[0] if bool((array == array[0]).all()) else array)
+
+
+def _held(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function made by another one remembers."""
+    cells = fn.__closure__ or ()
+    return dict(zip(fn.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+# One reader for each known function: from what it remembers to the mask.
+
+
+def _causal(held: dict[str, Any], rows: int) -> Mask:
+    return causal()
+
+
+def _full(held: dict[str, Any], rows: int) -> Mask:
+    return full()
+
+
+def _newest(held: dict[str, Any], rows: int) -> Mask:
+    n = int(held["sliding_window"])
+    return Band(n - 1, END, f"band({n - 1}, END)")
+
+
+def _around(held: dict[str, Any], rows: int) -> Mask:
+    n = int(held["sliding_window"])
+    return band(n, n)
+
+
+def _chunked(held: dict[str, Any], rows: int) -> Mask:
+    n, pads = int(held["chunk_size"]), held["left_padding"]
+    by = [-int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist()]  # chunks count from the first token
+    if len(set(by)) == 1:
+        return chunks(n) if by[0] == 0 else Shifted(chunks(n), (by[0],))
+    return Shifted(chunks(n), tuple(by))
+
+
+def _padding(held: dict[str, Any], rows: int) -> Mask:
+    valid = held["padding_mask"].to("cpu", torch.bool)[:rows]
+    return full() if bool(valid.all()) else Keys(_rows_of(valid.numpy()))
+
+
+def _packed(held: dict[str, Any], rows: int) -> Mask:
+    return Documents(_rows_of(held["packed_sequence_mask"][:rows].cpu().numpy()))
+
+
+def _blocks(held: dict[str, Any], rows: int) -> Mask:
+    ids = held["block_sequence_ids"][:rows].cpu().numpy()
+    return _and(Documents(_rows_of(ids)), full() if (ids >= 0).all() else Keys(_rows_of(ids >= 0)))
+
+
+def _remapped(held: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
+    inner, places = read(held["mask_function"]), held["position_ids"][:rows].cpu().numpy()
+    return inner if inner == full() else Moved(inner, _rows_of(places.astype(np.int64)))
+
+
+def _all_of(held: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
+    mask = full()
+    for part in held["mask_functions"]:
+        mask = _and(mask, read(part))
+    return mask
+
+
+def _any_of(held: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
+    parts = [read(part) for part in held["mask_functions"]]
+    mask = parts[0]
+    for part in parts[1:]:
+        mask = mask | part
+    return mask
+
+
+@cache
+def _known() -> dict[Any, Any]:
+    """Code -> reader, for the functions of the installed transformers that mean what their reader says."""
+    import transformers.masking_utils as theirs
+
+    ids = torch.tensor([[0, 0, 1, 1, 1, -1, -1, 2, 2, 3, 3, 3], [-1, -1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    made: list[tuple[Callable[..., Any], Any]] = [
+        (theirs.causal_mask_function, _causal),
+        (theirs.bidirectional_mask_function, _full),
+        (theirs.sliding_window_overlay(3), _newest),
+        (theirs.sliding_window_bidirectional_overlay(3), _around),
+        (theirs.chunked_overlay(5, torch.tensor([0, 3])), _chunked),
+        (theirs.padding_mask_function(ids >= 0), _padding),
+        (theirs.packed_sequence_mask_function(ids), _packed),
+        (theirs.blockwise_overlay(ids), _blocks),
+    ]
+    return {fn.__code__: reader for fn, reader in made if _means(fn, reader, 2)}
+
+
+@cache
+def _joins() -> dict[Any, Any]:
+    """Code -> reader, for the functions that join others or ask them elsewhere."""
+    import transformers.masking_utils as theirs
+
+    window, block = theirs.sliding_window_overlay(3), theirs.causal_mask_function
+    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    made: list[tuple[Callable[..., Any], Any]] = [
+        (theirs.and_masks(window, block), _all_of),
+        (theirs.or_masks(window, block), _any_of),
+        (theirs.remap_positions_for_packed_sequence(window, places), _remapped),
+    ]
+
+    def read(part: Any) -> Mask:
+        return Asked(part, 2, "cpu", False)
+
+    return {fn.__code__: reader for fn, reader in made if _means(fn, reader, read, 2)}
+
+
+def _means(fn: Callable[..., Any], reader: Callable[..., Mask], *how: Any) -> bool:
+    """Whether a function and the mask that is read from it answer alike for every pair of 12 places in two batch rows."""
+    try:
+        said = reader(_held(fn), *how)
+    except (KeyError, TypeError, AttributeError, MaskError):  # it remembers other things than its reader expects
+        return False
+    asked = Asked(fn, 2, "cpu", False).dense(12)
+    return bool(np.array_equal(np.broadcast_to(said.dense(12), asked.shape), asked))
