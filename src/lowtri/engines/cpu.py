@@ -26,13 +26,15 @@ def why_not(call: Call) -> str | None:
     trouble = _trouble_with_numba() or _trouble_with_tensors(call)
     if trouble:
         return trouble
-    missing = {
-        "it does not drop weights": bool(call.dropout),
-        "it does not return weights": call.return_weights,
-        "it has no float64": call.dtype == "float64",
-        "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
-    }
-    return next((reason for reason, holds in missing.items() if holds), None)
+    if call.dropout:
+        return "it does not drop weights"
+    if call.return_weights:
+        return "it does not return weights"
+    if call.dtype == "float64":
+        return "it has no float64"
+    if 0 in call.q.shape or 0 in call.v.shape:
+        return "there is nothing to attend to"
+    return None
 
 
 def run(call: Call) -> Result:
@@ -42,15 +44,14 @@ def run(call: Call) -> Result:
 
         output, lse = Kernels.apply(call, call.q, call.k, call.v, call.bias, call.sinks)
         return Result(output, None, lse)
-    bias, sinks = _float32(call.bias), _float32(call.sinks)
-    q, k, v = call.q, call.k, call.v
-    if not _in_pairs(q, k, v):
+    q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
+    if call.dtype != "float32" and not _in_pairs(call):
         q, k, v = _float32(q), _float32(k), _float32(v)
-    if is_decoding(q, k, v):
-        output, lse = decode(call, q, k, v, bias, sinks)
-    else:
-        output, lse = forward(call, q, k, v, bias, sinks, call.return_lse)
-    return Result(_as(output, call.q), None, lse)
+    kernel = decode if is_decoding(q, k, v) else forward
+    output, lse = kernel(call, q, k, v, _float32(bias), _float32(sinks), call.return_lse)
+    if q is not call.q:
+        output = output.astype(call.q.dtype) if call.is_numpy else output.to(call.q.dtype)
+    return Result(output, None, lse)
 
 
 @cache
@@ -71,20 +72,21 @@ def _trouble_with_tensors(call: Call) -> str | None:
         return None
     import torch
 
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if not all(type(x) in plain for x in (call.q, call.k, call.v)):
-        return f"q, k or v is a {type(call.q).__name__}, not a plain tensor"
+    for x in (call.q, call.k, call.v):
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+            return f"q, k or v is a {type(x).__name__}, not a plain tensor"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func"
     return None
 
 
-def _in_pairs(q: Any, k: Any, v: Any) -> bool:
+def _in_pairs(call: Call) -> bool:
     """Whether bf16 can be read in pairs: the CPU has the instruction, rows are packed, sizes whole vectors."""
-    if "bfloat16" not in str(q.dtype):
+    if call.dtype != "bfloat16":
         return False
     from lowtri.kernels.target import BF16
 
+    q, k, v = call.q, call.k, call.v
     sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
     steps = all(x.stride(3) == 1 and all(step % 2 == 0 for step in x.stride()[:3]) for x in (q, k, v))
     return BF16 and sizes and steps
@@ -94,7 +96,3 @@ def _float32(x: Any) -> Any:
     if x is None:
         return None
     return np.asarray(x, np.float32) if isinstance(x, np.ndarray) else x.detach().float()
-
-
-def _as(x: Any, like: Any) -> Any:
-    return x.astype(like.dtype, copy=False) if isinstance(x, np.ndarray) else x.to(like.dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,13 +27,17 @@ __all__ = ["Fields", "Table", "address", "broadcast", "of_call", "of_plan", "ste
 Fields: TypeAlias = dict[str, int]
 
 
-def of_call(call: Call, q: Any, k: Any, v: Any, bias: Any, axes: str = "bhnd") -> Fields:
+def of_call(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any = None, axes: str = "bhnd") -> Fields:
     """What every kernel reads of a call: sizes, keys and values, options. ``axes``: those whose steps the kernel asks for."""
     (batch, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    fields = {"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv}
+    fields = strided("k", k, axes) | strided("v", v, axes)
+    fields |= {"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv}
     fields |= {"scale": bits(call.scale), "softcap": bits(call.softcap or 0.0)}
-    fields |= {**strided("k", k, axes), **strided("v", v, axes)}
-    return fields if bias is None else fields | broadcast("bias", bias)
+    if bias is not None:
+        fields |= broadcast("bias", bias)
+    if sinks is not None:
+        fields["sinks"] = address(sinks)
+    return fields
 
 
 def of_plan(found: Plan) -> Fields:
@@ -79,6 +83,7 @@ def steps(x: Any) -> tuple[int, ...]:
     return tuple(x.stride())
 
 
+@lru_cache(64)
 def bits(value: float) -> int:
     """A float64 as the int64 that a descriptor holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

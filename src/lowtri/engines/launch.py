@@ -5,33 +5,34 @@ Each function takes the call and its arrays in the dtype that the kernel reads, 
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from lowtri.engines.descriptor import Fields, Table, address, broadcast, of_call, of_plan, strided
+from lowtri.engines.descriptor import Fields, Table, address, broadcast, of_call, strided
 from lowtri.engines.plans import plan_of
 from lowtri.engines.worth import FEW_QUERIES
 from lowtri.masks.mask import FULL
-from lowtri.ops.call import Call
+from lowtri.ops.call import Call, dtype_name
 
 __all__ = ["backward", "decode", "forward", "is_decoding"]
 
 
 def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
-    """Output (B, Hq, Nq, Dv) in the dtype of q, float32 or bf16, and log-sum-exp (B, Hq, Nq), float32."""
-    from lowtri.kernels import forward as kernel
-
+    """Output (B, Hq, Nq, Dv) in the dtype of q, float32 or bf16, and log-sum-exp (B, Hq, Nq), float32, where it is wanted."""
+    kernel = _kernel("forward")
     rows, heads, nq, d = q.shape
-    dv = v.shape[3]
-    output, lse = _empty(q, (rows, heads, nq, dv)), _empty_float32(q, (rows, heads, nq))
+    output, lse = _empty(q, (rows, heads, nq, v.shape[3])), _lse(q) if want_lse else None
     found = plan_of(call, kernel.KEYS)
-    fields = {**of_call(call, q, k, v, bias), **of_plan(found), **strided("q", q), **strided("o", output, "bhn")}
-    fields |= {"tasks": rows * heads * found.rows, "lse": address(lse) if want_lse else 0}
-    fields |= {"sinks": 0 if sinks is None else address(sinks)}
+    fields = of_call(call, q, k, v, bias, sinks) | found.fields | strided("q", q) | strided("o", output, "bhn")
+    fields["tasks"] = rows * heads * found.plan.rows
+    fields["lse"] = 0 if lse is None else address(lse)
     code = kernel.forward_half if _is_half(q) else kernel.forward
-    _launch(code, kernel.FIELDS, fields, kernel.room(d, dv), _threads(call))
+    _launch(code, kernel.FIELDS, fields, kernel.room(d, v.shape[3]), _threads(q))
     return output, lse
 
 
@@ -40,33 +41,33 @@ def is_decoding(q: Any, k: Any, v: Any) -> bool:
     whole = 32 if _is_half(q) else 16
     if q.shape[2] >= FEW_QUERIES or q.shape[3] % whole or v.shape[3] % 16:
         return False
-    return bool(k.strides[3] == v.strides[3] == 4 if isinstance(k, np.ndarray) else k.stride(3) == v.stride(3) == 1)
+    return bool(
+        k.strides[3] == v.strides[3] == k.itemsize if isinstance(k, np.ndarray) else k.stride(3) == v.stride(3) == 1
+    )
 
 
-def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any]:
+def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
     """Output and log-sum-exp as of :func:`forward`, for few queries; no plan: one question, or a table of few rows."""
-    from lowtri.kernels import decode as kernel
-
+    kernel = _kernel("decode")
     (rows, heads, nq, _), (_, kv_heads, nk, dv) = q.shape, v.shape
     q = np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
-    output, lse = _empty(q, (rows, heads, nq, dv)), _empty_float32(q, (rows, heads, nq))
-    threads, stacked = _threads(call), heads // kv_heads * nq
-    parts = max(1, min(2 * threads // (rows * kv_heads), -(-nk // kernel.KEYS)))
-    results = np.empty(rows * kv_heads * parts * kernel.part_floats(stacked, dv), np.float32)
-    joined = np.zeros(rows * kv_heads, np.int64)
-    fields = of_call(call, q, k, v, bias, "bhn")
-    fields |= {"q": address(q), "o": address(output), "lse": address(lse)}
-    fields |= {"tasks": rows * kv_heads * parts, "parts": parts, "joined": address(joined), "results": address(results)}
-    fields |= {"sinks": 0 if sinks is None else address(sinks)}
+    output, lse = _empty(q, (rows, heads, nq, dv)), _lse(q) if want_lse else None
+    threads, groups, stacked = _threads(q), rows * kv_heads, heads // kv_heads * nq
+    parts = max(1, min(2 * threads // groups, -(-nk // kernel.KEYS)))
+    fields = of_call(call, q, k, v, bias, sinks, "bhn")
+    fields |= {"q": address(q), "o": address(output), "tasks": groups * parts, "parts": parts}
     visible = None
     if not _all_seen(call):
         visible = np.ascontiguousarray(call.visible())  # (B|1, Hq|1, Nq, Nk)
-        by_row, by_head, *_ = (
-            step if size > 1 else 0 for size, step in zip(visible.shape, visible.strides, strict=True)
-        )
+        by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
         fields |= {"visible": address(visible), "visible_b": by_row, "visible_h": by_head}
+    scratch = {"joined": 8 * groups, "results": 4 * groups * parts * kernel.part_floats(stacked, dv)}
+    if lse is None:  # the kernel writes it in any case
+        scratch["lse"] = 4 * rows * heads * nq
+    else:
+        fields["lse"] = address(lse)
     code = kernel.decode_half if _is_half(q) else kernel.decode
-    _launch(code, kernel.FIELDS, fields, kernel.room(stacked, dv), threads)
+    _launch(code, kernel.FIELDS, fields, kernel.room(stacked, dv), threads, scratch, zeros="joined")
     return output, lse
 
 
@@ -84,42 +85,86 @@ def _all_seen(call: Call) -> bool:
 
 def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
     """dq, dk, dv and d bias (or None), float32, from the gradient of the output and delta = sum of dO * O (B, Hq, Nq)."""
-    import torch
-
-    from lowtri.kernels import backward as kernel
-    from lowtri.kernels.forward import KEYS
-
+    kernel = _kernel("backward")
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    found, threads = plan_of(call, KEYS), _threads(call)
+    found, threads = plan_of(call, _kernel("forward").KEYS), _threads(q)
     # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
-    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.rows)
-    dq = torch.empty((rows, heads, nq, d))
-    dk, dvalue = (torch.zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
-    fields = {**of_call(call, q, k, v, bias), **of_plan(found), **strided("q", q), **strided("do", d_output)}
+    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.plan.rows)
+    dq = _empty(q, (rows, heads, nq, d))
+    dk, dvalue = (q.new_zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
+    fields = of_call(call, q, k, v, bias) | found.fields | strided("q", q) | strided("do", d_output)
     fields |= {"tasks": parts * rows * kv_heads, "parts": parts, "lse": address(lse), "delta": address(delta)}
     fields |= {"dq": address(dq), "dk": address(dk), "dvalue": address(dvalue)}
     d_bias = None
     if bias is not None and call.bias.requires_grad:
-        d_bias = torch.zeros((parts, rows, heads, *bias.shape[2:]))
+        d_bias = q.new_zeros((parts, rows, heads, *bias.shape[2:]))
         fields |= broadcast("dbias", d_bias, "pbhqk")
     _launch(kernel.backward, kernel.FIELDS, fields, kernel.room(d, dv), threads)
     dk, dvalue = dk.sum(0)[..., :d] * call.scale, dvalue.sum(0)[..., :dv]
     return dq, dk, dvalue, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
 
 
-def _launch(kernel: Any, names: tuple[str, ...], fields: Fields, room: int, threads: int) -> None:
-    from lowtri.kernels.workers import run_team
-
-    threads = min(threads, fields["tasks"])
-    room = -(-room // 64) * 64
-    rooms = np.empty(threads * room + 64, np.uint8)
-    table = Table()
-    table.fill(names, fields | {"room": -(-address(rooms) // 64) * 64, "room_bytes": room})
-    run_team(kernel, table.address, threads)
+@cache
+def _kernel(name: str) -> Any:
+    """A file of the kernels: loaded late, since Numba is."""
+    return importlib.import_module(f"lowtri.kernels.{name}")
 
 
-def _threads(call: Call) -> int:
-    if call.is_numpy:
+def _launch(
+    kernel: Any,
+    names: tuple[str, ...],
+    fields: Fields,
+    room: int,
+    threads: int,
+    scratch: dict[str, int] | None = None,
+    zeros: str = "",
+) -> None:
+    """Run a kernel. room: bytes for each thread; scratch: bytes for all together, by field; zeros: the field that begins as 0."""
+    threads, room = min(threads, fields["tasks"]), _whole(room)
+    try:
+        desk = _desks.pop()
+    except IndexError:  # the first call, or one beside another
+        desk = _Desk()
+    shared = {name: _whole(size) for name, size in (scratch or {}).items()}
+    at = desk.reserve(threads * room + sum(shared.values()))
+    fields["room"], fields["room_bytes"] = at, room
+    at += threads * room
+    for name, size in shared.items():
+        fields[name] = at
+        if name == zeros:
+            ctypes.memset(at, 0, size)
+        at += size
+    desk.table.fill(names, fields)
+    _kernel("workers").run_team(kernel, desk.table.address, threads)
+    if desk.size <= _KEPT:
+        _desks.append(desk)
+
+
+class _Desk:
+    """Memory that one launch works in and a later one can use again: the descriptor, and rooms."""
+
+    def __init__(self) -> None:
+        self.table, self.size = Table(), 0
+
+    def reserve(self, size: int) -> int:
+        """The address of at least ``size`` bytes, a multiple of 64."""
+        if size > self.size:
+            self._memory, self.size = np.empty(size + 64, np.uint8), size
+            self._address = _whole(address(self._memory))
+        return self._address
+
+
+_KEPT = 2**24  # bytes of a desk that is worth keeping
+_desks: list[_Desk] = []  # as many as ever worked at once; each is in one launch at a time
+
+
+def _whole(size: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size // 64) * 64
+
+
+def _threads(q: Any) -> int:
+    if isinstance(q, np.ndarray):
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     import torch
 
@@ -127,16 +172,17 @@ def _threads(call: Call) -> int:
 
 
 def _is_half(x: Any) -> bool:
-    return "bfloat16" in str(x.dtype)
+    return dtype_name(x.dtype) == "bfloat16"
 
 
 def _empty(like: Any, shape: tuple[int, ...]) -> Any:
-    return np.empty(shape, np.float32) if isinstance(like, np.ndarray) else like.new_empty(shape)
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
-def _empty_float32(like: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, np.float32)
+def _lse(q: Any) -> Any:
+    """Room for the log-sum-exp (B, Hq, Nq), float32 beside half types."""
+    if not _is_half(q):
+        return _empty(q, q.shape[:3])
     import torch
 
-    return torch.empty(shape, dtype=torch.float32)
+    return q.new_empty(q.shape[:3], dtype=torch.float32)

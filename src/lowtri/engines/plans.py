@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
+from lowtri.engines.descriptor import Fields, of_plan
 from lowtri.masks.plan import Plan, plan
 from lowtri.ops.call import Call
 
-__all__ = ["plan_of"]
+__all__ = ["Kept", "plan_of"]
 
 _PLAN_BYTES = 64 * 2**20
-_plans: OrderedDict[Any, Plan] = OrderedDict()
+_plans: OrderedDict[Any, Kept] = OrderedDict()
 _lock = Lock()
 
 
-def plan_of(call: Call, tile_k: int) -> Plan:
+class Kept(NamedTuple):
+    plan: Plan
+    fields: Fields  # what a descriptor says of it
+
+
+def plan_of(call: Call, tile_k: int) -> Kept:
     """The plan of a call, from the cache where the same mask and positions came before."""
     places: Any = (call.q.shape[2], call.k.shape[2])
     if call.positions_given:
@@ -27,9 +33,10 @@ def plan_of(call: Call, tile_k: int) -> Plan:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
-    found = plan(call.mask, call.q_positions, call.k_positions, tile_k=tile_k)
+    made = plan(call.mask, call.q_positions, call.k_positions, tile_k=tile_k)
+    found = Kept(made, of_plan(made))
     with _lock:
         _plans[key] = found
-        while len(_plans) > 1 and sum(one.nbytes for one in _plans.values()) > _PLAN_BYTES:
+        while len(_plans) > 1 and sum(one.plan.nbytes for one in _plans.values()) > _PLAN_BYTES:
             _plans.popitem(last=False)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from lowtri.masks.mask import Mask, default_positions
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.text import as_mask
 
-__all__ = ["Call", "Result", "describe"]
+__all__ = ["Call", "Result", "describe", "dtype_name"]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -52,11 +52,11 @@ class Call:
 
     @property
     def dtype(self) -> str:
-        return str(self.q.dtype).removeprefix("torch.")
+        return dtype_name(self.q.dtype)
 
     @property
     def device(self) -> str:
-        return "cpu" if self.is_numpy else str(self.q.device.type)
+        return "cpu" if self.is_numpy or self.q.is_cpu else str(self.q.device.type)
 
     @property
     def group(self) -> int:
@@ -69,8 +69,10 @@ class Call:
             return False
         import torch
 
+        if not torch.is_grad_enabled():
+            return False
         inputs = (self.q, self.k, self.v, self.bias, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        return any(x is not None and x.requires_grad for x in inputs)
 
     @cached_property
     def plan(self) -> Plan:
@@ -242,7 +244,8 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
 
 def _check_kind(name: str, x: Any, q: Any) -> None:
     """x is of the same library as q, and on the same device."""
-    if isinstance(q, np.ndarray) != isinstance(x, np.ndarray) or not (isinstance(x, np.ndarray) or _is_tensor(x)):
+    alike = type(x) is type(q) or isinstance(q, np.ndarray) == isinstance(x, np.ndarray)
+    if not alike or not (isinstance(x, np.ndarray) or _is_tensor(x)):
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
     if not isinstance(q, np.ndarray) and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
@@ -299,13 +302,21 @@ def _check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np
 
 def _number(name: str, value: Any) -> float:
     """A plain number; a tensor would lose its gradient here in silence."""
+    if type(value) is float:
+        return value
     if isinstance(value, float | int | np.floating | np.integer):
         return float(value)
     raise CallError(f"attention: {name} is {_kind(value)}, but it takes one plain number. Fix: float({name}).")
 
 
 def _dtype(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return dtype_name(x.dtype)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, NumPy's or torch's: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_tensor(x: Any) -> bool:
