@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_what_was_saved_comes_back_bit_for_bit(mask: str, dtype: torch.dtype, to
     model = small(mask, tie_word_embeddings=True).to(dtype)
     save(model, tmp_path, tokenizer)
     back, its_tokenizer = load(tmp_path)
-    assert back.config == model.config
+    assert back.config == replace(model.config, eos_token_id=(1,)), "the tokenizer's own end"
     assert not back.training
     assert its_tokenizer is not None and its_tokenizer.to_str() == tokenizer.to_str()
     for name, weight in model.state_dict().items():
@@ -144,17 +145,14 @@ def broken(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
         (
             lambda f: (f / "config.json").write_text("[]"),
-            "model_type None came, lowtri's Decoder reads llama and mistral",
+            "model_type None came, lowtri's Decoder reads llama, mistral, qwen2, qwen3, smollm3, gpt2",
         ),
-        (lambda f: broken(f, model_type="gpt2"), "model_type 'gpt2' came, lowtri's Decoder reads llama and mistral"),
+        (lambda f: broken(f, model_type="bert"), "model_type 'bert' came, lowtri's Decoder reads llama, mistral"),
         (lambda f: broken(f, vocab_size="gone"), "does not describe a decoder: .*vocab_size"),
         (lambda f: broken(f, hidden_size=-4), "does not describe a decoder: DecoderConfig: hidden_size is -4"),
         (lambda f: broken(f, lowtri_mask="causl"), "does not describe a decoder: .*causl"),
-        (lambda f: broken(f, attention_bias=True), "attention_bias True came, lowtri's Decoder has False only"),
-        (
-            lambda f: broken(f, rope_parameters={"rope_type": "llama3"}),
-            "rope_scaling .*llama3.* came, .* has None only",
-        ),
+        (lambda f: broken(f, attention_bias=True), "q_proj.bias|k_proj.bias.*the file has nothing"),
+        (lambda f: broken(f, rope_parameters={"rope_type": "llama3"}), "a decoder: 'factor' is missing"),
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors: training is not finished"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\x01\x02"), "model.safetensors is damaged: "),
         (

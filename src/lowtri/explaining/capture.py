@@ -123,8 +123,6 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
     """Run, and note down what passes through one MultiHeadAttention."""
     import torch
 
-    from lowtri.nn.rotary import apply_rotary, rotary_tables
-
     seen: dict[str, Any] = {}
     parts = {"q": module.q_proj, "k": module.k_proj, "v": module.v_proj}
     hooks = [
@@ -144,10 +142,10 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
         return x[0].unflatten(1, (-1, module.head_dim)).transpose(0, 1)  # (1, N, H * D) -> (H, N, D)
 
     q, k, v = (heads(seen[name]) for name in "qkv")
-    turned = ""
-    if module.rope_theta is not None:
-        tables = rotary_tables(np.arange(q.shape[1]), module.head_dim, module.rope_theta, device=q.device)
-        q, k, turned = apply_rotary(q, *tables), apply_rotary(k, *tables), ", turned by its place"
+    turned = (", normalised" if module.q_norm is not None else "") + (
+        ", turned by its place" if module.rope_theta is not None else ""
+    )
+    q, k = module.compared(q, k, module.tables(np.arange(q.shape[1]), q.device))
     arrays = {"encoding": _array(seen["encoding"][0])}  # (N, d)
     for name, part in parts.items():
         rows = part.weight.unflatten(0, (-1, module.head_dim))  # (H, D, d)

@@ -6,9 +6,16 @@ rotary          rotary position embedding
 positions       sinusoidal: the position encodings of the original Transformer
 config          DecoderConfig: the sizes of a decoder
 decoder         Decoder: a language model in Llama's shape
+gpt2            GPT2: a Decoder with another body
 recurrent       RecurrentLM: autoregressive without attention
 state           what a module asks of a cache
+layout          config.json, of Llama and its relatives, read and written
 checkpoint      a Decoder as a folder that transformers can load, and back
+gguf_names      the names of a GGUF file, in the words of such a folder
+gguf_tokenizer  the tokenizer that a GGUF file carries
+gguf            a GGUF file as such a folder, converted once
+pretrained      Decoder.from_pretrained
+chat            a conversation as the text that a model was taught to read
 """
 
 from lowtri.nn.config import DecoderConfig

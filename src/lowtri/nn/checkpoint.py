@@ -1,7 +1,7 @@
 """A Decoder as a folder that transformers can load, and such a folder as a Decoder; a RecurrentLM in the same files.
 
     config.json              sizes, under Llama's key names; also the mask
-    model.safetensors        weights, under Llama's names
+    model.safetensors        weights, under Llama's names (or several files, which model.safetensors.index.json names)
     tokenizer.json           how text becomes tokens (the format of the tokenizers library)
     tokenizer_config.json    what AutoTokenizer asks besides
 
@@ -20,22 +20,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtri.errors import DataError
-from lowtri.masks import as_mask, causal, window
 from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.nn.gpt2 import GPT2, GPT2Config, from_conv1d, to_conv1d
+from lowtri.nn.layout import from_json, to_json
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 
 if TYPE_CHECKING:
-    import torch
     from tokenizers import Tokenizer
 
-__all__ = ["BEGIN", "END", "load", "load_tokenizer", "save", "write_whole"]
+__all__ = ["BEGIN", "END", "load", "load_tokenizer", "read_json", "save", "write_whole"]
 
 RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
 BEGIN, END = "<|begin|>", "<|end|>"  # a document's first token, and its last, in tokenizers that lowtri trains
@@ -83,7 +84,9 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
             "lowtri_mask": model.config.mask,
         }
     else:
-        config = _to_llama(model.config, tokenizer, dtype)
+        config = {**to_json(model.config), "torch_dtype": dtype, **_ends(model.config, tokenizer)}
+        if isinstance(model.config, GPT2Config):
+            tensors = {name: tensor.contiguous() for name, tensor in to_conv1d(tensors).items()}
     _write_json(folder / "config.json", config)
     write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
@@ -98,10 +101,17 @@ def load(folder: str | Path) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
     config = _read_config(folder / "config.json")
-    tensors = _read_weights(folder / "model.safetensors")
-    model = RecurrentLM.from_config(config) if isinstance(config, RecurrentConfig) else Decoder(config)
-    model = model.to(next(iter(tensors.values())).dtype)
-    _fill(model, tensors, folder)
+    tensors = _read_weights(folder)
+    if isinstance(config, RecurrentConfig):
+        recurrent = RecurrentLM.from_config(config).to(next(iter(tensors.values())).dtype)
+        _fill(recurrent, tensors, folder)
+        return recurrent.eval(), load_tokenizer(folder)
+    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+        model = GPT2(config) if isinstance(config, GPT2Config) else Decoder(config)
+    _fill(model, from_conv1d(tensors) if isinstance(model, GPT2) else tensors, folder)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model = model.to(model.lm_head.weight.dtype)  # one for all, should the norms have come in another
     return model.eval(), load_tokenizer(folder)
 
 
@@ -125,78 +135,40 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # config.json
 
 
-def _to_llama(config: DecoderConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, Any]:
-    sizes = asdict(config)
-    mask = as_mask(sizes.pop("mask"))
-    n = _window_size(mask)
-    kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    if n is not None:
-        kind = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": n}
-    return {
-        **kind,
-        **sizes,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-        "bos_token_id": tokenizer.token_to_id(BEGIN) if tokenizer else None,
-        "eos_token_id": tokenizer.token_to_id(END) if tokenizer else None,
-        "lowtri_mask": repr(mask),
-    }
-
-
-def _window_size(mask: object) -> int | None:
-    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
-    found = re.search(r"window\((\d+)\)", repr(mask))
-    n = int(found.group(1)) if found else 0
-    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
-
-
-# Keys of other models' files that change the computation, with the one value for which Decoder computes the same.
-_MUST_BE = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_scaling": None,
-    "partial_rotary_factor": 1.0,
-}
-
-
 def _read_config(path: Path) -> DecoderConfig | RecurrentConfig:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path.parent} has no config.json: it is no checkpoint, or one that is not finished") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    found = read_json(path)
     kind = found.get("model_type") if isinstance(found, dict) else None
-    make: Callable[..., DecoderConfig | RecurrentConfig] = DecoderConfig
-    if kind == RECURRENT:
-        make, known = RecurrentConfig, RecurrentConfig.__dataclass_fields__
-    elif kind in ("llama", "mistral"):
-        found, known = _from_llama(found, path), DecoderConfig.__dataclass_fields__
-    else:
-        raise DataError(f"{path}: model_type {kind!r} came, lowtri's Decoder reads llama and mistral")
     try:
-        return make(**{key: value for key, value in found.items() if key in known and value is not None})
+        if kind != RECURRENT:
+            return from_json(found if isinstance(found, dict) else {}, path)
+        known = RecurrentConfig.__dataclass_fields__
+        return RecurrentConfig(**{key: value for key, value in found.items() if key in known and value is not None})
+    except DataError:
+        raise
+    except KeyError as error:
+        raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise DataError(f"{path} does not describe a decoder: {error}") from None
 
 
-def _from_llama(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a Decoder reads of Llama's or Mistral's config."""
-    if "rope_parameters" in found:  # how transformers 5 spells rope_theta and rope_scaling
-        rope = found["rope_parameters"] or {}
-        found.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
-        if rope.get("rope_type", "default") != "default":
-            found["rope_scaling"] = rope
-    for key, wanted in _MUST_BE.items():
-        if found.get(key, wanted) != wanted:
-            raise DataError(f"{path}: {key} {found[key]!r} came, lowtri's Decoder has {wanted!r} only")
-    n = found.get("sliding_window") if found["model_type"] == "mistral" else None
-    found["mask"] = found.get("lowtri_mask") or (f"causal & window({n})" if n else "causal")
-    return found
+def read_json(path: Path) -> Any:
+    """The content of a JSON file of a checkpoint."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path.parent} has no {path.name}: it is no checkpoint, or one that is not finished") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 # tokenizer_config.json
+
+
+def _ends(config: DecoderConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The tokens that begin and end a text: the model's own, else those of a tokenizer that lowtri trained."""
+    begin, end = (tokenizer.token_to_id(token) if tokenizer else None for token in (BEGIN, END))
+    own = config.eos_token_id
+    return {"bos_token_id": begin, "eos_token_id": end if own is None else own[0] if len(own) == 1 else list(own)}
 
 
 def _tokenizer_config(config: DecoderConfig | RecurrentConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -213,21 +185,34 @@ def _tokenizer_config(config: DecoderConfig | RecurrentConfig, tokenizer: Tokeni
 # model.safetensors
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, from its one file or from those that its index names."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        tensors = _read_file(whole)
+    else:
+        listed = read_json(index)
+        if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
+            raise DataError(f"{index} has no weight_map, which says in which file each weight stands")
+        parts = sorted(set(listed["weight_map"].values()))
+        tensors = {name: tensor for part in parts for name, tensor in _read_file(folder / part).items()}
+    if not tensors:
+        raise DataError(f"{whole} has no weights in it")
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except FileNotFoundError:
         raise DataError(
-            f"{path.parent} has no model.safetensors: training is not finished, or it is kept elsewhere"
+            f"{path.parent} has no {path.name}: training is not finished, or it is kept elsewhere"
         ) from None
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
-    if not tensors:
-        raise DataError(f"{path} has no weights in it")
-    return tensors
 
 
 def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -242,4 +227,4 @@ def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder
                 f"{folder}: config.json and model.safetensors do not fit together at {name}:\n"
                 f"  the config asks for {wanted.get(name, 'nothing')}, the file has {came.get(name, 'nothing')}"
             )
-    model.load_state_dict(tensors, strict=False)
+    model.load_state_dict(tensors, strict=False, assign=isinstance(model, Decoder))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.nn.rotary import RopeScaling
 
 __all__ = ["DecoderConfig"]
 
@@ -32,6 +33,12 @@ class DecoderConfig:
         rope_theta: the base of rotary embedding.
         tie_word_embeddings: whether the output map is the embedding itself.
         mask: who may see whom, as text; the one key that Llama's file does not have.
+        rope_scaling: slower rotary turns for a longer context (Llama 3.1).
+        rope_layers: for each layer whether it has rotary embedding (SmolLM3); None: all have.
+        qkv_bias, o_bias, mlp_bias: whether the maps to queries, keys and values (Qwen2), the map out of the attention, and
+            the three of the feed-forward layer have biases.
+        qk_norm: whether queries and keys are normalised, head by head, before they turn (Qwen3).
+        eos_token_id: tokens that end a text; generating stops there.
 
     Raises:
         CallError: if the sizes do not fit together.
@@ -51,6 +58,13 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
     mask: str = "causal"
+    rope_scaling: RopeScaling | None = None
+    rope_layers: tuple[bool, ...] | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_id: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -88,6 +102,11 @@ class DecoderConfig:
             raise CallError(
                 f"DecoderConfig: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
                 "the first is at least 0, the second above 0."
+            )
+        if self.rope_layers is not None and len(self.rope_layers) != self.num_hidden_layers:
+            raise CallError(
+                f"DecoderConfig: rope_layers says something of {len(self.rope_layers)} layers, but there are "
+                f"{self.num_hidden_layers}. Fix: one bool for each layer."
             )
         mask = as_mask(self.mask)
         if isinstance(self.mask, Mask):  # kept as text, so that the config can be written to a file

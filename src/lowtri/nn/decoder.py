@@ -8,6 +8,7 @@ Parameters carry Llama's names, so a ``state_dict`` goes from here to transforme
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.rotary import rotary_tables
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from lowtri.nn.state import Cache
 
-__all__ = ["Decoder", "DecoderConfig"]
+__all__ = ["Decoder", "DecoderConfig", "embedded"]
 
 
 class Decoder(nn.Module):
@@ -52,13 +55,16 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.tokenizer: Tokenizer | None = None  # set by from_pretrained
         self.mask = as_mask(config.mask)
-        self.model = _Body(config)
+        self.model = self._body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if residual else 1))
+            elif name.endswith(".bias"):
+                nn.init.zeros_(weight)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -101,6 +107,24 @@ class Decoder(nn.Module):
         x = self.model(ids, chosen, places, state)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype | str | None = None) -> Decoder:
+        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a GGUF file of one.
+
+        Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32. ``model.tokenizer``
+        is the tokenizer that came along, or None.
+
+        Args:
+            path: a folder with config.json and model.safetensors (or its parts), or a file ``*.gguf``.
+            dtype: what the weights become, a dtype of torch or its name.
+
+        Raises:
+            DataError: if a file is missing or damaged, or describes a model that this one cannot be; the key is named.
+        """
+        from lowtri.nn.pretrained import read
+
+        return read(path, dtype)
+
     def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> KVCache:
         """An empty state for ``batch_size`` sequences.
 
@@ -112,6 +136,10 @@ class Decoder(nn.Module):
         if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
             raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
         return KVCache(chosen, capacity=capacity)
+
+    def _body(self, config: DecoderConfig) -> Any:
+        """All below the logits."""
+        return _Body(config)
 
     def _check_context(self, n: int, places: NDArray[np.int64] | None) -> None:
         end = n if places is None else int(places.max(initial=-1)) + 1
@@ -130,36 +158,36 @@ class _Body(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids: Tensor, mask: Mask, places: NDArray[np.int64] | None, state: Cache | None) -> Tensor:
-        try:
-            x = self.embed_tokens(ids)  # (B, N, hidden)
-        except IndexError:
-            raise CallError(
-                f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
-                f"0 .. {self.config.vocab_size - 1}. Fix: the tokenizer that the model was trained with."
-            ) from None
+        x = embedded(ids, self.embed_tokens)  # (B, N, hidden)
         here = np.arange(ids.shape[1]) if places is None else places
-        rotary = rotary_tables(here, self.config.head_dim, self.config.rope_theta, device=x.device)
+        c = self.config
+        rotary = rotary_tables(here, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
         for index, layer in enumerate(self.layers):
             x = layer(x, mask=mask, positions=places, cache=state, layer=index, rotary=rotary)
         return self.norm(x)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
+        turns = config.rope_layers is None or config.rope_layers[index]
         self.self_attn = MultiHeadAttention(
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
             head_dim=config.head_dim,
             mask=config.mask,
-            rope_theta=config.rope_theta,
+            rope_theta=config.rope_theta if turns else None,
+            rope_scaling=config.rope_scaling,
+            bias=config.qkv_bias,
+            out_bias=config.o_bias,
+            qk_norm=config.rms_norm_eps if config.qk_norm else None,
         )
-        self.mlp = _SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = _SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -169,14 +197,25 @@ class _Layer(nn.Module):
 
 
 class _SwiGLU(nn.Module):
-    def __init__(self, size: int, width: int) -> None:
+    def __init__(self, size: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(size, width, bias=False)
-        self.up_proj = nn.Linear(size, width, bias=False)
-        self.down_proj = nn.Linear(width, size, bias=False)
+        self.gate_proj = nn.Linear(size, width, bias=bias)
+        self.up_proj = nn.Linear(size, width, bias=bias)
+        self.down_proj = nn.Linear(width, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def embedded(ids: Tensor, table: nn.Embedding) -> Tensor:
+    """The rows of a table for ids (B, N): (B, N, hidden)."""
+    try:
+        return table(ids)
+    except IndexError:
+        raise CallError(
+            f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
+            f"0 .. {table.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
+        ) from None
 
 
 def _places(positions: Any) -> NDArray[np.int64]:

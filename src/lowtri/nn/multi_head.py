@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowtri.engines.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.rotary import apply_rotary, rotary_tables
+from lowtri.nn.rotary import RopeScaling, apply_rotary, rotary_tables
 
 if TYPE_CHECKING:
     from lowtri.nn.state import Cache
@@ -46,7 +46,11 @@ class MultiHeadAttention(nn.Module):
         context_size: the size of a context's encodings, for cross-attention; default ``d_model``.
         mask: the module's own mask, or its text.
         rope_theta: the base of rotary embedding; None: no rotary embedding.
+        rope_scaling: slower turns for a longer context.
         bias: whether the four maps have biases.
+        out_bias: whether the last of them has one; default: as ``bias`` says.
+        qk_norm: what RMSNorm adds to the mean square, where queries and keys are normalised head by head before they turn
+            (Henry et al. 2020); None: they are not.
 
     Raises:
         CallError: if the sizes do not fit together.
@@ -62,12 +66,15 @@ class MultiHeadAttention(nn.Module):
         context_size: int | None = None,
         mask: Mask | str = "causal",
         rope_theta: float | None = None,
+        rope_scaling: RopeScaling | None = None,
         bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: float | None = None,
     ) -> None:
         super().__init__()
         self.d_model, self.num_heads = d_model, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.mask, self.rope_theta = as_mask(mask), rope_theta
+        self.mask, self.rope_theta, self.rope_scaling = as_mask(mask), rope_theta, rope_scaling
         if min(d_model, num_heads, self.num_kv_heads) < 1 or num_heads % self.num_kv_heads:
             raise CallError(
                 f"MultiHeadAttention: d_model {d_model}, num_heads {num_heads}, num_kv_heads {self.num_kv_heads}: "
@@ -89,7 +96,9 @@ class MultiHeadAttention(nn.Module):
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(source, width, bias=bias)
         self.v_proj = nn.Linear(source, width, bias=bias)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
+        self.q_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
+        self.k_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
 
     def forward(
         self,
@@ -146,11 +155,9 @@ class MultiHeadAttention(nn.Module):
             k_places = np.arange(context.shape[1]) if context_positions is None else context_positions
         elif cache is not None and positions is None:
             q_places = cache.next_positions(x.shape[1], layer)
-        if self.rope_theta is not None:
-            if rotary is None:
-                places = np.arange(x.shape[1]) if q_places is None else q_places
-                rotary = rotary_tables(places, self.head_dim, self.rope_theta, device=x.device)
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if rotary is None and self.rope_theta is not None:
+            rotary = self.tables(np.arange(x.shape[1]) if q_places is None else q_places, x.device)
+        q, k = self.compared(q, k, rotary)
         if cache is not None:
             k, v, k_places = cache.append(k, v, q_places, layer)
         found = attention(
@@ -159,6 +166,20 @@ class MultiHeadAttention(nn.Module):
         output, weights = found if return_weights else (found, None)
         output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
         return (output, weights) if return_weights else output
+
+    def tables(self, places: Any, device: Any = None) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables of places, (N,) or (B, N); None without rotary embedding."""
+        if self.rope_theta is None:
+            return None
+        return rotary_tables(places, self.head_dim, self.rope_theta, self.rope_scaling, device=device)
+
+    def compared(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys (..., H, N, D) as they are compared: normalised and turned, where the module does so."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is None or rotary is None:
+            return q, k
+        return apply_rotary(q, *rotary), apply_rotary(k, *rotary)
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(2, (count, self.head_dim)).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)

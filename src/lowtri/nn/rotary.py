@@ -6,6 +6,8 @@ A score then depends on how far apart two tokens stand, and on nothing else abou
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,76 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 
-__all__ = ["apply_rotary", "rotary_tables"]
+__all__ = ["RopeScaling", "apply_rotary", "rotary_speeds", "rotary_tables"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slower turns, for a context longer than the one a model began with.
+
+    Pairs that turn often within ``original`` places keep their speed; those that do not turn ``low_freq_factor`` times turn
+    ``factor`` times slower; between the two, speed is mixed in proportion. With both bounds infinite every pair is slower,
+    which is linear scaling.
+
+    >>> rotary_speeds(4, 256.0, RopeScaling(8.0)).tolist()
+    [0.125, 0.0078125]
+
+    Args:
+        factor: how many times slower, at least 1.
+        low_freq_factor, high_freq_factor: turns within ``original`` places, the first below the second.
+        original: the context, in tokens, that the model began with.
+
+    Raises:
+        CallError: if a number makes no sense.
+
+    Source: linear, Chen et al. 2023 (position interpolation); with bounds, Llama 3.1 (Grattafiori et al. 2024).
+    """
+
+    factor: float
+    low_freq_factor: float = float("inf")
+    high_freq_factor: float = float("inf")
+    original: int = 1
+
+    def __post_init__(self) -> None:
+        linear = self.low_freq_factor == self.high_freq_factor == float("inf")
+        if not (
+            self.factor >= 1 and self.original >= 1 and (linear or 0 < self.low_freq_factor < self.high_freq_factor)
+        ):
+            raise CallError(
+                f"RopeScaling: factor is {self.factor}, original {self.original}, and the bounds are "
+                f"{self.low_freq_factor} and {self.high_freq_factor}.\n"
+                "Fix: factor and original at least 1; the low bound above 0 and below the high one."
+            )
+
+    @property
+    def linear(self) -> bool:
+        """Whether every pair is slowed alike."""
+        return self.low_freq_factor == float("inf")
+
+    def slowed(self, speed: Tensor) -> Tensor:
+        """The speeds after scaling, (D/2,)."""
+        if self.linear:
+            return speed / self.factor
+        turns = self.original * speed / (2 * math.pi)  # of each pair within the original context
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - kept) * speed / self.factor + kept * speed
+
+
+def rotary_speeds(
+    size: int, theta: float, scaling: RopeScaling | None = None, *, device: torch.device | str | None = None
+) -> Tensor:
+    """By how much each pair turns from one place to the next, radians, float32 (D/2,)."""
+    speed = 1.0 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    return speed if scaling is None else scaling.slowed(speed)
 
 
 def rotary_tables(
-    positions: Any, size: int, theta: float = 10000.0, *, device: torch.device | str | None = None
+    positions: Any,
+    size: int,
+    theta: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the given places, made once and used by every layer.
 
@@ -32,6 +99,7 @@ def rotary_tables(
             other, and does no harm: nobody sees a pad.
         size: the head size D, an even number.
         theta: the base; pair ``i`` turns by ``position / theta ** (2i / D)``.
+        scaling: slower turns for some of the pairs.
 
     Returns:
         two float32 tensors, (N, D) or (B, 1, N, D), for :func:`apply_rotary`.
@@ -48,7 +116,7 @@ def rotary_tables(
         raise CallError(
             f"rotary: positions are {tuple(places.shape)} {places.dtype}; places are whole numbers (N,) or (B, N)."
         )
-    speed = 1.0 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)  # (D/2,)
+    speed = rotary_speeds(size, theta, scaling, device=device)  # (D/2,)
     angle = places.to(device=device, dtype=torch.float32)[..., None] * speed  # (..., N, D/2)
     if places.ndim == 2:
         angle = angle[:, None]  # one angle for all heads

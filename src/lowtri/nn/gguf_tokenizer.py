@@ -1,0 +1,136 @@
+"""The tokenizer that a GGUF file carries, as one of the ``tokenizers`` library.
+
+    tokenizer.ggml.model gpt2    byte-level BPE with its list of merges; tokenizer.ggml.pre says how a text is cut beforehand
+    tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, bytes for what the vocabulary lacks, merges by score
+
+The ways to cut are those that the models were published with, so the tokens are those that they were trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtri.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["tokenizer_of"]
+
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
+
+# How texts are cut before merging: contractions, words, numbers, marks, white space.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTS = {
+    "gpt-2": None,  # None: the cut that the library's ByteLevel makes by itself
+    "gpt2": None,
+    "smollm": None,
+    "qwen2": _WORDS + r"\p{N}" + _REST,
+    "llama-bpe": _WORDS + r"\p{N}{1,3}" + _REST,
+    "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
+}
+_DIGITS_ALONE = ("smollm",)
+_COMPOSED = ("qwen2",)  # texts are brought to NFC first
+
+
+def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
+    """The tokenizer, None if the file has none; and the content of tokenizer_config.json.
+
+    Raises:
+        DataError: for a kind of tokenizer, or a way to cut, that is not known here.
+    """
+    kind = fields.get("tokenizer.ggml.model", "none")
+    if kind == "none":
+        return None, {}
+    if kind not in ("gpt2", "llama"):
+        raise DataError(f"{path}: tokenizer.ggml.model {kind!r} came, lowtri reads gpt2 and llama")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens)
+    _add_special(tokenizer, tokens, fields.get("tokenizer.ggml.token_type", ()))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is not None and 0 <= index < len(tokens):
+            config[f"{ours}_token"] = tokens[index]
+    _begin(tokenizer, fields, config, default=kind == "llama")
+    return tokenizer, config
+
+
+def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    cut = fields.get("tokenizer.ggml.pre", "gpt-2")
+    if cut not in _CUTS:
+        raise DataError(f"{path}: tokenizer.ggml.pre {cut!r} came, lowtri knows {', '.join(_CUTS)}")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in ("llama-bpe", "llama3")))
+    pattern, level = _CUTS[cut], pre_tokenizers.ByteLevel
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut in _DIGITS_ALONE else []
+    if pattern is None:
+        steps.append(level(add_prefix_space=False))
+    else:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+        steps.append(level(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    if cut in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = fields["tokenizer.ggml.scores"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    model = models.BPE(
+        vocabulary,
+        _merges_by_score(vocabulary, scores),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        ([normalizers.Prepend("▁")] if prefixed else []) + [normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the two pieces whose joint token has the greatest score: as a list, the greatest first."""
+    found = []
+    for token, index in vocabulary.items():
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tokens that stand for themselves in a text; those that steer the model are not written out."""
+    from tokenizers import AddedToken
+
+    pairs = list(zip(tokens, kinds, strict=False))
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
+
+
+def _begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapping[str, Any], default: bool) -> None:
+    """A text begins with the begin token where the file says so."""
+    from tokenizers import processors
+
+    begin = config.get("bos_token")
+    if begin is not None and fields.get("tokenizer.ggml.add_bos_token", default):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+        )

@@ -1,0 +1,150 @@
+"""GPT-2: the decoder before Llama. Learned positions, LayerNorm and GELU stand where Llama has rotary turns, RMSNorm and SwiGLU.
+
+    ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm -> logits
+
+The attention is the one that every decoder here uses, so the masks, the caches, the audit and ``generate`` are the same.
+Source: Radford et al. 2019.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lowtri.masks import Mask
+from lowtri.nn.config import DecoderConfig
+from lowtri.nn.decoder import Decoder, embedded
+from lowtri.nn.multi_head import MultiHeadAttention
+
+if TYPE_CHECKING:
+    from lowtri.nn.state import Cache
+
+__all__ = ["GPT2", "GPT2Config", "from_conv1d", "to_conv1d"]
+
+
+class GPT2Config(DecoderConfig):
+    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is what its LayerNorm adds."""
+
+
+class GPT2(Decoder):
+    """GPT-2 as a :class:`Decoder`: the same calls, another body.
+
+    >>> import torch
+    >>> from lowtri.nn.gpt2 import GPT2, GPT2Config
+    >>> model = GPT2(GPT2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
+    >>> model(torch.tensor([[3, 1, 4, 1, 5]])).shape
+    torch.Size([1, 5, 50])
+    """
+
+    def _body(self, config: DecoderConfig) -> Any:
+        return _Body(config)
+
+
+class _Body(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, ids: Tensor, mask: Mask, places: NDArray[np.int64] | None, state: Cache | None) -> Tensor:
+        here = np.arange(ids.shape[1]) if places is None else np.maximum(places, 0)  # a pad's place is nobody's concern
+        x = embedded(ids, self.embed_tokens) + self.embed_positions(
+            torch.from_numpy(here).to(ids.device)
+        )  # (B, N, hidden)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, positions=places, cache=state, layer=index)
+        return self.norm(x)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            mask=config.mask,
+            bias=True,
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **options)
+        y = self.up_proj(self.post_attention_layernorm(x))
+        return x + self.down_proj(nn.functional.gelu(y, approximate="tanh"))
+
+
+# GPT-2's own file keeps its maps as (in, out), and the maps to queries, keys and values side by side in one.
+
+_NAMES = {
+    "wte": "embed_tokens",
+    "wpe": "embed_positions",
+    "ln_f": "norm",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "up_proj",
+    "mlp.c_proj": "down_proj",
+}
+_MAPS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a GPT-2 file, of old ones and new, under the names of :class:`GPT2`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, part, kind = _split(name.removeprefix("transformer."))
+        if part in ("attn", "attn.masked"):
+            continue  # old files keep the causal table as a weight
+        if part in _MAPS and kind == "weight" and tensor.ndim == 2:
+            tensor = tensor.T
+        if part == "attn.c_attn":
+            found |= {f"model.{layer}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
+        elif part in _NAMES:
+            found[f"model.{layer}{_NAMES[part]}.{kind}"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other way: tensors of :class:`GPT2` as its file names and lays them."""
+    own = {ours: theirs for theirs, ours in _NAMES.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("model."):
+            found[name] = tensor
+            continue
+        layer, part, kind = _split(name.removeprefix("model.").replace("layers.", "h."))
+        if part == _QKV[0]:
+            tensor = torch.cat([tensors[name.replace(_QKV[0], other)] for other in _QKV])
+            part = "attn.c_attn"
+        elif part in _QKV:
+            continue
+        else:
+            part = own[part]
+        found[f"transformer.{layer.replace('layers.', 'h.')}{part}.{kind}"] = (
+            tensor.T if part in _MAPS and kind == "weight" else tensor
+        )
+    return found
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """ "h.3.attn.c_attn.weight" -> ("layers.3.", "attn.c_attn", "weight")."""
+    match = re.fullmatch(r"(?:h\.(\d+)\.)?(?:(.+)\.)?(\w+)", name)
+    assert match is not None, name
+    layer, part, kind = match.groups()
+    return f"layers.{layer}." if layer is not None else "", part or "", kind

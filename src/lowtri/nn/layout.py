@@ -1,0 +1,216 @@
+"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read and written.
+
+    model_type  what it has besides Llama's decoder
+    llama       rotary turns slowed for long contexts (rope_scaling linear, llama3), biases
+    mistral     a window
+    qwen2       biases at queries, keys and values; a window
+    qwen3       queries and keys normalised; a window
+    smollm3     layers without rotary turns
+    gpt2        another body: :mod:`lowtri.nn.gpt2`
+
+A key that changes what is computed and that the Decoder cannot follow is refused by name. How a mask is written stands in
+:mod:`lowtri.nn.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lowtri.errors import DataError
+from lowtri.masks import as_mask, causal, window
+from lowtri.nn.config import DecoderConfig
+from lowtri.nn.gpt2 import GPT2Config
+from lowtri.nn.rotary import RopeScaling
+
+__all__ = ["KINDS", "from_json", "to_json"]
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
+
+# Keys that change the computation, with the values for which Decoder computes the same. Absent and null are fine.
+_MUST_BE: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
+    "quantization_config": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+_SIZES = {field.name for field in fields(DecoderConfig)}
+_OF_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_THETA = {"smollm3": 2e6}  # where a file says nothing
+
+
+def from_json(found: Mapping[str, Any], path: Path) -> DecoderConfig:
+    """What a decoder is built from, out of the content of a config.json.
+
+    Raises:
+        DataError: for another kind of model, or a key that asks for what the Decoder has not.
+    """
+    kind = found.get("model_type")
+    if kind not in KINDS:
+        raise DataError(f"{path}: model_type {kind!r} came, lowtri's Decoder reads {', '.join(KINDS)}")
+    for key, good in _MUST_BE.items():
+        value = found.get(key)
+        if value is not None and value not in good:
+            only = " or ".join(repr(one) for one in good) or "none"
+            raise DataError(f"{path}: {key} {value!r} came, lowtri's Decoder has {only} only")
+    sizes = {key: value for key, value in found.items() if key in _SIZES and value is not None}
+    sizes |= {
+        "eos_token_id": _ends(found.get("eos_token_id")),
+        "mask": found.get("lowtri_mask") or _mask_of(found, path),
+    }
+    if kind == "gpt2":
+        sizes |= {ours: found[theirs] for theirs, ours in _OF_GPT2.items() if found.get(theirs) is not None}
+        sizes.setdefault("tie_word_embeddings", True)
+        sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
+        sizes.setdefault("rms_norm_eps", 1e-5)
+        return GPT2Config(**sizes)
+    theta, scaling = _rotary_of(found, path)
+    biased = kind != "mistral" and bool(found.get("attention_bias"))
+    sizes |= {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_layers": _turning(found) if kind == "smollm3" else None,
+        "qkv_bias": biased or kind == "qwen2",
+        "o_bias": biased and kind != "qwen2",
+        "mlp_bias": kind in ("llama", "smollm3") and bool(found.get("mlp_bias")),
+        "qk_norm": kind == "qwen3",
+    }
+    sizes.setdefault("tie_word_embeddings", kind == "smollm3")
+    return DecoderConfig(**sizes)
+
+
+def to_json(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a config.json, which transformers reads where it has such a model; else model_type is lowtri's own."""
+    own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
+    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+    own["architectures"] = [architecture[own["model_type"]]]
+    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    shared += ["max_position_embeddings", "tie_word_embeddings"]
+    own |= {name: getattr(config, name) for name in shared}
+    if isinstance(config, GPT2Config):
+        theirs = {ours: theirs for theirs, ours in _OF_GPT2.items()}
+        own = {theirs.get(name, name): value for name, value in own.items()}
+        return {**own, "layer_norm_epsilon": config.rms_norm_eps, "activation_function": "gelu_new"}
+    own |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")}
+    own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
+    own["attention_bias"] = config.o_bias
+    if config.rope_layers is not None:
+        own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
+    n = _window_size(config)
+    if n is not None:
+        own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
+    return own
+
+
+def _kind_of(config: DecoderConfig) -> str:
+    """The model_type under which transformers computes the same."""
+    if isinstance(config, GPT2Config):
+        return "gpt2"
+    parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
+    windowed = _window_size(config) is not None
+    kinds = {
+        (False, False, False, False, False): "mistral" if windowed else "llama",
+        (False, False, True, False, False): "qwen2",
+        (True, False, False, False, False): "qwen3",
+        (True, False, True, True, False): "qwen3",
+    }
+    if parts in kinds:
+        return kinds[parts]
+    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
+        return "smollm3" if config.rope_layers is not None else "llama"
+    raise DataError(
+        "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
+        f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
+        f"mask {config.mask}, rope_layers {config.rope_layers}\n"
+        "Fix: qkv_bias and o_bias alike, without the rest."
+    )
+
+
+def _window_size(config: DecoderConfig) -> int | None:
+    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
+    mask = as_mask(config.mask)
+    found = re.search(r"window\((\d+)\)", repr(mask))
+    n = int(found.group(1)) if found else 0
+    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
+
+
+def _mask_of(found: Mapping[str, Any], path: Path) -> str:
+    """The mask of a file that names none: causal, with a window where every layer has it."""
+    kind, n = found["model_type"], found.get("sliding_window")
+    layers = found.get("num_hidden_layers", 0)
+    if kind not in ("mistral", "qwen2", "qwen3", "smollm3") or n is None:
+        return "causal"
+    if kind != "mistral":
+        if not found.get("use_sliding_window", False):
+            return "causal"
+        types = found.get("layer_types")
+        if types is None and kind == "smollm3":
+            types = ["full_attention" if turns else "sliding_attention" for turns in _turning(found)]
+        elif types is None:
+            least = found.get("max_window_layers", 28)
+            types = ["sliding_attention" if index >= least else "full_attention" for index in range(layers)]
+        if set(types) == {"full_attention"}:
+            return "causal"
+        if set(types) != {"sliding_attention"}:
+            raise DataError(f"{path}: layer_types differ from layer to layer, lowtri's Decoder has one mask for all")
+    return f"causal & window({n})"
+
+
+def _turning(found: Mapping[str, Any]) -> tuple[bool, ...]:
+    """For each layer of a SmolLM3 whether it has rotary turns: the file's no_rope_layers has 1 where it does."""
+    layers, every = found.get("num_hidden_layers", 0), found.get("no_rope_layer_interval", 4)
+    listed = found.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
+    return tuple(bool(one) for one in listed)[:layers]
+
+
+def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling, from the keys of transformers 5 (rope_parameters) or from those before it."""
+    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta") or found.get("rope_theta") or _THETA.get(found["model_type"], 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise DataError(
+            f"{path}: partial_rotary_factor {rope['partial_rotary_factor']} came, lowtri's Decoder has 1.0 only"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(rope["factor"])
+    if kind == "llama3":
+        began = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
+        return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], began)
+    raise DataError(f"{path}: rope_scaling of rope_type {kind!r} came, lowtri's Decoder has default, linear and llama3")
+
+
+def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.linear:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    began = {"original_max_position_embeddings": scaling.original}
+    return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}
+
+
+def _ends(came: Any) -> tuple[int, ...] | None:
+    if came is None:
+        return None
+    return (came,) if isinstance(came, int) else tuple(came)
