@@ -73,14 +73,14 @@ def _names(name: str, axes: str) -> tuple[str, ...]:
 
 def address(x: Any) -> int:
     """Where an array's first number lies."""
-    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr())
+    where: int = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
+    return where
 
 
 def steps(x: Any) -> tuple[int, ...]:
     """Strides in numbers."""
-    if isinstance(x, np.ndarray):
-        return tuple(step // x.itemsize for step in x.strides)
-    return tuple(x.stride())
+    moves: tuple[int, ...] = tuple(n // x.itemsize for n in x.strides) if isinstance(x, np.ndarray) else x.stride()
+    return moves
 
 
 @lru_cache(64)
@@ -98,7 +98,18 @@ class Table:
 
     def fill(self, names: tuple[str, ...], fields: Fields) -> None:
         """Write the fields in the kernel's order."""
-        values = dict.fromkeys(names, 0) | fields | {"self": self.address}
+        values = _zeros(names) | fields
+        values["self"] = self.address
         if len(values) != len(names):
             raise KeyError(f"the kernel has no fields {sorted(set(values) - set(names))}")
-        struct.pack_into(f"{len(names)}q", self._memory, 0, *values.values())
+        _layout(len(names)).pack_into(self._memory, 0, *values.values())
+
+
+@cache
+def _zeros(names: tuple[str, ...]) -> Fields:
+    return dict.fromkeys(names, 0)
+
+
+@cache
+def _layout(n: int) -> struct.Struct:
+    return struct.Struct(f"{n}q")

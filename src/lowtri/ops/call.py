@@ -173,7 +173,7 @@ def describe(
     if not 0 <= _number("dropout", dropout) <= 1:
         raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
     given = q_positions is not None or k_positions is not None
-    keys = np.arange(nk)[None] if k_positions is None else _check_positions("k_positions", k_positions, rows, nk)
+    keys = _counted(0, nk) if k_positions is None else _check_positions("k_positions", k_positions, rows, nk)
     start = max(nk - nq, 0)
     if q_positions is not None:
         places = _check_positions("q_positions", q_positions, rows, nq)
@@ -182,7 +182,7 @@ def describe(
     elif k_positions is not None and mask.asks_query:
         places = keys[:, start:]  # where the last nq keys stand, be they shifted, padded or a batch of both
     else:
-        places = np.arange(start, start + nq)[None]
+        places = _counted(start, start + nq)
     return Call(
         q=q,
         k=k,
@@ -224,7 +224,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
             raise CallError(
                 f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
             )
-    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
     problem = None
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         problem = "q and k differ in head size D, or it is 0: {}."
@@ -238,16 +238,16 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     elif not of_q[:-3] == of_k[:-3] == of_v[:-3]:
         problem = "the batch dimensions differ: {}. Fix: expand them to one size."
     if problem is not None:
-        raise CallError("attention: " + problem.format(f"q {of_q}, k {of_k}, v {of_v}"))
-    return rank, of_q[:-3]
+        raise CallError("attention: " + problem.format(f"q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}"))
+    return rank, tuple(of_q[:-3])
 
 
 def _check_kind(name: str, x: Any, q: Any) -> None:
     """x is of the same library as q, and on the same device."""
-    alike = type(x) is type(q) or isinstance(q, np.ndarray) == isinstance(x, np.ndarray)
-    if not alike or not (isinstance(x, np.ndarray) or _is_tensor(x)):
+    numpys = isinstance(q, np.ndarray)
+    if not (isinstance(x, np.ndarray) if numpys else type(x) is type(q) or _is_tensor(x)):
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
-    if not isinstance(q, np.ndarray) and x.device != q.device:
+    if not numpys and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
 
 
@@ -298,6 +298,20 @@ def _check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np
             "the place of each in the sequence, -1 where there is no token."
         )
     return np.atleast_2d(array).astype(np.int64, copy=False)
+
+
+def _counted(start: int, stop: int) -> NDArray[np.int64]:
+    """start .. stop - 1 as positions, (1, N): a view of one array that grows with the longest call."""
+    global _count
+    count = _count
+    if stop > count.shape[1]:
+        count = np.arange(2 * stop)[None]
+        count.setflags(write=False)
+        _count = count
+    return count[:, start:stop]
+
+
+_count = np.arange(0)[None]
 
 
 def _number(name: str, value: Any) -> float:
