@@ -5,6 +5,9 @@ transformers_masks  its mask functions (causal, sliding, chunked, packed, overla
 transformers_asked  what a mask function tells when it is not one of those known: asked pair by pair, and moved positions
 transformers_seen   a mask and its positions in the shape of a tensor, which is what models pass from layer to layer
 transformers_given  tables of pairs that somebody made by hand, as masks and biases
+ctranslate2         model files of CTranslate2, and Whisper from them into transformers
+checkpoints         weights that ship inside packages, found by name and checked
+glassllm            the weights of the package glassllm as a Decoder
 
 Nothing here is loaded before it is imported by name, and transformers itself not before it is used.
 """
