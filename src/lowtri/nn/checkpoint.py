@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def load(folder: str | Path) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
-    config = _read_config(folder / "config.json")
+    config = _with_ends(_read_config(folder / "config.json"), folder)
     tensors = _read_weights(folder)
     if isinstance(config, RecurrentConfig):
         recurrent = RecurrentLM.from_config(config).to(next(iter(tensors.values())).dtype)
@@ -149,6 +149,15 @@ def _read_config(path: Path) -> DecoderConfig | RecurrentConfig:
         raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise DataError(f"{path} does not describe a decoder: {error}") from None
+
+
+def _with_ends(config: DecoderConfig | RecurrentConfig, folder: Path) -> DecoderConfig | RecurrentConfig:
+    """What ends an answer of a model that was taught to chat stands in a file of its own, where it was taught later."""
+    beside = folder / "generation_config.json"
+    ends = read_json(beside).get("eos_token_id") if beside.exists() else None
+    if ends is None or isinstance(config, RecurrentConfig):
+        return config
+    return replace(config, eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends))
 
 
 def read_json(path: Path) -> Any:

@@ -3,7 +3,7 @@
 A GGUF file holds sizes, weights (mostly quantised) and the tokenizer in one. Its weights become float32 here, and the folder is
 read like any other: by :func:`lowtri.nn.checkpoint.load`, and by transformers. The package ``gguf`` knows the format's blocks.
 
-    general.architecture llama   also Mistral and SmolLM2; rows of queries and keys stand in another order, see ``_unpaired``
+    general.architecture llama   also Mistral and SmolLM2; rows of queries and keys stand in another order, see :func:`from_pairs`
     qwen2, qwen3, gpt2           as the folder has them
 
 Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md).
@@ -25,7 +25,7 @@ import numpy as np
 from lowtri.errors import DataError
 from lowtri.nn.gguf_names import config_of, tensor_name
 from lowtri.nn.gguf_tokenizer import tokenizer_of
-from lowtri.nn.rotary import RopeScaling, rotary_speeds
+from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_speeds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,7 +114,7 @@ def _convert(path: Path, folder: Path) -> None:
     for name, values in tensors.items():
         part = name.split(".")[2] if name.startswith("blk.") else name
         if kind == "llama" and part in heads:
-            values = _unpaired(values, heads[part])
+            values = from_pairs(values, heads[part])
         if kind == "gpt2" and values.ndim == 2 and name.startswith("blk."):
             values = values.T  # GPT-2's own file keeps its maps as (in, out)
         weights[tensor_name(name, kind, path)] = np.ascontiguousarray(values)
@@ -145,16 +145,6 @@ def _open(path: Path) -> tuple[Any, Any]:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _unpaired(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of a map to queries or keys, from neighbours that turn together to halves that do.
-
-    A llama file has entries 2i and 2i + 1 of a head side by side, since its programs turn those two; here entry i turns with
-    entry i + D/2. The order within a head changes nothing else, as queries and keys change alike.
-    """
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])  # (H, D/2, 2, ...)
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _scaling_of(slower: NDArray[np.float32], config: dict[str, Any], path: Path) -> dict[str, Any]:

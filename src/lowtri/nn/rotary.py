@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 
-__all__ = ["RopeScaling", "apply_rotary", "rotary_speeds", "rotary_tables"]
+__all__ = ["RopeScaling", "apply_rotary", "from_pairs", "rotary_speeds", "rotary_tables"]
 
 
 @dataclass(frozen=True)
@@ -129,3 +129,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # Rolled by half a head, entry i meets its partner i + D/2; the sign of each stands in the sines.
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def from_pairs(rows: Any, heads: int) -> Any:
+    """Rows of a map to queries or keys, from the layout in which neighbours turn together to the one in which halves do.
+
+    Where entries 2i and 2i + 1 of a head turn together, here entry i turns with entry i + D/2. The order within a head changes
+    nothing else, as queries and keys change alike.
+
+    >>> from_pairs(np.arange(8), heads=2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+
+    Args:
+        rows: (H * D, ...), a NumPy array or a tensor: weights or biases.
+        heads: how many heads, H.
+    """
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])  # (H, D/2, 2, ...)
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

