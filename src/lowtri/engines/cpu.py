@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.engines.launch import decode, forward, is_decoding
+from lowtri.engines.launch import decode, forward, in_pairs, is_decoding
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -45,7 +45,7 @@ def run(call: Call) -> Result:
         output, lse = Kernels.apply(call, call.q, call.k, call.v, call.bias, call.sinks)
         return Result(output, None, lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
-    if call.dtype != "float32" and not _in_pairs(call):
+    if call.dtype != "float32" and not in_pairs(q, k, v):
         q, k, v = _float32(q), _float32(k), _float32(v)
     kernel = decode if is_decoding(q, k, v) else forward
     output, lse = kernel(call, q, k, v, _float32(bias), _float32(sinks), call.return_lse)
@@ -78,18 +78,6 @@ def _trouble_with_tensors(call: Call) -> str | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func"
     return None
-
-
-def _in_pairs(call: Call) -> bool:
-    """Whether bf16 can be read in pairs: the CPU has the instruction, rows are packed, sizes whole vectors."""
-    if call.dtype != "bfloat16":
-        return False
-    from lowtri.kernels.target import BF16
-
-    q, k, v = call.q, call.k, call.v
-    sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
-    steps = all(x.stride(3) == 1 and all(step % 2 == 0 for step in x.stride()[:3]) for x in (q, k, v))
-    return BF16 and sizes and steps
 
 
 def _float32(x: Any) -> Any:

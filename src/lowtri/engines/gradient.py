@@ -13,12 +13,11 @@ __all__ = ["Kernels"]
 
 
 class Kernels(torch.autograd.Function):
-    """Output and log-sum-exp of a call, computed in float32; gradients by the kernel, once."""
+    """Output and log-sum-exp of a call; gradients by the kernel, once. What the kernels do not multiply goes in as float32."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
-        q, k, v, bias, sinks = (_float32(x) for x in inputs)
-        output, lse = launch.forward(call, q, k, v, bias, sinks, True)
+        output, lse = launch.forward(call, *_readable(*inputs), True)
         ctx.call = call
         ctx.save_for_backward(*inputs, output, lse)
         return output.to(call.q.dtype), lse
@@ -27,11 +26,10 @@ class Kernels(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor, d_lse: torch.Tensor) -> Any:
         *inputs, output, lse = ctx.saved_tensors
-        q, k, v, bias, sinks = (_float32(x) for x in inputs)
-        d_output = d_output.float()
+        q, k, v, bias, sinks = _readable(*inputs)
         nothing = lse == -torch.inf
-        delta = ((d_output * output).sum(-1) - d_lse).masked_fill(nothing, 0)
-        dq, dk, dv, d_bias = launch.backward(ctx.call, q, k, v, bias, lse, d_output, delta)
+        delta = ((d_output.float() * output.float()).sum(-1) - d_lse).masked_fill(nothing, 0)
+        dq, dk, dv, d_bias = launch.backward(ctx.call, q, k, v, bias, lse, d_output.to(q.dtype), delta)
         found = [d.to(x.dtype) for d, x in zip((dq, dk, dv), inputs, strict=False)]
         to_bias = None if d_bias is None else d_bias.to(inputs[3].dtype)
         to_sinks = None
@@ -39,6 +37,12 @@ class Kernels(torch.autograd.Function):
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
             to_sinks = -(share * delta).sum((0, 2)).to(inputs[4].dtype)
         return (None, *found, to_bias, to_sinks)
+
+
+def _readable(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, ...]:
+    """The inputs as the kernels read them: bf16 where it can be multiplied in pairs, float32 otherwise."""
+    q, k, v = (x.detach() if launch.in_pairs(q, k, v) else _float32(x) for x in (q, k, v))
+    return q, k, v, _float32(bias), _float32(sinks)
 
 
 def _float32(x: Any) -> Any:

@@ -19,7 +19,7 @@ from lowtri.engines.worth import FEW_QUERIES
 from lowtri.masks.mask import FULL
 from lowtri.ops.call import Call, dtype_name
 
-__all__ = ["backward", "decode", "forward", "is_decoding"]
+__all__ = ["backward", "decode", "forward", "in_pairs", "is_decoding"]
 
 
 def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
@@ -34,6 +34,20 @@ def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse:
     code = kernel.forward_half if _is_half(q) else kernel.forward
     _launch(code, kernel.FIELDS, fields, kernel.room(d, v.shape[3]), _threads(q))
     return output, lse
+
+
+def in_pairs(q: Any, k: Any, v: Any) -> bool:
+    """Whether bf16 can be read in pairs: the CPU has the instruction, rows are packed, sizes whole vectors."""
+    if not _is_half(q):
+        return False
+    from lowtri.kernels.target import BF16
+
+    sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
+    return BF16 and sizes and all(_even(x) for x in (q, k, v))
+
+
+def _even(x: Any) -> bool:
+    return bool(x.stride(3) == 1 and all(step % 2 == 0 for step in x.stride()[:3]))
 
 
 def is_decoding(q: Any, k: Any, v: Any) -> bool:
@@ -75,9 +89,11 @@ def _all_seen(call: Call) -> bool:
     """Whether every query sees every key, by one question about the box of positions around them."""
     if call.mask.batch:
         return False
-    q, k = call.q_positions, call.k_positions
     if not call.positions_given:
-        return bool(call.mask.tile(int(q[0, 0]), int(q[0, -1]) + 1, 0, k.shape[1]) == FULL)
+        nq, nk = call.q.shape[2], call.k.shape[2]
+        start = max(nk - nq, 0)
+        return call.mask.tile(start, start + nq, 0, nk) is FULL
+    q, k = call.q_positions, call.k_positions
     if q.min() < 0 or k.min() < 0:
         return False
     return bool(call.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)
@@ -90,16 +106,19 @@ def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: 
     found, threads = plan_of(call, _kernel("forward").KEYS), _threads(q)
     # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
     parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.plan.rows)
-    dq = _empty(q, (rows, heads, nq, d))
-    dk, dvalue = (q.new_zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
+    if _is_half(q) and not _even(d_output):
+        d_output = d_output.contiguous()
+    dq = lse.new_empty((rows, heads, nq, d))
+    dk, dvalue = (lse.new_zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
     fields = of_call(call, q, k, v, bias) | found.fields | strided("q", q) | strided("do", d_output)
     fields |= {"tasks": parts * rows * kv_heads, "parts": parts, "lse": address(lse), "delta": address(delta)}
     fields |= {"dq": address(dq), "dk": address(dk), "dvalue": address(dvalue)}
     d_bias = None
     if bias is not None and call.bias.requires_grad:
-        d_bias = q.new_zeros((parts, rows, heads, *bias.shape[2:]))
+        d_bias = lse.new_zeros((parts, rows, heads, *bias.shape[2:]))
         fields |= broadcast("dbias", d_bias, "pbhqk")
-    _launch(kernel.backward, kernel.FIELDS, fields, kernel.room(d, dv), threads)
+    code = kernel.backward_half if _is_half(q) else kernel.backward
+    _launch(code, kernel.FIELDS, fields, kernel.room(d, dv), threads)
     dk, dvalue = dk.sum(0)[..., :d] * call.scale, dvalue.sum(0)[..., :dv]
     return dq, dk, dvalue, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
 

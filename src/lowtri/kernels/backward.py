@@ -27,16 +27,22 @@ from lowtri.kernels.passes import (
     all_finite,
     cap,
     fill,
+    halve_rows,
     mix_broken,
+    number,
+    numbers,
+    pair_rows,
+    pair_values,
     seen_range,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import product, product_add
+from lowtri.kernels.product import product, product_add, product_pairs, product_pairs_add
 from lowtri.kernels.simd import (
     bits_float,
     fetch_add,
+    fma,
     load,
     mul,
     only,
@@ -47,10 +53,11 @@ from lowtri.kernels.simd import (
     splat,
     store,
     sub,
+    where_finite,
     write,
 )
 
-__all__ = ["FIELDS", "backward", "padded", "room"]
+__all__ = ["FIELDS", "backward", "backward_half", "padded", "room"]
 
 # The descriptor: addresses, sizes, and strides in floats, all int64. dk and dv are (parts, B, Hkv, Nk, padded size), packed.
 FIELDS = (
@@ -83,36 +90,46 @@ def padded(size: int) -> int:
 def room(d: int, dv: int) -> int:
     """Bytes that one thread works in."""
     turned = ROW * (2 * d + dv + 3 * KEYS + 2)
-    return turned + 4 * (QUERIES + KEYS) * (padded(d) + padded(dv))
+    rows = (4 + 4 + 2) * QUERIES * (padded(d) + padded(dv))  # as they come, clean, and in pairs
+    return turned + rows + 4 * (KEYS + 1) * padded(d)
 
 
 @inner
-def rows_in(source, row_step, step, n, size, lse, target, row):
-    """n rows of ``size`` floats, packed to rows of ``row`` with 0 at the end; a query that sees nothing comes in as 0.
+def rows_in(source, row_step, step, n, size, lse, target, row, half):
+    """n rows of ``size`` numbers, packed to rows of ``row`` floats with 0 at the end; a query that sees nothing comes in as 0.
 
     Returns whether every number that came in is finite.
     """
-    finite = True
+    finite, wide = True, 4 if half is None else 2
     for i in range(n):
-        sees = read(lse + 4 * i) != -np.inf
-        for d in range(row):
-            x = np.float32(0.0)
-            if sees and d < size:
-                x = read(source + 4 * (i * row_step + d * step))
+        from_row, to = source + wide * i * row_step, target + 4 * i * row
+        if read(lse + 4 * i) == -np.inf:
+            fill(to, row, np.float32(0.0))
+        elif step == 1 and size == row:
+            for d in range(0, size, 16):
+                x = numbers(from_row + wide * d, half)
+                finite = finite and where_finite(x)
+                store(to + 4 * d, x)
+        else:
+            for d in range(row):
+                x = number(from_row + wide * d * step, half) if d < size else np.float32(0.0)
                 finite = finite and np.isfinite(x)
-            write(target + 4 * (i * row + d), x)
+                write(to + 4 * d, x)
     return finite
 
 
 @inner
-def weigh(scores, moves, words, keys, lse, delta):
-    """Scores become weights, and dP becomes moves = weights * (dP - delta); 0 at hidden pairs, whatever stood there."""
-    zero = splat(np.float32(0.0))
+def weigh(scores, moves, unit, words, keys, lse, delta):
+    """Scores become weights, and dP becomes moves = weights * (dP - delta); 0 at hidden pairs, whatever stood there.
+
+    ``unit`` brings scores to units of log 2, where the log-sum-exp already is.
+    """
+    zero, unit = splat(np.float32(0.0)), splat(unit)
     for j in range(keys):
         word = read_word(words + 8 * j) if words else ALL
         for lane in range(0, ROW, 64):
             place, to = scores + ROW * j + lane, moves + ROW * j + lane
-            weight = exp2(sub(load(place), load(lse + lane)))
+            weight = exp2(fma(load(place), unit, sub(zero, load(lse + lane))))
             move = mul(weight, sub(load(to), load(delta + lane)))
             if word != ALL:
                 weight = only(word, np.uint64(lane // 4), weight, zero)
@@ -175,19 +192,28 @@ def spread_broken(weights, words, keys, source, n, size, target):
 
 
 @inner
-def keys_finite(keys, k_n, k_d, count, size):
+def keys_finite(keys, k_n, k_d, count, size, half):
     """Whether all numbers of ``count`` key rows are finite."""
+    wide, good = 4 if half is None else 2, True
     for j in range(count):
-        for d in range(size):
-            if not np.isfinite(read(keys + 4 * (j * k_n + d * k_d))):
-                return False
-    return True
+        row = keys + wide * j * k_n
+        if k_d == 1 and size % 16 == 0:
+            for d in range(0, size, 16):
+                good = good and where_finite(numbers(row + wide * d, half))
+        else:
+            for d in range(size):
+                good = good and np.isfinite(number(row + wide * d * k_d, half))
+    return good
 
 
 @inlined
-def backward_tile(t, here, part, b, h, r):
-    """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
-    d, dv, nk, kv = t[D], t[DV], t[NK], h // t[GROUP]
+def backward_tile(t, here, part, b, h, r, half):
+    """One tile of queries: its dQ, and what it adds to dK, dV and d bias.
+
+    ``half`` is None for float32 and 1 for bf16, and known when the kernel is compiled. bf16 is multiplied in pairs: neighbours of a
+    head for scores and dP, neighbouring queries for dV and dK, neighbouring keys for dQ.
+    """
+    d, dv, nk, kv, wide = t[D], t[DV], t[NK], h // t[GROUP], 4 if half is None else 2
     d_row, dv_row = -(-d // 16) * 16, -(-dv // 16) * 16
     queries = here
     d_out = queries + ROW * d
@@ -200,17 +226,27 @@ def backward_tile(t, here, part, b, h, r):
     q_rows = delta + ROW
     do_rows = q_rows + 4 * QUERIES * d_row
     clean_q = do_rows + 4 * QUERIES * dv_row
-    clean_do = clean_q + 4 * max(KEYS, QUERIES) * d_row
+    clean_do = clean_q + 4 * QUERIES * d_row
+    clean_k = clean_do + 4 * QUERIES * dv_row
+    q_pairs = clean_k + 4 * KEYS * d_row
+    do_pairs = q_pairs + 2 * QUERIES * d_row
+    zeros = do_pairs + 2 * QUERIES * dv_row
     n = min(QUERIES, t[NQ] - r * QUERIES)
     scale, softcap = np.float32(bits_float(t[SCALE])), np.float32(bits_float(t[SOFTCAP]))
     line = (b * t[HEADS] + h) * t[NQ] + r * QUERIES
-    from_q = t[Q] + 4 * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N])
-    from_do = t[DO] + 4 * (b * t[DO_B] + h * t[DO_H] + r * QUERIES * t[DO_N])
-    finite = rows_in(from_q, t[Q_N], t[Q_D], n, d, t[LSE] + 4 * line, q_rows, d_row)
-    finite = rows_in(from_do, t[DO_N], t[DO_D], n, dv, t[LSE] + 4 * line, do_rows, dv_row) and finite
-    turn_in(q_rows, d_row, 1, n, d, queries)
-    turn_in(do_rows, dv_row, 1, n, dv, d_out)
-    times(queries, QUERIES * d, scale * LOG2E)
+    from_q = t[Q] + wide * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N])
+    from_do = t[DO] + wide * (b * t[DO_B] + h * t[DO_H] + r * QUERIES * t[DO_N])
+    finite = rows_in(from_q, t[Q_N], t[Q_D], n, d, t[LSE] + 4 * line, q_rows, d_row, half)
+    finite = rows_in(from_do, t[DO_N], t[DO_D], n, dv, t[LSE] + 4 * line, do_rows, dv_row, half) and finite
+    if half is None:
+        turn_in(q_rows, d_row, 1, n, d, queries)
+        turn_in(do_rows, dv_row, 1, n, dv, d_out)
+    else:
+        turn_in(from_q, t[Q_N] // 2, 1, n, d // 2, queries)
+        turn_in(from_do, t[DO_N] // 2, 1, n, dv // 2, d_out)
+        pair_rows(q_rows, n, d, q_pairs)
+        pair_rows(do_rows, n, dv, do_pairs)
+        fill(zeros, d, np.float32(0.0))
     for i in range(QUERIES):
         # A query that sees nothing, and a lane without one, give weights of 0: 2 ** (0 - inf).
         shift, share = np.float32(np.inf), np.float32(0.0)
@@ -232,17 +268,26 @@ def backward_tile(t, here, part, b, h, r):
                 begin, end = seen_range(words, end)
                 words += 8 * begin
             keys, key0 = end - begin, tile * KEYS + begin
-            from_k = t[K] + 4 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
-            from_v = t[V] + 4 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-            product(from_k, t[K_N], t[K_D], queries, scores, keys, d)
+            k_n, k_d = t[K_N], t[K_D]
+            from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
+            from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
+            if half is None:
+                product(from_k, k_n, k_d, queries, scores, keys, d)
+                product(from_v, t[V_N], t[V_D], d_out, moves, keys, dv)
+            else:
+                product_pairs(from_k, k_n // 2, 1, queries, scores, keys, d // 2)
+                product_pairs(from_v, t[V_N] // 2, 1, d_out, moves, keys, dv // 2)
+            unit = scale * LOG2E
+            if softcap > 0 or t[BIAS]:  # these work on scaled scores
+                times(scores, QUERIES * keys, unit)
+                unit = np.float32(1.0)
             if softcap > 0:
                 cap(scores, keys, softcap)
                 keep_slope(scores, slopes, keys, softcap)
             if t[BIAS]:
                 start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
                 add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
-            product(from_v, t[V_N], t[V_D], d_out, moves, keys, dv)
-            weigh(scores, moves, words, keys, lse, delta)
+            weigh(scores, moves, unit, words, keys, lse, delta)
             if t[DBIAS]:
                 start = (
                     part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
@@ -253,26 +298,43 @@ def backward_tile(t, here, part, b, h, r):
             to_dk = t[DK] + 4 * (head_row + key0) * d_row
             to_dv = t[DVALUE] + 4 * (head_row + key0) * dv_row
             some_q, some_do = q_rows, do_rows
-            if words and not finite:  # a row of Q or dO is not finite, and some keys are hidden from it
+            if half is not None:
+                some_q, some_do = q_pairs, do_pairs
+            broken = words != 0 and not (finite and keys_finite(from_k, k_n, k_d, keys, d, half))
+            if (
+                broken
+            ):  # a row of Q, dO or K is not finite, and some pairs are hidden: it reaches those that see it, row by row
                 spread_broken(scores, words, keys, do_rows, n, dv_row, to_dv)
                 spread_broken(moves, words, keys, q_rows, n, d_row, to_dk)
                 clean_rows(q_rows, n, d_row, clean_q)
                 clean_rows(do_rows, n, dv_row, clean_do)
+                mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_k, half)
                 some_q, some_do = clean_q, clean_do
-            product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, keys, n, dv_row)
-            product_add(moves, QUERIES, 1, some_q, d_row, to_dk, keys, n, d_row)
-            k_n, k_d = t[K_N], t[K_D]
-            if words and not keys_finite(from_k, k_n, k_d, keys, d):
-                mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_q, None)
-                from_k, k_d, k_n = clean_q, 1, d
-            product_add(from_k, k_d, k_n, moves, QUERIES, dq, d, keys, QUERIES)
+                if half is not None:
+                    pair_rows(clean_q, n, d, clean_q)
+                    pair_rows(clean_do, n, dv, clean_do)
+                    pair_rows(clean_k, keys, d, clean_k)
+                from_k, k_n, k_d = clean_k, d, 1
+            elif half is not None:
+                pair_values(from_k, k_n, keys, d, zeros, clean_k)
+            if half is None:
+                product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, keys, n, dv_row)
+                product_add(moves, QUERIES, 1, some_q, d_row, to_dk, keys, n, d_row)
+                product_add(from_k, k_d, k_n, moves, QUERIES, dq, d, keys, QUERIES)
+            else:
+                pair_rows(moves, keys, QUERIES, slopes)
+                halve_rows(scores, keys)
+                halve_rows(moves, keys)
+                product_pairs_add(scores, QUERIES, 1, some_do, dv, to_dv, keys, (n + 1) // 2, dv)
+                product_pairs_add(moves, QUERIES, 1, some_q, d, to_dk, keys, (n + 1) // 2, d)
+                product_pairs_add(clean_k, 1, d, slopes, QUERIES, dq, d, (keys + 1) // 2, QUERIES)
     times(dq, QUERIES * d, scale)
     turn_out(dq, n, d, t[DQ] + 4 * line * d, d)
 
 
-def backward(descriptor):
+@inlined
+def take_tasks(t, half):
     """Take tasks until none is left."""
-    t = descriptor
     here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
     kv_heads = t[HEADS] // t[GROUP]
     while True:
@@ -283,4 +345,14 @@ def backward(descriptor):
         b, kv = head // kv_heads, head % kv_heads
         for h in range(kv * t[GROUP], (kv + 1) * t[GROUP]):
             for r in range(part, t[PLAN_ROWS], t[PARTS]):
-                backward_tile(t, here, part, b, h, r)
+                backward_tile(t, here, part, b, h, r, half)
+
+
+def backward(descriptor):
+    """The kernel for float32."""
+    take_tasks(descriptor, None)
+
+
+def backward_half(descriptor):
+    """The kernel for bf16, where the CPU multiplies pairs of them; sums, and what it gives back, are float32."""
+    take_tasks(descriptor, 1)

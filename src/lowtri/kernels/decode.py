@@ -16,7 +16,7 @@ from lowtri.kernels.halves import store_halves
 from lowtri.kernels.inner import inlined, inner
 from lowtri.kernels.lanes import dots, dots_pairs, greatest_lane, sum_lanes
 from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, number, pair_values, times
-from lowtri.kernels.product import product_add, product_rows_pairs
+from lowtri.kernels.product import product_add, product_pairs_add
 from lowtri.kernels.simd import (
     bits_float,
     fetch_add,
@@ -178,7 +178,7 @@ def attend_part(t, here, b, kv, part, careful, half):
                 store_halves(pairs + 2 * at, load(scores + 4 * at))
                 store_halves(pairs + 2 * at + 32, load(scores + 4 * at + 64))
             pair_values(from_v, t[V_N], keys, dv, zeros, values)
-            product_rows_pairs(pairs, KEYS // 2, values, output, rows, (keys + 1) // 2, dv)
+            product_pairs_add(pairs, KEYS // 2, 1, values, dv, output, rows, (keys + 1) // 2, dv)
     return output, rows * dv
 
 

@@ -29,8 +29,8 @@ from lowtri.kernels.passes import (
     fill,
     halves_out,
     mix_broken,
+    pair_rows,
     pair_values,
-    pair_weights,
     seen_range,
     times,
     turn_in,
@@ -151,13 +151,14 @@ def attend_tile(t, here, b, h, r, careful, half):
                     mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
                     at, v_n, v_d = clean, dv, 1
                 product_add(at, v_d, v_n, scores, QUERIES, output, dv, keys, QUERIES)
-            elif careful:
-                mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
-                product_add(clean, 1, dv, scores, QUERIES, output, dv, keys, QUERIES)
             else:
-                pair_weights(scores, keys, pairs)
-                pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
-                product_pairs_add(clean, 1, dv, pairs, output, dv, (keys + 1) // 2)
+                if careful:
+                    mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
+                    pair_rows(clean, keys, dv, clean)
+                else:
+                    pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
+                pair_rows(scores, keys, QUERIES, pairs)
+                product_pairs_add(clean, 1, dv, pairs, QUERIES, output, dv, (keys + 1) // 2, QUERIES)
     return output, m, l, n
 
 

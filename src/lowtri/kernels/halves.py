@@ -16,6 +16,7 @@ from lowtri.kernels.target import LANES
 
 __all__ = [
     "fused_pairs",
+    "load_halves",
     "pair",
     "pair_up",
     "read_half",
@@ -70,6 +71,17 @@ def pair_up(typing, low, high):
         return _zipped(b, *(b.load(at(b, address, HALVES), align=2) for address in a))
 
     return vector(types.intp, types.intp), emit
+
+
+@intrinsic
+def load_halves(typing, address):
+    """16 bf16 from memory, as floats."""
+
+    def emit(c, b, s, a):
+        words = b.zext(b.load(at(b, a[0], HALVES), align=2), INTS)
+        return b.bitcast(b.shl(words, ir.Constant(INTS, [16] * LANES)), VECTOR)
+
+    return vector(types.intp), emit
 
 
 @intrinsic

@@ -6,11 +6,13 @@ a kernel takes to compile. Nothing here allocates, so nothing is counted; and a 
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
 __all__ = ["ALONE", "inner", "inlined"]
 
-ALONE = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
+ALONE: dict[str, Any] = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
 
 inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **ALONE)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.exponent import exp2_less_1
-from lowtri.kernels.halves import pair, pair_up, read_half, store_halves
+from lowtri.kernels.halves import load_halves, pair, pair_up, read_half, store_halves
 from lowtri.kernels.inner import inner
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import above_or, add, div, load, mul, only, read, read_word, splat, store, where_finite, write
@@ -23,11 +23,13 @@ __all__ = [
     "all_finite",
     "cap",
     "fill",
+    "halve_rows",
     "halves_out",
     "mix_broken",
     "number",
+    "numbers",
+    "pair_rows",
     "pair_values",
-    "pair_weights",
     "seen_range",
     "times",
     "turn_in",
@@ -134,6 +136,14 @@ def number(address, half):
 
 
 @inner
+def numbers(address, half):
+    """16 numbers that lie side by side, as floats."""
+    if half is None:
+        return load(address)
+    return load_halves(address)
+
+
+@inner
 def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean, half):
     """Output += weights x values for those rows of values that are not finite: they reach the queries that see them only.
 
@@ -160,13 +170,21 @@ def mix_broken(values, v_n, v_d, weights, words, keys, output, dv, clean, half):
 
 
 @inner
-def pair_weights(weights, keys, pairs):
-    """Weights (keys, 64) as pairs of bf16 (keys / 2, 64): neighbouring keys side by side, an odd last one beside 0."""
+def pair_rows(rows, n, size, pairs):
+    """Packed rows of floats (n, size) as pairs of bf16 (n / 2, size): neighbouring rows side by side, an odd last one beside 0."""
     zero = splat(np.float32(0.0))
-    for j in range(0, keys, 2):
-        for lane in range(0, ROW, 64):
-            place = weights + ROW * j + lane
-            store(pairs + ROW * (j // 2) + lane, pair(load(place), load(place + ROW) if j + 1 < keys else zero))
+    for j in range(0, n, 2):
+        for at in range(0, 4 * size, 64):
+            place = rows + 4 * size * j + at
+            store(pairs + 2 * size * j + at, pair(load(place), load(place + 4 * size) if j + 1 < n else zero))
+
+
+@inner
+def halve_rows(rows, n):
+    """Rows of 64 floats, rounded to bf16 where they stand: neighbours become pairs, in the first half of each row."""
+    for j in range(n):
+        for lane in range(0, QUERIES, 16):
+            store_halves(rows + ROW * j + 2 * lane, load(rows + ROW * j + 4 * lane))
 
 
 @inner

@@ -19,7 +19,7 @@ from lowtri.kernels.inner import inner
 from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused
 from lowtri.kernels.target import LANES, ROWS, VECTORS
 
-__all__ = ["product", "product_add", "product_pairs", "product_pairs_add", "product_rows_pairs"]
+__all__ = ["product", "product_add", "product_pairs", "product_pairs_add"]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
@@ -138,26 +138,16 @@ def product_pairs(a, row_step, depth_step, b, c, rows, depth):
 
 
 @inner
-def product_pairs_add(a, row_step, depth_step, b, c, rows, depth):
-    """C += A B, as :func:`product_pairs`."""
-    for j in range(0, COLUMNS, WIDTH):
-        for r in range(0, rows, ROWS):
-            last = min(ROWS, rows - r) - 1
-            at = c + 4 * (r * COLUMNS + j)
-            _pairs_add(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
-
-
-@inner
-def product_rows_pairs(a, a_row, b, c, rows, depth, columns):
-    """C += A B for ``columns`` columns, a multiple of 16; A (rows, depth) and B (depth, columns) are pairs of bf16, B and C packed."""
+def product_pairs_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
+    """C += A B as :func:`product_add`, where each number of A and B is a pair of bf16."""
     for r in range(0, rows, ROWS):
         last = min(ROWS, rows - r) - 1
-        from_a, j = a + 4 * r * a_row, 0
+        from_a, j = a + 4 * r * row_step, 0
         while j + WIDTH <= columns:
             at = c + 4 * (r * columns + j)
-            _pairs_add(from_a, a_row, 1, b + 4 * j, columns, at, columns, depth, last)
+            _pairs_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
             j += WIDTH
         while j < columns:
             at = c + 4 * (r * columns + j)
-            _pairs_narrow_add(from_a, a_row, 1, b + 4 * j, columns, at, columns, depth, last)
+            _pairs_narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
             j += LANES

@@ -1,0 +1,132 @@
+"""The gradients of the kernels against the formula in float64, on head sizes that bf16 multiplies in pairs.
+
+The bound is the plain formula's own error in the same dtype: twice that, and a few units of rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+NAN, INF = float("nan"), float("inf")
+
+MASKS = {
+    "causal": "causal",
+    "window": "causal & window(17)",
+    "sinks and window": "causal & (window(9) | first(3))",
+    "documents": lowtri.causal() & lowtri.documents(lengths=[40, 1, 99, 60]),
+    "rows that see nothing": lowtri.causal() & lowtri.keys(lengths=[0]) | lowtri.window(3) & lowtri.chunks(50),
+    "by head": lowtri.heads([lowtri.causal(), lowtri.full(), lowtri.window(5), lowtri.mask("~causal")]),
+    "full": "full",
+}
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "scale below 0": {"scale": -0.2},
+    "bias": {"bias": (1, 1)},
+    "bias of heads, softcap, sinks": {"bias": (1, 4), "softcap": 5.0, "sinks": True},
+}
+
+
+def inputs(n: int, d: int, dv: int, seed: int = 0, rows: int = 1) -> list[torch.Tensor]:
+    """q (B, 4, N, D), k and v (B, 2, N, D), and the gradient of the output, in bf16's numbers, so that no cast rounds."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((4, d), (2, d), (2, dv), (4, dv))
+    return [torch.randn(rows, heads, n, size, generator=generator).bfloat16() for heads, size in shapes]
+
+
+def gradients(tensors, mask, options, dtype, engine) -> list[torch.Tensor]:
+    """The output and the gradient of every input that floats, float64."""
+    *qkv, d_output = (x.to(dtype).detach() for x in tensors)
+    options = dict(options)
+    n, generator = qkv[0].shape[2], torch.Generator().manual_seed(9)
+    if "bias" in options:
+        options["bias"] = torch.randn(*options["bias"], n, n, generator=generator).to(torch.float32)
+    if "sinks" in options:
+        options["sinks"] = torch.randn(4, generator=generator)
+    if dtype == torch.float64:
+        options = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    wanted = [*qkv, *(x for x in options.values() if isinstance(x, torch.Tensor))]
+    for x in wanted:
+        x.requires_grad_()
+    output = lowtri.attention(*qkv, mask, engine=engine, **options)
+    return [x.detach().double() for x in (output, *torch.autograd.grad(output, wanted, d_output))]
+
+
+def compare(tensors, mask, options, name) -> None:
+    exact = gradients(tensors, mask, options, torch.float64, "formula")
+    plain = gradients(tensors, mask, options, DTYPES[name], "formula")
+    found = gradients(tensors, mask, options, DTYPES[name], "cpu")
+    for number, (right, usual, ours) in enumerate(zip(exact, plain, found, strict=True)):
+        great = max(1.0, float(right.abs().max()))
+        allowed = 2 * float((usual - right).abs().max()) + 4 * EPS[name] * great
+        worst = float((ours - right).abs().max())
+        assert worst <= allowed, (number, worst, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_every_mask_with_every_option(mask, options, dtype) -> None:
+    compare(inputs(200, 32, 48), MASKS[mask], OPTIONS[options], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (80, 32), (96, 112), (128, 128), (192, 16), (100, 36), (1, 5)])
+def test_gradients_of_every_head_size(sizes, dtype) -> None:
+    compare(inputs(131, *sizes), "causal & window(90)", {}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_inputs_that_lie_apart(dtype) -> None:
+    """Heads last and neighbours apart, as projections leave them, and a gradient that is one number everywhere."""
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(97, 32, 32, rows=2)]
+    tensors[3] = torch.ones(()).bfloat16().expand(tensors[3].shape)
+    compare(tensors, "causal", {}, dtype)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["causal", "causal & window(7)", "full"])
+def test_gradients_of_every_length(mask, dtype) -> None:
+    for n in range(1, 131):
+        compare(inputs(n, 32, 32, seed=n), mask, {}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", ["k", "v", "q", "d_output"])
+def test_what_is_hidden_leaves_no_trace_in_gradients(where, value, dtype) -> None:
+    """Two documents; one number of the second is broken: the first document's gradients are bit for bit those without it."""
+    mask = lowtri.causal() & lowtri.documents(lengths=[70, 60])
+    good = inputs(130, 32, 32)
+    bad = [x.clone() for x in good]
+    bad["qkv".find(where) if where != "d_output" else 3][0, 0, 100, 5] = value
+    kind = DTYPES[dtype]
+    before, after = (gradients(x, mask, {}, kind, "cpu") for x in (good, bad))
+    for right, found in zip(before, after, strict=True):
+        assert torch.equal(right[:, :, :70], found[:, :, :70])
+        assert torch.equal(right[:, 2:], found[:, 2:]) if right.shape[1] == 4 else torch.equal(right[:, 1], found[:, 1])
+    assert not all(torch.isfinite(x).all() for x in after), "what is visible must come out"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_sees_nothing_takes_no_part_even_when_it_is_broken(dtype) -> None:
+    mask = lowtri.causal() & lowtri.keys(np.arange(130) >= 66)
+    good = inputs(130, 32, 32)
+    bad = [x.clone() for x in good]
+    bad[0][:, :, 3], bad[3][:, :, 64] = NAN, INF
+    before, after = (gradients(x, mask, {}, DTYPES[dtype], "cpu") for x in (good, bad))
+    assert all(torch.equal(right, found) for right, found in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_repeat_bit_for_bit(dtype) -> None:
+    tensors = inputs(300, 64, 64)
+    first, second = (gradients(tensors, "causal", {}, DTYPES[dtype], "cpu") for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
