@@ -5,6 +5,8 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowtri")
 
+``register()`` is enough where the model asks the attention interface, as most do; ``switch(model)`` makes sure of it.
+
 transformers asks two things of an attention implementation: to make the mask of a forward from a mask function, which
 :mod:`~lowtri.integrations.transformers_masks` does, and to attend under it in every layer, which stands here. Between the two
 the mask travels as a tensor that holds no table (:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read
@@ -26,7 +28,7 @@ from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_seen import Seen
 from lowtri.masks.atoms import causal, full
 
-__all__ = ["attend", "register"]
+__all__ = ["attend", "register", "switch"]
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -74,6 +76,42 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
         )
     AttentionInterface.register(name, torch.compiler.disable(partial(attend, engine=engine)))
     AttentionMaskInterface.register(name, make_mask)
+
+
+def switch(model: Any, name: str = "lowtri") -> Any:
+    """Switch a model over, and make sure that its attention is reached; transformers itself does not make sure.
+
+    >>> import transformers
+    >>> size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    >>> model = switch(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=99, intermediate_size=64, **size)))
+    >>> model.config._attn_implementation
+    'lowtri'
+
+    Args:
+        model: a model of transformers, switched in place.
+        name: as registered; "lowtri" is registered where it is not yet.
+
+    Returns:
+        the model.
+
+    Raises:
+        EngineError: if the model, or a part of it, has attention code that asks no attention interface.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    if name not in AttentionInterface().valid_keys():
+        if name != "lowtri":
+            raise EngineError(f'switch: "{name}" is not registered. Fix: register("{name}").')
+        register()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    closed = sorted({type(part).__name__ for part in parts if not part._can_set_attn_implementation()})
+    if closed or not parts:
+        raise EngineError(
+            f"switch: {', '.join(closed) or type(model).__name__} has attention code of its own and asks no attention interface, "
+            f'so "{name}" would never be called.\nFix: keep attn_implementation="eager" or "sdpa" for it.'
+        )
+    model.set_attn_implementation(name)
+    return model
 
 
 def attend(

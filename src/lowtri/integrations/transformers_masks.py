@@ -9,7 +9,7 @@ is not recognised is asked pair by pair where a tile needs it (:class:`~lowtri.i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ from lowtri.masks.mask import EMPTY, END, Mask
 
 __all__ = ["make_mask", "read_function"]
 
+# Models that set numbers of their own beside the mask, in the dtype that it has: they get the numbers that eager gets.
+_WANT_NUMBERS = ("deepseek_v4",)
+
 
 def make_mask(
     batch_size: int,
@@ -38,6 +41,8 @@ def make_mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **options: Any,
 ) -> Tensor:
     """What transformers' mask interface asks for: who sees whom, as a tensor (B, 1, Nq, Nk) that holds no table.
@@ -48,26 +53,18 @@ def make_mask(
         mask_function: ``fn(batch, head, query, key)``, True = may see; causal where none is given.
         attention_mask: (B, N) bools, True = a token and not padding, by place.
         use_vmap: whether the function may not be written for arrays of indices.
-        device: where the model's tensors are.
-        options: what other implementations need (dtype, config, and when a mask may be left out: here it never is).
+        device, dtype: of the model's tensors.
+        config: the model's.
+        options: when a mask may be left out: here it never is.
     """
-    if torch.compiler.is_compiling():  # a graph cannot hold a mask: it holds the table
-        from transformers.masking_utils import causal_mask_function, sdpa_mask
+    numbers = getattr(config, "model_type", None) in _WANT_NUMBERS
+    if numbers or torch.compiler.is_compiling():  # a graph cannot hold a mask either: it holds the table
+        from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-        table = sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            causal_mask_function if mask_function is None else mask_function,
-            attention_mask,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-        assert table is not None  # without the two skips it never is
-        return table
+        make: Any = partial(eager_mask, dtype=dtype) if numbers else partial(sdpa_mask, allow_is_causal_skip=False)
+        function = causal_mask_function if mask_function is None else mask_function
+        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return make(*sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
     mask = causal() if mask_function is None else read_function(mask_function, batch_size, use_vmap, str(device))
     if attention_mask is not None:

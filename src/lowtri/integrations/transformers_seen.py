@@ -3,7 +3,8 @@
 transformers makes a mask once for a forward and hands it to every layer; on the way models slice it, expand it, move it to
 another device, or ask for its dtype. :class:`SeenTensor` is a bool tensor (B, 1, Nq, Nk) that holds no table: only a
 :class:`Seen`. What keeps it a mask over consecutive positions is answered without a table; any other operation gets the table,
-exactly. Adding it to scores is refused: True would become 1, False 0, and nothing would be hidden.
+exactly. Adding it to scores is refused: True would become 1, False 0, and nothing would be hidden. So is torch's attention with
+it: both are signs of a model with attention code of its own, which runs on as if nobody had switched it over.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class SeenTensor(Tensor):
         kept = keep(*args, **kwargs) if keep and type(args[0]) is cls else None
         if kept is not None:
             return kept
-        if func in _SUMS or (func is _TO and _is_float(kwargs.get("dtype"))):
+        if func in _SUMS or func in _OWN_ATTENTION or (func is _TO and _is_float(kwargs.get("dtype"))):
             _refuse(func, args)
         return func(*tree_map(_written, args), **tree_map(_written, kwargs))
 
@@ -152,13 +153,14 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _refuse(func: Any, args: Any) -> None:
-    """Scores + mask: the sign of a model with attention code of its own, which no attention interface reaches."""
+    """Scores + mask, or torch's attention with it: signs of a model with attention code of its own, which lowtri does not reach."""
     others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, SeenTensor)]
     if func is _TO or any(x.is_floating_point() for x in others):
+        does = "gives its mask to torch's attention" if func in _OWN_ATTENTION else "adds its mask to the scores"
         raise CallError(
-            f"transformers: the model adds its mask to the scores ({func}), so it has attention code of its own, which\n"
-            'attn_implementation="lowtri" does not reach; a mask of True and False hides nothing when it is added.\n'
-            'Fix: attn_implementation="eager" for this model (or part of a model).'
+            f"transformers: the model {does} ({func}), so it has attention code of its own, which\n"
+            'attn_implementation="lowtri" does not reach; and True and False hide nothing where they are added.\n'
+            'Fix: attn_implementation="eager" (or "sdpa") for this model, or this part of a model.'
         )
 
 
@@ -205,3 +207,9 @@ _KEPT: dict[Any, Any] = {
     _OPS.expand.default: _expand,
 }
 _SUMS = {_OPS.add.Tensor, _OPS.add_.Tensor, _OPS.sub.Tensor, _OPS.sub_.Tensor, _OPS.rsub.Tensor}
+_OWN_ATTENTION = {
+    _OPS.scaled_dot_product_attention.default,
+    _OPS._scaled_dot_product_flash_attention_for_cpu.default,
+    _OPS._scaled_dot_product_efficient_attention.default,
+    _OPS._scaled_dot_product_cudnn_attention.default,
+}

@@ -1,0 +1,544 @@
+"""Every model type of the installed transformers that has an attention interface, switched over and compared.
+
+    python benchmarks/transformers_models.py --out benchmarks/transformers_models.md       # all of them; goes on where it stopped
+    python benchmarks/transformers_models.py --only llama t5 --show                        # a few, with every check
+
+Each type is made with a tiny random config in a process of its own with a time limit, and run with eager, sdpa and lowtri (and
+with lowtri's kernels and its formula alone): the forward, with padding on either side, the gradients of all weights, and
+generating, greedy, by beams and with a left-padded batch. *Equal* means: nearer to eager or to sdpa than four times what the
+outputs move when each weight is rounded to the next number up or down. A type counts as reached only if lowtri's attention was
+called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from audit_transformers import ALSO, SMALL, first_line, write
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PLACES, STEPS = 24, 8
+LARGEST = 60_000_000  # parameters
+
+# The class that is made for a type: from the first of these lists that has one with an attention interface.
+LISTS = (
+    *("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", "MASKED_LM"),
+    *("TEXT_TO_WAVEFORM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION"),
+    "PRETRAINING",
+)
+
+VISION: dict[str, Any] = {
+    "image_size": 32, "patch_size": 8, "num_channels": 3, "in_channels": 3, "in_chans": 3, "depth": 2, "embed_dim": 32,
+    "num_heads": 4, "out_hidden_size": 32, "projection_dim": 32, "num_frames": 4, "temporal_patch_size": 2,
+    "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 64, "num_query_tokens": 4, "num_queries": 4,
+    "projector_hidden_size": 32, "encoder_embed_dim": 32, "decoder_hidden_size": 32, "feature_size": 16, "mlp_dim": 64,
+    "fused_hidden_size": 32, "vision_feature_layer": -1, "vision_hidden_size": 32, "text_hidden_size": 32,
+    "encoder_hidden_size": 32, "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 4, "decoder_intermediate_size": 64,
+}  # fmt: skip
+
+
+def classes_of(kind: str) -> list[str]:
+    """The classes of a model type in the order in which they are tried."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[str] = []
+    names = [f"MODEL_FOR_{name}_MAPPING_NAMES" for name in LISTS] + ["MODEL_MAPPING_NAMES"]
+    names += sorted(name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and name not in names)
+    for name in names:
+        given = getattr(modeling_auto, name, {}).get(kind, ())
+        found += [given] if isinstance(given, str) else list(given)
+    return list(dict.fromkeys(found))
+
+
+def has_interface(model_class: Any) -> bool:
+    """Whether transformers says of a class that sdpa, or any registered attention, reaches it."""
+    return bool(
+        getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
+    )
+
+
+def types_of() -> dict[str, str]:
+    """Model type -> the class that stands for it."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found = {}
+    for kind in sorted(CONFIG_MAPPING_NAMES):
+        for name in classes_of(kind):
+            model_class = getattr(transformers, name, None)
+            if model_class is not None and has_interface(model_class) and hasattr(model_class, "forward"):
+                found[kind] = name
+                break
+    return found
+
+
+def small(config_class: Any, without: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> Any:
+    """A config whose known sizes are small, in its parts as well."""
+    default = config_class()
+    given = default.to_dict()
+    known = set(given) | set(getattr(config_class, "attribute_map", {}))
+    chosen: dict[str, Any] = {}
+    for name, value in {**VISION, **SMALL}.items():
+        if name not in known or name in without or (only and name not in only):
+            continue
+        before = getattr(default, name, None)
+        if name != "pad_token_id" and before is None:
+            continue  # a size that the class leaves open, or switches off, is left so
+        if isinstance(before, (list, tuple)):
+            value = [value] * len(before)
+        chosen[name] = value
+    for name, value in given.items():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= 99:
+            chosen[name] = 1
+        if name in ("n_group", "topk_group"):
+            chosen[name] = 1
+    if isinstance(given.get("layer_types"), list):
+        layers = [v for k, v in chosen.items() if k in ("num_hidden_layers", "n_layer")] or [2]
+        chosen["layer_types"] = (sorted(set(given["layer_types"]), key=given["layer_types"].index) * 2)[: max(layers)]
+    for name in config_class.sub_configs:
+        part = getattr(default, name, None)
+        if part is not None and hasattr(part, "to_dict"):
+            chosen[name] = small(type(part), without, only).to_dict()
+    chosen.update(ALSO.get(config_class.model_type, {}))
+    return config_class(**chosen)
+
+
+SHRINK = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "depth",
+    "vocab_size",
+)
+
+
+def configs_of(config_class: Any) -> Iterator[Any]:
+    """The class's config made small in several ways, the smallest first; those that cannot be made are passed over."""
+    for without, only in ((), ()), (("head_dim",), ()), (("num_key_value_heads", "head_dim"), ()), ((), SHRINK):
+        try:
+            yield small(config_class, without, only)
+        except Exception as error:
+            yield error
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and all configs inside it."""
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    return [config, *(part for one in inner if one is not None for part in parts_of(one))]
+
+
+def first_of(config: Any, *names: str, default: Any = None) -> Any:
+    for part in parts_of(config):
+        for name in names:
+            value = getattr(part, name, None)
+            if value is not None:
+                return value
+    return default
+
+
+def inputs_of(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs that the model may take, likely ones first."""
+    import torch
+
+    names, config = inspect.signature(model.forward).parameters, model.config
+    ids = torch.randint(3, 90, (2, PLACES))
+    later = {"decoder_input_ids": torch.randint(3, 90, (2, PLACES // 2))} if "decoder_input_ids" in names else {}
+    size = first_of(config, "image_size", default=32)
+    height, width = (
+        (size, size) if isinstance(size, int) else list(size)[:2] if not isinstance(size, dict) else size.values()
+    )
+    channels = first_of(config, "num_channels", "in_channels", "in_chans", default=3)
+    pixels = torch.randn(2, channels if isinstance(channels, int) else 3, height, width)
+    mel = first_of(config, "num_mel_bins", "feature_size", "num_mel_bins", "input_feat_per_channel", default=80)
+    frames = first_of(config, "max_source_positions", "max_length", "num_frames", default=50)
+    frames = frames if isinstance(frames, int) and frames < 2000 else 50
+    sounds = [torch.randn(2, mel, 2 * frames), torch.randn(2, 2 * frames, mel), torch.randn(2, frames, mel)]
+    sounds += [torch.randn(2, mel, frames), torch.randn(2, 4000), torch.randn(2, 1, 4000)]
+    main = model.main_input_name
+    if main == "input_ids" or "input_ids" in names:
+        yield {"input_ids": ids, **later}
+        yield {"input_ids": ids, "pixel_values": pixels}
+    if main.startswith("pixel") or "pixel_values" in names:
+        video = torch.randn(
+            2, first_of(config, "num_frames", "tubelet_size", default=4), pixels.shape[1], height, width
+        )
+        for image in (pixels, video, video.transpose(1, 2)):
+            name = main if main.startswith("pixel") else "pixel_values"
+            yield {name: image}
+            yield {name: image, **later}
+            yield {name: image, "input_ids": ids}
+    for name in dict.fromkeys((main, "input_features", "input_values", "inputs_embeds")):
+        if name in names and name not in ("input_ids", "inputs_embeds") and not name.startswith("pixel"):
+            for sound in sounds:
+                yield {name: sound, **later}
+    if "inputs_embeds" in names:
+        yield {"inputs_embeds": torch.randn(2, PLACES, first_of(config, "hidden_size", "d_model", default=32))}
+    if "hidden_states" in names and "grid_thw" in names:
+        patch = first_of(config, "patch_size", default=8)
+        flat = first_of(config, "in_channels", "in_chans", default=3) * first_of(
+            config, "temporal_patch_size", default=2
+        )
+        yield {"hidden_states": torch.randn(32, flat * patch * patch), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+
+
+def tensors_of(output: Any) -> dict[str, Any]:
+    """The float tensors of a model's output by name; caches are left out."""
+    import torch
+    from torch.utils._pytree import tree_flatten
+
+    found = {}
+    items = (
+        output.items()
+        if hasattr(output, "items")
+        else enumerate(output)
+        if isinstance(output, tuple)
+        else [("0", output)]
+    )
+    for name, value in items:
+        if "past_key_values" in str(name) or "cache" in str(name):
+            continue
+        for i, x in enumerate(tree_flatten(value)[0]):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                found[f"{name}.{i}"] = x
+    return found
+
+
+def real_part(x: Any, keep: Any) -> Any:
+    """What stands at real tokens, where the tensor goes by token."""
+    return x if keep is None or x.shape[:2] != keep.shape else x[keep]
+
+
+class Asked:
+    """One model, its inputs, and what eager, sdpa and lowtri answer."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self.model, self.inputs = model, inputs
+        self.checks: dict[str, str] = {}
+        self.worst = 0.0
+
+    def switch(self, name: str) -> None:
+        import torch
+
+        self.model.set_attn_implementation(name)
+        torch.manual_seed(0)
+
+    def forward(self, name: str, more: dict[str, Any], keep: Any, gradient: bool) -> dict[str, Any]:
+        import torch
+
+        self.switch(name)
+        self.model.zero_grad()
+        with torch.set_grad_enabled(gradient):
+            found = tensors_of(self.model(**self.inputs, **more))
+        found = {k: real_part(x, keep) for k, x in found.items()}
+        if not gradient:
+            return found
+        draw = torch.Generator().manual_seed(3)
+        loss = sum(
+            (x * torch.randn(x.shape, generator=draw).to(x.dtype)).sum() for x in found.values() if x.requires_grad
+        )
+        loss.backward()
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def noise(self, more: dict[str, Any], keep: Any, gradient: bool, eager: dict[str, Any]) -> dict[str, float]:
+        """How far each output moves when every weight is rounded up or down."""
+        import torch
+
+        kept = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        moved = dict.fromkeys(eager, 0.0)
+        for seed in range(3):
+            draw = torch.Generator().manual_seed(100 + seed)
+            for name, p in self.model.named_parameters():
+                up = torch.randint(0, 2, p.shape, generator=draw).bool()
+                p.data = torch.nextafter(kept[name], torch.where(up, torch.inf, -torch.inf).to(p.dtype))
+            for name, x in self.forward("eager", more, keep, gradient).items():
+                if name in eager and x.shape == eager[name].shape:
+                    moved[name] = max(moved[name], distance(x, eager[name]))
+        for name, p in self.model.named_parameters():
+            p.data = kept[name]
+        return moved
+
+    def compare(self, what: str, more: dict[str, Any], keep: Any, gradient: bool, engines: tuple[str, ...]) -> None:
+        """One forward or backward by all roads; what differs is written down."""
+        import torch
+
+        try:
+            eager = self.forward("eager", more, keep, gradient)
+        except Exception as error:
+            self.checks[what] = f"eager does not run: {first_line(error)}"
+            return
+        try:
+            sdpa = self.forward("sdpa", more, keep, gradient)
+        except Exception:
+            sdpa = eager
+        noise = self.noise(more, keep, gradient, eager)
+        top = max((float(x.abs().max()) for x in eager.values() if x.numel()), default=0.0) if gradient else None
+        for engine in engines:
+            try:
+                found = self.forward(engine, more, keep, gradient)
+            except Exception as error:
+                self.checks[what] = f"{engine}: {first_line(error)}"
+                return
+            if set(found) != set(eager):
+                self.checks[what] = f"{engine}: other outputs, {sorted(set(found) ^ set(eager))[:2]}"
+                return
+            for name, x in found.items():
+                scale = float(eager[name].abs().max()) if x.numel() else 0.0
+                allowed = 4 * noise[name] + 8 * torch.finfo(torch.float32).eps * max(
+                    scale, 1e-3 * top if top else scale
+                )
+                off = min(distance(x, eager[name]), distance(x, sdpa.get(name, eager[name])))
+                if not off <= allowed:
+                    self.checks[what] = f"{engine}: {name} differs by {off:.2g}, {allowed:.2g} allowed"
+                    return
+                self.worst = max(self.worst, off / allowed if allowed else 0.0)
+        self.checks[what] = "equal"
+
+    def generate(self, what: str, more: dict[str, Any], engines: tuple[str, ...]) -> None:
+        import torch
+
+        options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, **more}
+        inputs = {k: v for k, v in self.inputs.items() if k != "decoder_input_ids"}
+        answers = {}
+        for name in ("eager", "sdpa", *engines):
+            try:
+                self.switch(name)
+                with torch.no_grad():
+                    answers[name] = self.model.generate(**inputs, **options)
+            except Exception as error:
+                if name == "eager":
+                    self.checks[what] = f"eager does not run: {first_line(error)}"
+                    return
+                if name in engines:
+                    self.checks[what] = f"{name}: {first_line(error)}"
+                    return
+        same = [any(equal(answers[e], answers.get(n)) for n in ("eager", "sdpa")) for e in engines]
+        self.checks[what] = "equal" if all(same) else f"{engines[same.index(False)]}: other tokens"
+
+
+def distance(x: Any, y: Any) -> float:
+    import torch
+
+    if x.shape != y.shape:
+        return float("inf")
+    if x.numel() == 0:
+        return 0.0
+    if not torch.equal(x.isfinite(), y.isfinite()):
+        return float("inf")
+    return float((x - y)[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
+
+
+def equal(x: Any, y: Any) -> bool:
+    import torch
+
+    x, y = (getattr(one, "sequences", one) for one in (x, y))
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and torch.equal(x, y)
+
+
+def made(kind: str, class_name: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny model and inputs that its eager road takes; raises the first trouble where none can be made."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, class_name)
+    trouble: Exception | None = None
+    for config in configs_of(transformers.AutoConfig.for_model(kind).__class__):
+        try:
+            if isinstance(config, Exception):
+                raise config
+            torch.manual_seed(0)
+            config._attn_implementation = "eager"
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class(config).parameters())
+            if size > LARGEST:
+                raise ValueError(f"{size:,} parameters are not tiny")
+            model = model_class(config).eval()
+            if (
+                model.can_generate()
+                and config.is_encoder_decoder
+                and model.generation_config.decoder_start_token_id is None
+            ):
+                model.generation_config.decoder_start_token_id = 1
+        except Exception as error:
+            trouble = trouble or error
+            continue
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.is_floating_point():
+                    p.nan_to_num_(0.0).add_(0.15 * torch.randn_like(p))
+        for inputs in inputs_of(model):
+            try:
+                with torch.no_grad():
+                    out = tensors_of(model(**inputs))
+                if out and all(bool(x.isfinite().all()) for x in out.values()):
+                    return model, inputs
+                trouble = trouble or ValueError("its outputs are not finite")
+            except Exception as error:
+                trouble = trouble or error
+    raise trouble or ValueError("no inputs found")
+
+
+def try_one(kind: str, class_name: str) -> dict[str, Any]:
+    """One type: what was checked, and the verdict."""
+    import torch
+    import transformers
+
+    from lowtri.integrations import transformers as door
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"type": kind, "class": class_name}
+    calls = [0]
+    attend = door.attend
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return attend(*args, **options)
+
+    door.attend = counted
+    door.register()
+    door.register("lowtri-cpu", engine="cpu")
+    door.register("lowtri-formula", engine="formula")
+    try:
+        model, inputs = made(kind, class_name)
+    except Exception as error:
+        return result | {"verdict": "not made", "why": first_line(error)}
+    asked = Asked(model, inputs)
+    engines = ("lowtri", "lowtri-formula", "lowtri-cpu")
+    asked.compare("forward", {}, None, False, engines)
+    result |= {"inputs": sorted(inputs), "calls": calls[0]}
+    if asked.checks["forward"] == "equal" and not calls[0]:
+        return result | {"verdict": "not reached", "why": "its attention does not ask the attention interface"}
+    if asked.checks["forward"] != "equal":
+        return result | {"verdict": verdict(asked.checks), "why": asked.checks["forward"], "checks": asked.checks}
+    if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
+        for side, cut in (("left", slice(None, 7)), ("right", slice(-7, None))):
+            pads = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
+            pads[0, cut] = 0
+            keep = pads.bool() if "decoder_input_ids" not in inputs else None
+            asked.compare(f"padding {side}", {"attention_mask": pads}, keep, False, engines)
+    asked.compare("gradients", {}, None, True, engines[:1] + engines[2:])
+    if model.can_generate():
+        asked.generate("greedy", {}, engines)
+        asked.generate("beams", {"num_beams": 3}, engines[:1])
+        if "input_ids" in inputs:
+            pads = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
+            pads[0, :7] = 0
+            asked.generate("left-padded", {"attention_mask": pads}, engines)
+            asked.generate("static cache", {"attention_mask": pads, "cache_implementation": "static"}, engines[:1])
+    wrong = {k: v for k, v in asked.checks.items() if v != "equal" and not v.startswith("eager does not run")}
+    why = "; ".join(f"{k}: {v}" for k, v in wrong.items())
+    return result | {
+        "verdict": verdict(asked.checks),
+        "why": why,
+        "checks": asked.checks,
+        "worst": round(asked.worst, 2),
+    }
+
+
+def verdict(checks: dict[str, str]) -> str:
+    wrong = [v for v in checks.values() if v != "equal" and not v.startswith("eager does not run")]
+    if any("CallError" in v or "MaskError" in v or "EngineError" in v for v in wrong):
+        return "refused"
+    return "differs" if wrong else "equal" if "equal" in checks.values() else "not made"
+
+
+def limited(kind: str, class_name: str, limit: float) -> dict[str, Any]:
+    """`try_one` in a process of its own that is ended when it takes too long."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            send.send(try_one(kind, class_name))
+        except BaseException as error:
+            send.send({"type": kind, "class": class_name, "verdict": "not made", "why": first_line(error)})  # type: ignore[arg-type]
+
+    process = context.Process(target=work)
+    process.start()
+    result = {"type": kind, "class": class_name, "verdict": "not made", "why": f"took longer than {limit:.0f} s"}
+    if receive.poll(limit):
+        try:
+            result = receive.recv()
+        except EOFError:
+            result["why"] = "the process ended"
+    process.kill()
+    process.join()
+    return result
+
+
+ORDER = ("differs", "refused", "not reached", "not made", "equal")
+
+
+def as_table(results: list[dict[str, Any]], version: str) -> str:
+    """The results as Markdown: counts, what is not equal with its reason, then those that are."""
+    counts = {name: sum(r["verdict"] == name for r in results) for name in ORDER[::-1]}
+    lines = [
+        f"# Models of transformers {version} on lowtri",
+        "",
+        ", ".join(f"{name} {count}" for name, count in counts.items() if count) + f"; {len(results)} types in all.",
+        "",
+        *(line.strip() for line in (__doc__ or "").split("\n\n")[2].splitlines()),
+        "",
+        "| type | class | verdict | what |",
+        "|---|---|---|---|",
+    ]
+    for r in sorted(results, key=lambda r: (ORDER.index(r["verdict"]), r["type"])):
+        checks = r.get("checks", {})
+        done = ", ".join(name for name, answer in checks.items() if answer == "equal")
+        what = (r["why"] if r["verdict"] != "equal" else done).replace("|", "/").replace("\n", " ")
+        lines.append(f"| {r['type']} | {r.get('class', '')} | {r['verdict']} | {what} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="model types")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each type")
+    parser.add_argument(
+        "--out", type=Path, help="write the table here, and .json beside it; types already there are kept"
+    )
+    parser.add_argument("--again", nargs="*", default=[], help="verdicts to try again")
+    parser.add_argument("--show", action="store_true", help="print every check")
+    arguments = parser.parse_args()
+
+    import transformers
+
+    import lowtri.integrations.transformers  # noqa: F401 (once, before the processes part)
+
+    transformers.logging.set_verbosity_error()
+    known = types_of()
+    beside = arguments.out.with_suffix(".json") if arguments.out else None
+    results = json.loads(beside.read_text(encoding="utf-8")) if beside and beside.exists() else []
+    kept = {r["type"]: r for r in results if r["type"] in known and r["verdict"] not in arguments.again}
+    for kind in arguments.only or sorted(known):
+        if kind in kept and not arguments.only:
+            continue
+        started = time.monotonic()
+        kept[kind] = result = limited(kind, known[kind], arguments.limit)
+        print(
+            f"{kind:28} {result['verdict']:12} {time.monotonic() - started:5.1f} s  {result['why'][:150]}", flush=True
+        )
+        if arguments.show:
+            print(json.dumps(result, indent=1))
+        if arguments.out:
+            write(arguments.out, as_table(list(kept.values()), transformers.__version__), list(kept.values()))
+    if not arguments.out:
+        print(as_table(list(kept.values()), transformers.__version__))
+
+
+if __name__ == "__main__":
+    main()
