@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +147,30 @@ def test_channels_before_time() -> None:
     assert right.ok
     wrong = lowtri.audit(lambda x: conv(nn.functional.pad(x, (1, 1))), torch.randn(2, 3, 8), position_axis=-1)
     assert (wrong.first.query, wrong.first.key) == (0, 1)
+
+
+class Translating(nn.Module):
+    """A decoder that hears its source's mean; ``across`` takes it over the batch as well, which no row may notice."""
+
+    def __init__(self, *, across: bool = False) -> None:
+        super().__init__()
+        self.across, self.table = across, nn.Embedding(9, D)
+
+    def forward(self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
+        heard = self.table(input_ids).mean((0, 1) if self.across else 1, keepdim=True)
+        return self.table(decoder_input_ids).cumsum(1) + heard
+
+
+@pytest.mark.parametrize("length", [N, N + 4])
+def test_the_source_of_a_translation_goes_with_its_row(length: int) -> None:
+    torch.manual_seed(0)
+    source, ids = torch.randint(9, (2, length)), torch.randint(9, (2, N))
+    named = {"input_ids": source, "decoder_input_ids": ids}
+    report = lowtri.audit(Translating(), named, input="decoder_input_ids")
+    assert report.ok, report.message
+    assert {finding.probe: finding.status for finding in report.findings}["batch"] == "clean"
+    mixed = lowtri.audit(Translating(across=True), named, input="decoder_input_ids")
+    assert not mixed.ok and re.match(r"row 0 answers differently alone: output 0 moves by 0\.\d+", mixed.message)
+    if length != N:  # without a name, a length of its own tells that it does not follow the positions
+        assert lowtri.audit(Translating(), (source, ids), input=1).ok
+        assert not lowtri.audit(Translating(across=True), (source, ids), input=1).ok

@@ -73,7 +73,8 @@ def audit(
         step: how to decode one position, `step(state, x) -> (output, state)`; x is ids (B,) or vectors (B, D), and the state
             is None at first.
         layers: the mask is one layer's; it is widened to what this many layers can reach.
-        input: which entries of a tuple or dict example are the sequence.
+        input: which entries of a tuple or dict example are the sequence; "decoder_input_ids" audits the decoder of an
+            encoder-decoder. An array with one entry for each row of the batch, as its source is, goes with the row.
         position_axis, batch_axis, output_axis: where positions and batch are, when that is not plain.
         alone: how one document runs alone, for the packing probe.
         pad_mask: the keyword that marks real positions (1 = real), for the padding probe.

@@ -20,11 +20,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's inputs: `sequences`, each (B, N, ...), and `settings`, arrays that follow the positions but are not changed."""
+    """One call's inputs: `sequences`, each (B, N, ...); `settings`, arrays that follow the positions but are not changed; and
+    what stands `beside` each row of the batch, such as the source of a translation."""
 
     sequences: tuple[Array, ...]
     settings: dict[Hashable, Array] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    beside: dict[Hashable, Any] = field(default_factory=dict)  # arrays or tensors (B, ...), as the caller gave them
 
     @property
     def batch(self) -> int:
@@ -67,7 +69,8 @@ class Inputs:
             key: value[index] if value.ndim > 1 and value.shape[0] == self.batch and self.batch > 1 else value
             for key, value in self.settings.items()
         }
-        return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings)
+        beside = {key: value[index] for key, value in self.beside.items()}
+        return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings, beside=beside)
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,17 @@ class Form:
     double: bool = False
     through: Callable[[Any], Any] | None = None  # what each torch sequence passes on its way in
 
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of a sequence's masks and positions, where a model has two sequences."""
+        return "decoder_" if str(self.keys[0]).startswith("decoder_") else ""
+
     def arguments(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call."""
         given: dict[Hashable, Any] = dict(self.constants)
+        for key, value in inputs.beside.items():
+            wide = self.double and hasattr(value, "is_floating_point") and value.is_floating_point()
+            given[key] = value.double() if wide else value
         for key, value in inputs.settings.items():
             given[key] = self._setting(value)
         for number, (key, value) in enumerate(zip(self.keys, inputs.sequences, strict=True)):

@@ -53,13 +53,16 @@ def read_example(
             f"audit: example has {n} position(s), shape {tuple(first.shape)}; at least 2 are needed to see one peek.\n"
             "Fix: give a longer example, or say where its positions are with position_axis=."
         )
-    settings, constants = {}, {}
+    settings, constants, beside = {}, {}, {}
     for key, value in entries.items():
         if key in keys:
             continue
         table = _maybe_array(value)
-        if table is not None and n in table.shape:
+        follows = table is not None and n in table.shape and not _of_the_source(keys[0], key)
+        if follows and table is not None:
             settings[key] = table
+        elif len(getattr(value, "shape", ())) > 1 and len(value) == len(arrays[0]):
+            beside[key] = value  # one entry for each row of the batch
         else:
             constants[key] = value
     form = Form(
@@ -72,7 +75,7 @@ def read_example(
         dtypes=tuple(dtypes),
         device=_device(model, entries),
     )
-    return Inputs(tuple(arrays), settings), form
+    return Inputs(tuple(arrays), settings, beside=beside), form
 
 
 def _entries(example: Any) -> tuple[str, dict[Hashable, Any]]:
@@ -114,6 +117,11 @@ def _sequence_keys(kind: str, entries: dict[Hashable, Any], input: Any, position
         if alike and other.shape[axis] == first.shape[axis] and not _looks_like_a_mask(other):
             keys.append(key)
     return keys
+
+
+def _of_the_source(sequence: Hashable, key: Hashable) -> bool:
+    """Whether the sequence is a decoder's and this entry is its encoder's, whose length is its own affair."""
+    return str(sequence).startswith("decoder_") and not str(key).startswith("decoder_")
 
 
 def _looks_like_a_mask(array: Array) -> bool:

@@ -33,7 +33,8 @@ def decoder_for(context: Context) -> tuple[Decode, bool] | None:
         return (lambda inputs, sizes: _with_state(context, inputs, sizes)), True
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
-        if getattr(config, "is_encoder_decoder", False) or not getattr(model, "can_generate", lambda: False)():
+        whole = getattr(config, "is_encoder_decoder", False) and not context.subject.form.prefix
+        if whole or not getattr(model, "can_generate", lambda: False)():
             return None
         return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not getattr(model, "_is_stateful", False)
     return None
@@ -73,13 +74,13 @@ def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
         part = inputs.span(done, done + size)
         options: dict[str, Any] = {"use_cache": True, **cache}
         for name, value in inputs.options.items():  # a padding mask covers all that came, positions only what comes
-            options[name] = value[:, : done + size] if name == "attention_mask" else value[:, done : done + size]
+            options[name] = value[:, : done + size] if name.endswith("attention_mask") else value[:, done : done + size]
         part = replace(part, options=options, settings={})
         answer = subject.raw(part)
         found = next((key for key in _CACHES if getattr(answer, key, None) is not None), None)
         if found is None:
             raise LookupError("the model returned no cache")
-        if found != "past_key_values" and "attention_mask" in options and done:
+        if found != "past_key_values" and any(name.endswith("attention_mask") for name in options) and done:
             raise LookupError("how this state is decoded beside a padding mask is not known")
         cache = {found: getattr(answer, found)}
         rows.append(subject.rows(answer, part))

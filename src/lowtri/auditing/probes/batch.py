@@ -70,7 +70,8 @@ def _doubled(context: Context) -> Inputs:
         key: np.concatenate([value, value]) if value.ndim > 1 and value.shape[0] == 1 else value
         for key, value in context.inputs.settings.items()
     }
-    return replace(context.inputs, sequences=both, settings=settings)
+    beside = {key: value[[0, 0]] for key, value in context.inputs.beside.items()}
+    return replace(context.inputs, sequences=both, settings=settings, beside=beside)
 
 
 def _fresh(context: Context, inputs: Inputs, salt: int, kind: str) -> Inputs:

@@ -53,13 +53,14 @@ def cache(context: Context) -> Finding:
                 break
         context.tick("cache", len(tried), len(ways))
     warned = ""
-    if pad_keyword(context) == "attention_mask" and status == "clean" and "after a prompt" in tried:
-        found = _left_padded(context, decode)
+    keyword = pad_keyword(context) or ""
+    if keyword.endswith("attention_mask") and status == "clean" and "after a prompt" in tried:
+        found = _left_padded(context, decode, keyword)
         if found is not None:
             kind, size, leak = found
             tried.append("left padding")
             greatest = max(greatest, size)
-            if leak is not None and not pads_declared(context, "attention_mask"):
+            if leak is not None and not pads_declared(context, keyword):
                 warned = f"{leak.note}; without pads they agree" if kind == "leak" else ""
             elif leak is not None:
                 status, leaks = kind, [leak]
@@ -69,7 +70,8 @@ def cache(context: Context) -> Finding:
         return Finding("cache", "skipped", f"cached decoding does not run: {reason}", (), measured)
     if leaks:
         message = f"cached decoding differs from the whole forward by up to {greatest:.2g}"
-        unplaced = context.subject.accepts("position_ids") and "position_ids" not in context.inputs.options
+        places = f"{context.subject.form.prefix}position_ids"
+        unplaced = context.subject.accepts(places) and places not in context.inputs.options
         # Its own `generate` says the positions; a caller who does not gets another answer, which is worth a warning.
         if unplaced and cache(_placed(context)).status == "clean":
             return Finding("cache", "warning", f"{message}, unless position_ids are passed", (), measured)
@@ -82,7 +84,8 @@ def cache(context: Context) -> Finding:
 def _placed(context: Context) -> Context:
     """The same with the positions said at every call."""
     places = np.tile(np.arange(context.n), (context.inputs.batch, 1))
-    inputs = replace(context.inputs, options={**context.inputs.options, "position_ids": places})
+    name = f"{context.subject.form.prefix}position_ids"
+    inputs = replace(context.inputs, options={**context.inputs.options, name: places})
     return replace(context, inputs=inputs, _base=None)
 
 
@@ -131,10 +134,10 @@ def _key_that_differs(
     return query
 
 
-def _left_padded(context: Context, decode: Decode) -> tuple[str, float, Leak | None] | None:
+def _left_padded(context: Context, decode: Decode, keyword: str) -> tuple[str, float, Leak | None] | None:
     """With pads on the left, cached against whole, both padded."""
     try:
-        inputs = pad(context, "attention_mask", 3, 0, 402)
+        inputs = pad(context, keyword, 3, 0, 402)
         whole = context.subject(inputs)
         rows = decode(inputs, [inputs.n // 2] + [1] * (inputs.n - inputs.n // 2))
     except Exception:

@@ -35,7 +35,7 @@ def packing(context: Context) -> Finding:
     for start, stop in pieces:
         inputs = context.inputs.span(start, stop)
         if alone is not None:
-            inputs = replace(inputs, settings={})
+            inputs = replace(inputs, settings={}, beside={})
         try:
             rows = subject(inputs)
         except Exception:

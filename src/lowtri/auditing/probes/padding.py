@@ -24,13 +24,14 @@ def padding(context: Context) -> Finding:
     name = pad_keyword(context)
     if name is None:
         return Finding("padding", "skipped", "the model takes no padding mask that is known (say pad_mask=)")
-    if set(map(str, context.inputs.settings)) - {name, "position_ids"}:
+    if set(map(str, context.inputs.settings)) - {name, f"{context.subject.form.prefix}position_ids"}:
         return Finding("padding", "skipped", "other inputs follow the positions, and how to pad them is not known")
     if context.noise.random:
         return Finding("padding", "skipped", "the model draws random numbers, and another length draws others")
     if context.allowed.shape[0] > 1 or not context.allowed[0].diagonal().all():
         return Finding("padding", "skipped", "the declared mask speaks of pads of its own")
-    placed = name == "positions" or any(context.subject.accepts(key) for key in ("position_ids", "positions"))
+    prefix = context.subject.form.prefix
+    placed = name == "positions" or any(context.subject.accepts(prefix + key) for key in ("position_ids", "positions"))
     try:
         # Alone, but told its positions in the same words: some models count them from another number by themselves.
         whole = context.subject(pad(context, name, 0, 0, 300))
@@ -92,13 +93,14 @@ def pad_keyword(context: Context) -> str | None:
     asked = context.options.get("pad_mask")
     if asked:
         return str(asked)
-    for name in _KEYWORDS:
+    names = [context.subject.form.prefix + name for name in _KEYWORDS]
+    for name in names:
         if name in context.inputs.settings:
             return name
     # A signature alone is believed only of libraries whose words are known.
     origin = {part.__module__.split(".")[0] for part in type(context.subject.model).__mro__}
     if origin & {"transformers", "lowtri"}:
-        return next((name for name in _KEYWORDS if context.subject.accepts(name)), None)
+        return next((name for name in names if context.subject.accepts(name)), None)
     return None
 
 
@@ -130,14 +132,15 @@ def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs
         options[name] = np.tile(np.where(real, count, -1), tiled)
     else:
         like = inputs.settings.get(name)
-        means_real = _KEYWORDS.get(name, True)
+        means_real = _KEYWORDS.get(name.removeprefix("decoder_"), True)
         marks = real if means_real else ~real
         dtype = like.dtype if like is not None else np.dtype(np.int64 if means_real else np.bool_)
         options[name] = np.tile(marks, tiled).astype(dtype)
         if context.subject.form.batch_axis is None:
             options[name] = options[name][0]
-        if context.subject.accepts("position_ids"):
-            options["position_ids"] = np.tile(np.where(real, count, 0), tiled)
+        places = f"{context.subject.form.prefix}position_ids"
+        if context.subject.accepts(places):
+            options[places] = np.tile(np.where(real, count, 0), tiled)
     return replace(wide, options=options)
 
 
