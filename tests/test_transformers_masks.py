@@ -234,7 +234,8 @@ def test_a_mask_that_differs_by_row_keeps_its_rows() -> None:
 def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
     tensor = SeenTensor(SEEN, (1, 1, 4, 7), "cpu")
     with pytest.raises(
-        CallError, match=r"(?s)the model adds its mask to the scores.*does not reach.*Fix: attn_implementation"
+        CallError,
+        match=r"(?s)takes its mask for numbers to add to the scores.*does not reach.*Fix: attn_implementation",
     ):
         sum_(tensor, torch.zeros(1, 4, 4, 7))
 

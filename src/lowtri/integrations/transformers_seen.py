@@ -119,7 +119,12 @@ class SeenTensor(Tensor):
     def __init__(self, seen: Seen, shape: Any, device: Any) -> None:
         super().__init__()
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            _refuse("gives its mask to torch's attention")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -128,8 +133,9 @@ class SeenTensor(Tensor):
         kept = keep(*args, **kwargs) if keep and type(args[0]) is cls else None
         if kept is not None:
             return kept
-        if func in _SUMS or func in _OWN_ATTENTION or (func is _TO and _is_float(kwargs.get("dtype"))):
-            _refuse(func, args)
+        as_numbers = func is _TO and _is_float(kwargs.get("dtype"))
+        if as_numbers or (func in _SUMS and any(isinstance(x, Tensor) and _is_float(x.dtype) for x in args)):
+            _refuse(f"takes its mask for numbers to add to the scores ({func})")
         return func(*tree_map(_written, args), **tree_map(_written, kwargs))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -152,16 +158,13 @@ def _is_float(dtype: Any) -> bool:
     return dtype is not None and bool(dtype.is_floating_point)
 
 
-def _refuse(func: Any, args: Any) -> None:
-    """Scores + mask, or torch's attention with it: signs of a model with attention code of its own, which lowtri does not reach."""
-    others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, SeenTensor)]
-    if func is _TO or any(x.is_floating_point() for x in others):
-        does = "gives its mask to torch's attention" if func in _OWN_ATTENTION else "adds its mask to the scores"
-        raise CallError(
-            f"transformers: the model {does} ({func}), so it has attention code of its own, which\n"
-            'attn_implementation="lowtri" does not reach; and True and False hide nothing where they are added.\n'
-            'Fix: attn_implementation="eager" (or "sdpa") for this model, or this part of a model.'
-        )
+def _refuse(does: str) -> None:
+    """The sign of a model with attention code of its own, which lowtri does not reach."""
+    raise CallError(
+        f"transformers: the model {does}, so it has attention code of its own, which\n"
+        'attn_implementation="lowtri" does not reach; and True and False hide nothing where they are added.\n'
+        'Fix: attn_implementation="eager" (or "sdpa") for this model, or this part of a model.'
+    )
 
 
 # Operations after which it is still a mask over consecutive positions; None where it is not.
@@ -207,9 +210,3 @@ _KEPT: dict[Any, Any] = {
     _OPS.expand.default: _expand,
 }
 _SUMS = {_OPS.add.Tensor, _OPS.add_.Tensor, _OPS.sub.Tensor, _OPS.sub_.Tensor, _OPS.rsub.Tensor}
-_OWN_ATTENTION = {
-    _OPS.scaled_dot_product_attention.default,
-    _OPS._scaled_dot_product_flash_attention_for_cpu.default,
-    _OPS._scaled_dot_product_efficient_attention.default,
-    _OPS._scaled_dot_product_cudnn_attention.default,
-}

@@ -1,0 +1,379 @@
+"""What comes to the attention besides a mask function: tables by hand, biases, sinks, weights, dropout, caches; and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import lowtri
+from lowtri.errors import CallError, EngineError
+from lowtri.integrations import transformers as door
+from lowtri.integrations.transformers import attend, register, switch
+from lowtri.integrations.transformers_given import given
+from lowtri.integrations.transformers_masks import make_mask
+from lowtri.integrations.transformers_seen import SeenTensor
+from lowtri.masks import causal, full
+from lowtri.masks.held import Keys, Table
+
+register()
+
+NQ, NK, HEADS = 5, 7, 4
+LEAST = torch.finfo(torch.float32).min
+SIZE: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZE |= {"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0}
+
+
+class Layer(torch.nn.Module):
+    """What an attention function is told of the layer that calls it."""
+
+    is_causal = True
+
+
+def qkv(rows: int = 2, nq: int = NQ, nk: int = NK, seed: int = 0, kv_heads: int = HEADS) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((rows, HEADS, nq, 16), (rows, kv_heads, nk, 16), (rows, kv_heads, nk, 16))
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | float = 0.0) -> Tensor:
+    """(B, Nq, H, D): the scores, the mask, the softmax, as on the board; a row that sees nothing gives 0."""
+    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5 + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+BOOLS = torch.rand(2, HEADS, NQ, NK, generator=torch.Generator().manual_seed(5)) < 0.6
+
+
+@pytest.mark.parametrize("shape", [(2, HEADS), (2, 1), (1, HEADS), (1, 1)])
+@pytest.mark.parametrize("written", ["bools", "infinite", "finite", "least of half", "no rows"])
+def test_a_table_by_hand(shape: tuple[int, int], written: str) -> None:
+    q, k, v = qkv()
+    visible = BOOLS[: shape[0], : shape[1]]
+    if written == "no rows":
+        visible = visible[:, :, :1]
+    tables = {
+        "infinite": torch.zeros(visible.shape).masked_fill(~visible, -torch.inf),
+        "finite": torch.zeros(visible.shape).masked_fill(~visible, LEAST),
+        "least of half": torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(
+            ~visible, torch.finfo(torch.bfloat16).min
+        ),
+    }
+    table = tables.get(written, visible)
+    seen, bias = given(table, NQ, NK, q.dtype)
+    assert bias is None
+    assert isinstance(seen.mask, Keys if written == "no rows" and shape[1] == 1 else Table)
+    close(attend(Layer(), q, k, v, table)[0], by_hand(q, k, v, visible))
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, LEAST, None])
+def test_other_numbers_are_a_bias(hidden: float | None) -> None:
+    q, k, v = qkv()
+    numbers = torch.randn(2, 1, NQ, NK, dtype=torch.float64)
+    visible = BOOLS[:, :1] if hidden is not None else torch.ones(2, 1, NQ, NK, dtype=torch.bool)
+    table = numbers.float().masked_fill(~visible, 0.0 if hidden is None else hidden)
+    seen, bias = given(table, NQ, NK, q.dtype)
+    assert torch.equal(bias, table) and np.array_equal(np.broadcast_to(seen.table(), visible.shape), visible.numpy())
+    close(attend(Layer(), q, k, v, table)[0], by_hand(q, k, v, visible, numbers.float().double()))
+
+
+def test_a_bias_keeps_its_gradient() -> None:
+    q, k, v = qkv()
+    table = torch.randn(1, HEADS, NQ, NK, dtype=torch.float64, requires_grad=True)
+    same = table.detach().clone().requires_grad_()
+    for _ in range(2):  # a second call must not meet the graph of the first
+        table.grad = same.grad = None
+        attend(Layer(), q, k, v, table)[0].square().sum().backward()
+        by_hand(q, k, v, None, same).square().sum().backward()
+        close(table.grad, same.grad)
+
+
+def test_a_position_bias_joins_a_table_of_numbers() -> None:
+    q, k, v = qkv()
+    one, two = (torch.randn(1, HEADS, NQ, NK, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out, _ = attend(Layer(), q, k, v, one.detach(), position_bias=two)
+    close(out, by_hand(q, k, v, None, one + two))
+    assert torch.autograd.grad(out.sum(), two)[0].shape == two.shape
+
+
+def test_tables_are_read_once_and_again_when_they_change() -> None:
+    table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
+    first = given(table, NQ, NK, torch.float32)
+    assert first.seen.mask == full() and given(table, NQ, NK, torch.float32) is first
+    table[..., 3] = False
+    assert given(table, NQ, NK, torch.float32).seen.mask != full()
+
+
+def test_the_shortest_mask_is_found() -> None:
+    line = torch.ones(NQ, NK, dtype=torch.bool).tril(NK - NQ)
+    assert given(line[None, None], NQ, NK, torch.float32).seen.mask == causal()
+    assert given(line.expand(3, 2, NQ, NK), NQ, NK, torch.float32).seen.mask == causal()
+    more = given(torch.ones(6, 4, dtype=torch.bool).tril(), 6, 4, torch.float32)  # more queries than keys
+    assert isinstance(more.seen.mask, Table)
+    assert np.array_equal(more.seen.table()[0, 0], np.tri(6, 4, dtype=bool))
+
+
+def test_no_mask_is_causal_from_the_top_left_where_the_layer_is() -> None:
+    q, k, v = qkv()
+    corner = torch.ones(NQ, NK, dtype=torch.bool).tril()
+    close(attend(Layer(), q, k, v, None)[0], by_hand(q, k, v, corner))
+    close(attend(Layer(), q, k, v, None, is_causal=False)[0], by_hand(q, k, v, None))
+    close(attend(Layer(), q[:, :, :1], k, v, None)[0], by_hand(q[:, :, :1], k, v, None))
+
+
+def test_keys_that_nobody_sees_are_left_out_with_their_bias() -> None:
+    q, k, v = qkv(nq=2, nk=64)
+    k[:, :, :20], v[:, :, 43:] = torch.nan, torch.inf  # no trace of them
+    mask = make_mask(2, 2, 64, 40, 0, attention_mask=torch.arange(64).expand(2, -1) >= 20)
+    bias = torch.randn(1, HEADS, 2, 64, dtype=torch.float64)
+    out, _ = attend(Layer(), q, k, v, mask, position_bias=bias)
+    visible = (torch.arange(64) <= torch.tensor([[40], [41]])) & (torch.arange(64) >= 20)
+    close(out, by_hand(q, k.nan_to_num(), v.nan_to_num(posinf=0), visible[None, None], bias))
+
+
+def test_one_set_of_learned_queries_serves_a_batch() -> None:
+    q, k, v = qkv()
+    close(attend(Layer(), q[:1], k, v, None, is_causal=False)[0], by_hand(q[:1], k, v, None))
+
+
+def test_sinks_for_each_head_and_for_each_query() -> None:
+    q, k, v = qkv()
+    heads = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    each = heads[None, :, None, None].expand(2, HEADS, NQ, 1)
+    scores = torch.cat([q @ k.transpose(2, 3) / 4, each], -1).softmax(-1)[..., :-1]
+    expected = (scores @ v).transpose(1, 2)
+    one, w1 = attend(Layer(), q, k, v, None, is_causal=False, s_aux=heads, output_attentions=True)
+    two, w2 = attend(Layer(), q, k, v, None, is_causal=False, sinks=each, output_attentions=True)
+    for out, weights in ((one, w1), (two, w2)):
+        close(out, expected)
+        close(weights, scores)
+        close(
+            torch.autograd.grad(out.sum(), heads)[0], torch.autograd.grad(expected.sum(), heads, retain_graph=True)[0]
+        )
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([[[0, 3], [6, 6], [1, -1], [-1, -1], [2, 0]]] * 2)])
+def test_keys_that_an_indexer_chose(indices: Tensor) -> None:
+    q, k, v = qkv()
+    visible = torch.zeros(2, 1, NQ, NK, dtype=torch.bool)
+    for row, places in enumerate(indices[0].tolist()):
+        visible[:, 0, row, [p for p in places if p >= 0]] = True
+    close(attend(Layer(), q, k, v, None, is_causal=False, indices=indices)[0], by_hand(q, k, v, visible))
+
+
+# Refused, with the fix.
+
+REFUSED = {
+    "a paged cache": ({"cache": object()}, r"a paged cache came.*\nFix: attn_implementation=\"sdpa\" for continuous"),
+    "alibi": ({"alibi": torch.zeros(1)}, r"passes alibi, and lowtri would have to leave it out.\nFix: attn_impl"),
+    "a head mask": ({"head_mask": torch.ones(4)}, "passes head_mask"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused(name: str) -> None:
+    options, words = REFUSED[name]
+    with pytest.raises(CallError, match=words):
+        attend(Layer(), *qkv(), None, **options)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        CallError, match=r"attention_mask is \(2, 1, 5, 9\), but the layer has 5 queries and 7 keys: expected"
+    ):
+        attend(Layer(), *qkv(), torch.ones(2, 1, 5, 9, dtype=torch.bool))
+    with pytest.raises(
+        CallError, match=r"attention_mask is torch.int64 .* two things.\nFix: bools, True = may see, or floats"
+    ):
+        attend(Layer(), *qkv(), torch.ones(2, 1, 5, 7, dtype=torch.long))
+    with pytest.raises(CallError, match="but the layer has 5 queries and 7 keys"):
+        attend(Layer(), *qkv(), make_mask(2, 5, 6))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my|kernel"])
+def test_names_of_transformers_are_refused(name: str) -> None:
+    with pytest.raises(
+        EngineError, match=rf'register: "{name.replace("|", ".")}" is a name of transformers\' own.*Fix: name="lowtri"'
+    ):
+        register(name)
+
+
+def test_switch_refuses_what_is_out_of_reach() -> None:
+    falcon = tf.FalconForCausalLM(
+        tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    )
+    with pytest.raises(
+        EngineError, match=r"switch: FalconForCausalLM, FalconModel has attention code of its own .*\nFix: keep"
+    ):
+        switch(falcon)
+    with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
+        switch(falcon, "other")
+    falcon.config._attn_implementation_internal = "lowtri"  # whoever forces it is told by the first forward
+    with pytest.raises(CallError, match="takes its mask for numbers to add to the scores"):
+        falcon(torch.randint(99, (1, 8)))
+
+
+def test_torchs_attention_with_our_mask_is_refused() -> None:
+    q, k, v = qkv(nk=NQ)
+    with pytest.raises(CallError, match="gives its mask to torch's attention"):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=make_mask(2, NQ, NQ))
+
+
+# In models.
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return switch(tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZE, **more})).eval())
+
+
+def test_an_engine_asked_for_by_name_runs_or_raises() -> None:
+    register("lowtri-cpu-only", engine="cpu")
+    model = switch(llama(), "lowtri-cpu-only")
+    ids = torch.randint(3, 99, (1, 8))
+    model(ids)
+    with pytest.raises(EngineError, match=r'engine "cpu" cannot run this call(.|\n)*it has no float64'):
+        model.double()(ids)
+
+
+def test_weights_are_those_of_the_mask() -> None:
+    model, ids = llama(), torch.randint(3, 99, (2, 9))
+    pads = torch.ones_like(ids)
+    pads[0, :3] = 0
+    found = model(ids, attention_mask=pads, output_attentions=True).attentions
+    assert len(found) == 2
+    hidden = ~make_mask(2, 9, 9, attention_mask=pads.bool()).written()
+    for weights in found:
+        assert weights.shape == (2, 4, 9, 9)
+        assert not weights.masked_select(hidden).any()  # exactly 0
+        assert torch.allclose(weights.sum(-1)[1], torch.ones(4, 9))
+    assert model(ids).attentions is None
+
+
+def test_packed_rows_are_as_if_alone() -> None:
+    model, ids = llama(), torch.randint(3, 99, (1, 20))
+    places = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    packed = model(ids, position_ids=places, use_cache=False).logits
+    alone = torch.cat([model(ids[:, :7]).logits, model(ids[:, 7:]).logits], 1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(packed, model(ids).logits, atol=1e-3)
+
+
+def test_a_mask_by_hand_reaches_every_layer() -> None:
+    model, ids = llama(), torch.randint(3, 99, (2, 9))
+    visible = lowtri.mask("causal & window(3)").dense(9)
+    tables = [torch.from_numpy(visible)[None, None].expand(2, 1, 9, 9)]
+    tables += [torch.where(tables[0], 0.0, least) for least in (-torch.inf, LEAST)]
+    answers = [model(ids, attention_mask=table).logits for table in tables]
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=tables[2]).logits
+    for found in answers:
+        torch.testing.assert_close(found, expected)
+
+
+def test_sliding_caches_forget_and_the_tokens_are_the_same() -> None:
+    torch.manual_seed(0)
+    config = tf.MistralConfig(**SIZE, num_key_value_heads=2, sliding_window=8)
+    model = tf.MistralForCausalLM(config).eval()
+    for p in model.parameters():
+        p.data.add_(0.15 * torch.randn_like(p))
+    ids = torch.randint(3, 99, (2, 5))
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
+    expected = model.generate(ids, **options)
+    switch(model)
+    for more in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        assert torch.equal(model.generate(ids, **options, **more), expected), more
+    cache = model(ids.repeat(1, 8), use_cache=True).past_key_values
+    assert cache.layers[0].keys.shape[2] == 7  # the window without the next token
+
+
+def test_chunked_prefill_continues_where_it_stopped() -> None:
+    model, ids = llama(), torch.randint(3, 99, (2, 24))
+    whole = model(ids).logits
+    first = model(ids[:, :10], use_cache=True)
+    second = model(ids[:, 10:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(torch.cat([first.logits, second], 1), whole)
+
+
+def test_dropout_trains_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = llama(attention_dropout=0.5).train(), torch.randint(3, 99, (1, 9))
+    door._said.clear()
+    with caplog.at_level(logging.WARNING, "lowtri.integrations.transformers"):
+        one, two = (model(ids, labels=ids) for _ in range(2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
+    ]
+    assert not torch.equal(one.logits, two.logits)
+    one.loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_t5_trains_its_position_bias() -> None:
+    torch.manual_seed(0)
+    size = {
+        "vocab_size": 99,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
+    model = tf.T5ForConditionalGeneration(tf.T5Config(**size, decoder_start_token_id=0))
+    ids, pads = torch.randint(3, 99, (2, 11)), torch.ones(2, 11, dtype=torch.long)
+    pads[0, 8:] = 0
+    found = {}
+    for name in ("eager", "lowtri"):
+        model.zero_grad()
+        model.set_attn_implementation(name)
+        model(ids, attention_mask=pads, labels=ids[:, :6].contiguous()).loss.backward()
+        grads = [p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n]
+        found[name] = torch.cat([g.flatten() for g in grads])
+    assert len(grads) == 2 and found["eager"].abs().max() > 1e-6
+    torch.testing.assert_close(found["lowtri"], found["eager"], rtol=1e-4, atol=1e-8)
+
+
+def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    read = door.given
+    monkeypatch.setattr(door, "given", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
+    llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
+    assert len(seen) == 3 and all(type(one) is SeenTensor for one in seen)
+    assert len({id(one.seen) for one in seen}) == 1
+
+
+def test_checkpointed_layers_have_the_same_gradients() -> None:
+    model, ids = llama(), torch.randint(3, 99, (2, 9))
+    found = []
+    for again in (False, True):
+        if again:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer versions call it by another name
+                model.train().gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_the_answers_are_the_same() -> None:
+    model, ids = llama(), torch.randint(3, 99, (2, 9))
+    pads = torch.ones_like(ids)
+    pads[0, :3] = 0
+    expected = model(ids, attention_mask=pads).logits
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(ids, attention_mask=pads).logits[pads.bool()], expected[pads.bool()])
