@@ -22,6 +22,7 @@ from lowtri.masks import EMPTY, END, FULL, Mask
 __all__ = ["Book", "Slots"]
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
+_AHEAD = 64  # so many queries to come are asked whether moving tokens changes what they see
 
 
 class Book:
@@ -31,8 +32,8 @@ class Book:
     batch stand at the same places, else B.
     """
 
-    def __init__(self, mask: Mask, capacity: int, block: int) -> None:
-        self.mask, self.floor, self.block = mask, capacity, block
+    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int) -> None:
+        self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the place of the next token
         self.top = 0  # every used slot lies below
@@ -66,7 +67,7 @@ class Book:
             self._widen(len(places))
         self.moved = None
         if self._since >= self._pause or len(self._free) - self._taken < n:
-            self._sweep(self._earliest(places), n)
+            self._sweep(np.maximum(self._earliest(places) - self.rewind, 0), n)
         self.slots = self._take(n)
         self.positions[:, self.slots] = places
         self.newest = places
@@ -77,7 +78,7 @@ class Book:
 
     def crop(self, n: NDArray[np.int64]) -> None:
         """Forget the tokens at places from ``n`` (R,) on."""
-        if self.dropped and np.any((n < self._sure) & (n < self.next)):
+        if np.any((n < self._sure) & (n < self.next)):
             raise CallError(
                 f"crop: n is {n.tolist()}, but keys that a query before {self._sure.tolist()} may see are dropped already.\n"
                 f"Fix: crop to {self._sure.tolist()} or later, or start a new cache."
@@ -93,6 +94,43 @@ class Book:
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
             self.positions, self.next, self._sure = self.positions[index], self.next[index], self._sure[index]
+
+    def shift(self, keep: int) -> NDArray[np.int64]:
+        """Close the gap that the dead have left behind the places below ``keep``; how far each slot's token moved, (R, top).
+
+        Each row moves on its own, as far as it can, so what a row has lost of tokens that others still see goes here.
+        """
+        first = np.maximum(self.next - self.rewind, 0)
+        used = self.used
+        places = self.positions[:, used]  # (R, S)
+        places = np.where(self._dead_by_row(places, first), -1, places)
+        oldest = np.where(places >= keep, places, END).min(1, initial=END)
+        back = np.where(oldest < END, oldest, self.next) - keep  # (R,)
+        back = np.where(self.next > keep, back, 0)
+        after = places - np.where(places >= keep, back[:, None], 0)
+        self._check_shift(places, after, back)
+        moved = np.zeros((len(places), self.top), np.int64)
+        moved[:, used] = after - places
+        self.dropped += int(np.count_nonzero((places < 0).all(0)))
+        self.positions[:, used] = after
+        self.next, self._sure = self.next - back, np.maximum(first - back, keep)
+        self._list_free()
+        return moved[:, : self.top]
+
+    def _check_shift(self, before: NDArray[np.int64], after: NDArray[np.int64], back: NDArray[np.int64]) -> None:
+        """Refuse to move tokens under a mask that would answer differently there."""
+        new = np.arange(_AHEAD)
+        rows = range(len(before)) if np.any(back) else ()
+        for b in rows:
+            then, now = self.next[b] + new, self.next[b] - back[b] + new  # queries to come, before and after
+            old, moved = np.concatenate([before[b], then]), np.concatenate([after[b], now])
+            each = [self.mask.at(b, h) for h in range((*self.mask.batch, 1, 1)[1])] if self.mask.batch else [self.mask]
+            if any(np.any(one(then[:, None], old) != one(now[:, None], moved)) for one in each):
+                raise CallError(
+                    f"shift: {self.mask!r} does not show the same at places that are {int(back[b])} lower, "
+                    "so tokens cannot move.\nFix: keep= as many as the mask treats by their place; "
+                    "masks of windows and sinks can be shifted."
+                )
 
     def _checked(self, positions: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
         places = np.maximum(np.atleast_2d(positions), -1)
@@ -153,14 +191,18 @@ class Book:
         whole = np.asarray(self.mask.tile(int(first.min()), END, int(real.min()), int(real.max()) + 1))
         if np.all(whole == FULL):
             return np.zeros(k.shape[1], bool)
+        return np.asarray(self._dead_by_row(k, first).all(0))
+
+    def _dead_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The same asked of each row of places alone, in any head: (R, S)."""
         if not self.mask.batch or len(k) == 1:
-            answer = self.mask.tile(first[:, None], END, k, k + 1)  # batch + (R, S)
-            return np.asarray((answer == EMPTY).reshape(-1, k.shape[1]).all(0))
-        dead = np.ones(k.shape[1], bool)
+            answer = np.asarray(self.mask.tile(first[:, None], END, k, k + 1)) == EMPTY  # batch + (R, S)
+            return answer.reshape(-1, *k.shape).all(0)
+        dead = np.ones(k.shape, bool)
         heads = (*self.mask.batch, 1)[1]
         for b in range(len(k)):
             for h in range(heads):
-                dead &= self.mask.at(b, h).tile(int(first[b]), END, k[b], k[b] + 1) == EMPTY
+                dead[b] &= self.mask.at(b, h).tile(int(first[b]), END, k[b], k[b] + 1) == EMPTY
         return dead
 
     # Room.

@@ -7,6 +7,7 @@ gives slots, the layers follow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,8 @@ class KVCache:
         capacity: how many tokens to make room for at first; it grows when it must.
         block: the dead are looked for after that many tokens (or an eighth of what is held, if that is more), and room
             comes in multiples of it.
+        rewind: how far :meth:`crop` can always go back, in tokens before the latest append that there has been; what those
+            queries may see is held that much longer.
 
     One cache serves all layers that use the same mask: pass ``layer=``. NumPy arrays and torch tensors of any dtype and
     device work alike; nothing here has gradients.
@@ -58,11 +61,13 @@ class KVCache:
     Source: the key/value cache is Shazeer 2019; a ring for windows is Mistral's (Jiang et al. 2023).
     """
 
-    def __init__(self, mask: Mask | str = "causal", *, capacity: int = 0, block: int = 64) -> None:
+    def __init__(self, mask: Mask | str = "causal", *, capacity: int = 0, block: int = 64, rewind: int = 0) -> None:
         if capacity < 0 or block < 1:
             raise CallError(f"KVCache: capacity is {capacity} and block {block}; they count tokens, from 0 and from 1.")
+        if rewind < 0:
+            raise CallError(f"KVCache: rewind is {rewind}; it counts tokens, from 0.")
         self.mask = as_mask(mask)
-        self._book = Book(self.mask, capacity, block)
+        self._book = Book(self.mask, capacity, block, rewind)
         self._layers: dict[int, _Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
         self._given: Any = None  # the positions it came with
@@ -191,8 +196,8 @@ class KVCache:
     def crop(self, n: Any) -> None:
         """Take tokens back: the next one stands at ``n`` again, an int, or one for each row of the batch.
 
-        Back to the start of the last append always works (so a rejected draft can go); further back only as long as
-        nothing that those queries would see was dropped.
+        Back to the start of the last append always works (so a rejected draft can go), and ``rewind`` tokens more; further
+        back only as long as nothing that those queries would see was dropped.
 
         Raises:
             CallError: if ``n`` is negative, or lies before what was dropped.
@@ -207,6 +212,41 @@ class KVCache:
         if len(back) < len(self._book.next):
             back = np.broadcast_to(back, self._book.next.shape)
         self._book.crop(back)
+
+    def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
+        """Make room in the context: the dead go, and the tokens behind the first ``keep`` places close the gap they leave.
+
+        A stream has more tokens than a model has places. Under a window the next token then stands at ``keep`` plus the
+        window again, and distances between tokens that see each other stay within what the model was trained on; those to
+        the first ``keep``, its sinks, begin anew. Keys that carry rotary embedding are turned to their new places by ``turn``.
+
+        >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
+        >>> for t in range(10):
+        ...     _ = cache.append(np.full((1, 1), t), np.full((1, 1), t))
+        >>> cache.shift(2)
+        >>> keys, _, places = cache.append(np.full((1, 1), 10), np.full((1, 1), 10))
+        >>> [(int(place), int(keys[slot, 0])) for slot, place in enumerate(places)]
+        [(0, 0), (1, 1), (5, 10), (2, 7), (3, 8), (4, 9)]
+
+        Args:
+            keep: how many places at the front stay as they are.
+            turn: from keys (..., H, S, D), how far each has moved, int64 (S,) or (B, S), 0 or less, and the layer, to keys. For
+                the rotary embedding of ``lowtri.nn``: ``lambda k, moved, _: apply_rotary(k, *rotary_tables(moved, D, theta))``.
+
+        Raises:
+            CallError: if the mask would answer differently for the moved tokens, as one that names places of its own does.
+
+        Source: positions within the cache, StreamingLLM (Xiao et al. 2023).
+        """
+        if keep < 0:
+            raise CallError(f"shift: keep is {keep}; it counts places, from 0.")
+        self._together("shift")
+        moved = self._book.shift(keep)
+        if turn is None or not moved.any():
+            return
+        for name, layer in self._layers.items():
+            held = front(layer.keys, self._book.top)
+            held[...] = turn(held, moved[0] if len(moved) == 1 else moved, name)
 
     def _rows(self) -> int:
         return next((layer.keys.shape[0] for layer in self._layers.values() if layer.keys.ndim == 4), 1)
