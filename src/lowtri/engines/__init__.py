@@ -7,6 +7,7 @@
     cpu        the CPU kernels: launch (results, threads), descriptor (what a kernel is told), plans (kept), gradient
     worth      when a call is worth a kernel
     attend     attention(): check once, choose, run
-    eager      attention() under torch.compile: outside the graph
+    choice     which engine runs a call
+    operators  attention() in a program that torch.compile or torch.export writes down
     twin       torch's scaled_dot_product_attention, with torch's meanings
 """

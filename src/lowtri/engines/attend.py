@@ -6,45 +6,18 @@ runs or raises.
 
 from __future__ import annotations
 
-import importlib
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from lowtri.engines.worth import worth_a_kernel
-from lowtri.errors import CallError, EngineError
-from lowtri.masks.atoms import causal, full
+from lowtri.engines.choice import Choice, answers, choose, load
+from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, Result, describe
 
-__all__ = ["Choice", "attention", "merge", "which_engine"]
-
-ENGINES = ("cpu", "sdpa", "formula", "reference")
-_TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
-_SMALL = 2**18  # pairs over all heads: below it NumPy answers before torch is loaded
-
-
-class Engine(Protocol):
-    name: str
-
-    def why_not(self, call: Call) -> str | None: ...
-    def run(self, call: Call) -> Result: ...
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What :func:`which_engine` found: the engine that would run, and what every other said."""
-
-    engine: str
-    answers: dict[str, str]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<10} {answer}" for name, answer in self.answers.items())
+__all__ = ["attention", "merge", "which_engine"]
 
 
 def attention(
@@ -100,9 +73,11 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_dynamo_compiling():
-        from lowtri.engines.eager import outside
+    device = _autocast_device(q)
+    if device is not None:
+        q, k, v = _cast(device, q, k, v)
+    if _is_traced():
+        from lowtri.engines.operators import traced
 
         options = {
             "scale": scale,
@@ -113,10 +88,7 @@ def attention(
             "engine": engine,
         }
         places = {"q_positions": q_positions, "k_positions": k_positions}
-        return outside(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options, **places)
-    device = _autocast_device(q)
-    if device is not None:
-        q, k, v = _cast(device, q, k, v)
+        return traced(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options, **places)
     call = describe(
         q,
         k,
@@ -132,7 +104,7 @@ def attention(
         return_weights=return_weights,
         return_lse=return_lse,
     )
-    run = _engine(_choose(call, engine)).run
+    run = load(choose(call, engine)).run
     found = run(call) if device is None else _without_autocast(device, run, call)
     output = call.restore(found.output)
     if not (return_weights or return_lse):
@@ -156,7 +128,7 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     if device is not None:
         q, k, v = _cast(device, q, k, v)
     call = describe(q, k, v, mask, **options)
-    return Choice(_choose(call, engine), _answers(call))
+    return Choice(choose(call, engine), answers(call))
 
 
 def merge(outputs: Any, lses: Any) -> Any:
@@ -211,41 +183,10 @@ def merge(outputs: Any, lses: Any) -> Any:
     return (parts * share[..., None]).sum(dim=0).to(outputs[0].dtype), joined
 
 
-@cache
-def _engine(name: str) -> Engine:
-    return importlib.import_module(f"lowtri.engines.{name}")
-
-
-def _choose(call: Call, engine: str) -> str:
-    if engine == "auto":
-        return _automatic(call)
-    if engine not in ENGINES:
-        raise EngineError(f"attention: there is no engine {engine!r}. There are: auto, {', '.join(ENGINES)}.")
-    if _engine(engine).why_not(call) is None:
-        return engine
-    answers = "\n".join(f"  {name:<10} {answer}" for name, answer in _answers(call).items())
-    raise EngineError(
-        f'attention: engine "{engine}" cannot run this call, and it was asked for by name.\n  {call}\n{answers}\n'
-        f'Fix: drop engine="{engine}", or change what it names.'
-    )
-
-
-def _automatic(call: Call) -> str:
-    rows, heads, nq, _ = call.q.shape
-    pairs = nq * call.k.shape[2]
-    if worth_a_kernel(call) and _engine("cpu").why_not(call) is None:
-        return "cpu"
-    if call.is_numpy:
-        small = pairs * rows * heads <= _SMALL and _engine("reference").why_not(call) is None
-        return "reference" if small else "formula"
-    written = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))  # tables, at most
-    fits = pairs * written <= _TABLE_LIMIT or call.mask in (causal(), full())
-    return "sdpa" if fits and _engine("sdpa").why_not(call) is None else "formula"
-
-
-def _answers(call: Call) -> dict[str, str]:
-    reasons = {name: _engine(name).why_not(call) for name in ENGINES}
-    return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}
+def _is_traced() -> bool:
+    """Whether this call is being written into a program, by torch.compile or torch.export, and not run."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
 
 
 def _autocast_device(q: Any) -> str | None:

@@ -42,7 +42,7 @@ def run(call: Call) -> Result:
     if call.needs_grad:
         from lowtri.engines.gradient import Kernels
 
-        output, lse = Kernels.apply(call, call.q, call.k, call.v, call.bias, call.sinks)
+        output, lse = Kernels.apply(call, None, call.q, call.k, call.v, call.bias, call.sinks)
         return Result(output, None, lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
     if call.dtype != "float32" and not in_pairs(q, k, v):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,12 +12,21 @@ from lowtri.ops.call import Call
 __all__ = ["Kernels"]
 
 
+Known: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
 class Kernels(torch.autograd.Function):
-    """Output and log-sum-exp of a call; gradients by the kernel, once. What the kernels do not multiply goes in as float32."""
+    """Output and log-sum-exp of a call; gradients by the kernel, once. What the kernels do not multiply goes in as float32.
+
+    ``known``: the output and log-sum-exp, where they have been computed before and only the gradients are wanted.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
-        output, lse = launch.forward(call, *_readable(*inputs), True)
+    def forward(ctx: Any, call: Call, known: Known | None, *inputs: torch.Tensor | None) -> Any:
+        if known is None:
+            q, k, v, bias, sinks = _readable(*inputs)
+            known = launch.forward(call, q, k, v, bias, sinks, True)
+        output, lse = known
         ctx.call = call
         ctx.save_for_backward(*inputs, output, lse)
         return output.to(call.q.dtype), lse
@@ -36,7 +45,7 @@ class Kernels(torch.autograd.Function):
         if sinks is not None:  # a sink takes its share of what every row must give up
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
             to_sinks = -(share * delta).sum((0, 2)).to(inputs[4].dtype)
-        return (None, *found, to_bias, to_sinks)
+        return (None, None, *found, to_bias, to_sinks)
 
 
 def _readable(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
-from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table, Where
+from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table, Where, is_traced
 from lowtri.masks.mask import END, Mask
 
 __all__ = [
@@ -349,6 +349,8 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _integers(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
+    if is_traced(value):
+        return _traced(mask, name, value, ranks)
     array = _array(value)
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
@@ -358,6 +360,8 @@ def _integers(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArr
 
 
 def _bools(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.bool_]:
+    if is_traced(value):
+        return _traced(mask, name, value, ranks)
     array = _array(value)
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
@@ -365,6 +369,16 @@ def _bools(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[
         fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
     return array
+
+
+def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:
+    """A tensor whose numbers come when the program runs; they are checked then."""
+    if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in ranks:
+        raise MaskError(
+            f"{mask}: {name} is a tensor of a program that is being traced, where it cannot be looked into. "
+            "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
+        )
+    return value
 
 
 def _came(array: NDArray[Any]) -> str:

@@ -7,6 +7,7 @@ whatever the rectangle's size.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +20,22 @@ from lowtri.errors import MaskError
 from lowtri.masks.formulas import First, same
 from lowtri.masks.mask import Answer, Mask, Positions, verdict
 
-__all__ = ["Documents", "Extremes", "Heads", "Held", "KeyLengths", "Keys", "Table", "Where", "within"]
+__all__ = ["Documents", "Extremes", "Heads", "Held", "KeyLengths", "Keys", "Table", "Where", "is_traced", "within"]
 
 
 class Held:
-    """An array that a mask holds: a read-only copy, equal and hashed by content (once)."""
+    """An array that a mask holds: a read-only copy, equal and hashed by content (once).
+
+    A tensor of a program that is being traced is kept as it comes: nothing is asked of it but its shape. ``memory`` is the
+    same array for those who may not be given a read-only one.
+    """
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self.array = np.array(array, order="C")
+        if is_traced(array):
+            self.array = self.memory = array
+            return
+        self.memory = np.array(array, order="C")
+        self.array = self.memory.view()
         self.array.setflags(write=False)
 
     @cached_property
@@ -45,6 +54,12 @@ class Held:
 
     def __repr__(self) -> str:
         return f"<{'x'.join(map(str, self.array.shape))} {self.array.dtype} {self.digest[:8]}>"
+
+
+def is_traced(value: Any) -> bool:
+    """Whether this is a tensor of a program that torch.compile or torch.export is tracing: a shape without numbers."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
 
 
 @dataclass(frozen=True)

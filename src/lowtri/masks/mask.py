@@ -279,7 +279,7 @@ class Mask:
         return _joins().Or(self, _operand(other, "|"))
 
     def __sub__(self, other: object) -> Mask:
-        return self & ~_operand(other, "-")
+        return self & _operand(other, "-").__invert__()
 
     def __invert__(self) -> Mask:
         return _joins().Not(self)

@@ -15,7 +15,7 @@ from lowtri.errors import MaskError
 from lowtri.masks import atoms
 from lowtri.masks.mask import Mask
 
-__all__ = ["as_mask", "mask"]
+__all__ = ["as_mask", "mask", "read"]
 
 LONGEST = 65_536  # characters: enough for the lengths of ten thousand documents
 DEEPEST = 100  # nested operators
@@ -62,11 +62,16 @@ def mask(text: str | Mask) -> Mask:
         )
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        return _read(tree, 0)
+        return read(tree)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         if isinstance(error, MaskError):
             raise
         raise MaskError(f"mask: {_short(text)} cannot be read. Fix: write e.g. 'causal & window(256)'.") from None
+
+
+def read(node: ast.expr) -> Mask:
+    """The mask that a parsed text says; it may hold whole masks, as constants."""
+    return _read(node, 0)
 
 
 def as_mask(value: Any, name: str = "mask") -> Mask:
@@ -91,6 +96,8 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
 def _read(node: ast.expr, depth: int) -> Mask:
     if depth > DEEPEST:
         raise MaskError(f"mask: the text nests more than {DEEPEST} operators.")
+    if isinstance(node, ast.Constant) and isinstance(node.value, Mask):
+        return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _JOINS:
         return _JOINS[type(node.op)](_read(node.left, depth + 1), _read(node.right, depth + 1))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):

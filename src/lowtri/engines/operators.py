@@ -1,0 +1,202 @@
+"""attention as two torch operators, for programs that torch.compile or torch.export writes down.
+
+    lowtri::attention            q, k, v and the rest -> output, log-sum-exp
+    lowtri::attention_backward   -> the gradients of q, k, v, bias and sinks, as far as they are wanted
+
+Such a program holds one node for a call: nothing of masks and plans is traced into it. The mask goes in as a text and a list of
+tensors for the arrays that it holds, so another batch of documents runs the same program. A call on plain tensors never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtri.engines.attend import attention
+from lowtri.engines.choice import choose, load
+from lowtri.masks.mask import Mask
+from lowtri.masks.packed import pack, unpack
+from lowtri.masks.text import as_mask
+from lowtri.ops.call import Call, Result, describe
+
+__all__ = ["traced"]
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[] arrays, Tensor? q_positions, "
+    "Tensor? k_positions, float? scale, float? softcap, bool return_lse, str engine"
+)
+
+
+def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights: bool, **options: Any) -> Any:
+    """A call of attention while a program is traced: the operator; what it does not do runs outside of the program.
+
+    Weights, dropout and masks with a Python formula (``where``) are left to a graph break.
+    """
+    text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
+    if text is not None and not isinstance(text, str):
+        as_mask(mask)  # raises with the fix
+    tensors = all(isinstance(x, Tensor) for x in (q, k, v))
+    if text is None or dropout or return_weights or not tensors:
+        return _outside(q, k, v, mask, dropout=dropout, return_weights=return_weights, **options)
+    output, lse = _attention(
+        q,
+        k,
+        v,
+        options["bias"],
+        options["sinks"],
+        text,
+        [_tensor(array) for array in arrays],
+        _tensor(options["q_positions"]),
+        _tensor(options["k_positions"]),
+        options["scale"],
+        options["softcap"],
+        options["return_lse"],
+        options["engine"],
+    )
+    return (output, lse) if options["return_lse"] else output
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(attention)
+
+
+def _tensor(array: Any) -> Any:
+    """Positions, or an array of a mask, as a tensor."""
+    if array is None or isinstance(array, Tensor):
+        return array
+    return torch.as_tensor(array if isinstance(array, np.ndarray) else list(array))
+
+
+@torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where nobody asks for it or will."""
+    call, name = _described(q, k, v, *rest)
+    if name == "cpu":
+        call = replace(call, return_lse=True)  # its gradients begin there
+    with _without_autocast(q):
+        found = load(name).run(call)
+    lse = q.new_zeros(q.shape[:-1], dtype=_wide(q)) if found.lse is None else call.restore(found.lse)
+    return call.restore(found.output).contiguous(), lse.contiguous()
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
+
+
+@torch.library.custom_op(
+    "lowtri::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_output, Tensor d_lse, Tensor output, Tensor lse, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
+)
+def _backward(
+    d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
+) -> list[Tensor]:
+    """The gradients of those of q, k, v, bias and sinks that are ``wanted``. Engines without a kernel for it run forward again."""
+    inputs: Any = [
+        None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
+    ]
+    with _recording(), _without_autocast(output):
+        call, name = _described(*inputs, *arguments[5:])
+        if name == "cpu":
+            from lowtri.engines.gradient import Kernels
+
+            known = (output.reshape(*call.q.shape[:3], -1), lse.reshape(call.q.shape[:3]))
+            found = Result(*Kernels.apply(call, known, call.q, call.k, call.v, call.bias, call.sinks))
+        else:
+            found = load(name).run(call)
+        results, starts = [call.restore(found.output)], [d_output]
+        if call.return_lse:
+            results.append(call.restore(found.lse))
+            starts.append(d_lse)
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
+        return [x.contiguous() for x in torch.autograd.grad(results, leaves, starts)]
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
+) -> list[Tensor]:
+    inputs = (x for x, want in zip(arguments[:5], wanted, strict=True) if want)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """What the gradients need: all arguments, the output and its log-sum-exp."""
+    q, k, v, bias, sinks, mask, arrays, q_positions, k_positions, *options = inputs
+    ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *arrays, *output)
+    ctx.mask, ctx.options = mask, options
+
+
+def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    q, k, v, bias, sinks, q_positions, k_positions, *arrays, output, lse = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:5])
+    arguments = (q, k, v, bias, sinks, ctx.mask, arrays, q_positions, k_positions, *ctx.options)
+    found = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
+    of_mask = (None, [None] * len(arrays))
+    return (*(next(found) if want else None for want in wanted), *of_mask, *[None] * 6)
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _described(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    sinks: Any,
+    mask: str,
+    arrays: Sequence[Tensor],
+    q_positions: Any,
+    k_positions: Any,
+    scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    engine: str,
+) -> tuple[Call, str]:
+    """The call that the operator's arguments say, checked, and the engine that runs it."""
+    call = describe(
+        q,
+        k,
+        v,
+        unpack(mask, [array.cpu().numpy() for array in arrays]),
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        return_lse=return_lse,
+    )
+    return call, choose(call, engine)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+@contextmanager
+def _without_autocast(q: Tensor) -> Iterator[None]:
+    """The cast has been at the program's door; what an engine computes in float32 stays in float32."""
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd inside an operator, where torch has switched it off for the thread."""
+    key, off = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for one in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
+        off = off.remove(one)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch.enable_grad():
+        yield

@@ -1,0 +1,119 @@
+"""A mask as a text and the arrays it holds: the form in which a compiled or stored program carries it.
+
+The text has placeholders, ``causal & documents(_0)``; the arrays may be NumPy's, or tensors that have no numbers yet, since a
+program is only being traced. So ``pack`` looks at nothing but the structure of the mask, in plain Python that torch.compile can
+follow.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lowtri.errors import MaskError
+from lowtri.masks.atoms import documents, keys, table
+from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
+from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table
+from lowtri.masks.joins import And, Join, Not
+from lowtri.masks.mask import Mask
+from lowtri.masks.text import mask, read
+
+__all__ = ["pack", "unpack"]
+
+_HOLDERS: dict[str, Callable[..., Mask]] = {"documents": documents, "keys": keys, "table": table}
+
+
+def pack(what: Mask) -> tuple[str | None, list[Any]]:
+    """The text of a mask, and the arrays that its placeholders stand for; None where it holds a function of the user's.
+
+    >>> from lowtri import causal, documents
+    >>> pack(causal() & documents([0, 0, 1]))
+    ('causal & documents(_0)', [array([0, 0, 1])])
+    """
+    arrays: list[Any] = []
+    return _text(what, arrays), arrays
+
+
+def unpack(text: str, arrays: Sequence[Any]) -> Mask:
+    """The mask that ``pack`` was given: equal, and the same object for the same content.
+
+    >>> from lowtri import causal, documents
+    >>> mask = causal() & documents([0, 0, 1])
+    >>> unpack(*pack(mask)) == mask
+    True
+
+    Raises:
+        MaskError: if the text is none that ``pack`` writes.
+    """
+    return _unpacked(text, tuple(Held(array) for array in arrays))
+
+
+@lru_cache(32)
+def _unpacked(text: str, held: tuple[Held, ...]) -> Mask:
+    class Fill(ast.NodeTransformer):
+        """Put a mask where the text has one that holds placeholders."""
+
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            names = [entry.id for entry in node.args if isinstance(entry, ast.Name) and entry.id[0] == "_"]
+            if not names or not isinstance(node.func, ast.Name) or node.func.id not in _HOLDERS:
+                return self.generic_visit(node)
+            made: Any = _HOLDERS[node.func.id](*(held[int(name[1:])].array for name in names))
+            return ast.Constant(made)
+
+    if not held:
+        return mask(text)
+    try:
+        tree = Fill().visit(ast.parse(text, mode="eval").body)
+    except MaskError:  # an array that does not fit its mask
+        raise
+    except (SyntaxError, ValueError, IndexError):
+        raise MaskError(f"unpack: {text!r} with {len(held)} arrays is not what pack writes.") from None
+    return read(tree)
+
+
+def _text(mask: Mask, arrays: list[Any]) -> str | None:
+    if isinstance(mask, Join):
+        left, right = _operand(mask.left, arrays), _operand(mask.right, arrays)
+        sign = " & " if isinstance(mask, And) else " | "
+        return None if left is None or right is None else left + sign + right
+    if isinstance(mask, Not):
+        inner = _operand(mask.inner, arrays)
+        return None if inner is None else "~" + inner
+    if isinstance(mask, Heads):
+        texts = [_text(one, arrays) for one in mask.masks]
+        return None if None in texts else "heads([" + ", ".join([text for text in texts if text]) + "])"
+    if isinstance(mask, Documents):
+        if mask.lengths is not None:
+            return f"documents(lengths={_list(mask.lengths)})"
+        labels = _held(mask.ids, arrays)
+        return f"documents({labels})" if mask.key_ids is None else f"documents({labels}, {_held(mask.key_ids, arrays)})"
+    if isinstance(mask, Keys):
+        return f"keys({_held(mask.valid, arrays)})"
+    if isinstance(mask, Table):
+        return f"table({_held(mask.pairs_, arrays)})"
+    if isinstance(mask, KeyLengths):
+        return f"keys(lengths={_list(mask.lengths)})"
+    if isinstance(mask, Band):
+        return mask.name
+    for name, kind in (("first", First), ("chunks", Chunks), ("strided", Strided)):
+        if isinstance(mask, kind):
+            return f"{name}({operator.index(mask.n)})"
+    return "full" if isinstance(mask, Full) else None
+
+
+def _operand(mask: Mask, arrays: list[Any]) -> str | None:
+    text = _text(mask, arrays)
+    return f"({text})" if text is not None and isinstance(mask, Join) else text
+
+
+def _held(held: Held, arrays: list[Any]) -> str:
+    arrays.append(held.memory)
+    return f"_{len(arrays) - 1}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    # index: while a program is traced a number may be symbolic; the text wants the number itself.
+    return "[" + ", ".join([f"{operator.index(n)}" for n in numbers]) + "]"
