@@ -60,58 +60,73 @@ def classes_of(kind: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def has_interface(model_class: Any) -> bool:
+def has_interface(model_class: Any) -> bool:  # None has not
     """Whether transformers says of a class that sdpa, or any registered attention, reaches it."""
     return bool(
         getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
     )
 
 
-def types_of() -> dict[str, str]:
-    """Model type -> the class that stands for it."""
+def types_of() -> dict[str, list[str]]:
+    """Model type -> its classes with an attention interface, in the order in which they are tried."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     found = {}
     for kind in sorted(CONFIG_MAPPING_NAMES):
-        for name in classes_of(kind):
-            model_class = getattr(transformers, name, None)
-            if model_class is not None and has_interface(model_class) and hasattr(model_class, "forward"):
-                found[kind] = name
-                break
+        classes = [(name, getattr(transformers, name, None)) for name in classes_of(kind)]
+        names = [name for name, one in classes if has_interface(one) and hasattr(one, "forward")]
+        if names:
+            found[kind] = names
     return found
 
 
-def small(config_class: Any, without: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> Any:
-    """A config whose known sizes are small, in its parts as well."""
+def small(config_class: Any, way: dict[str, Any]) -> Any:
+    """A config whose known sizes are small, in its parts as well; ``way`` says what is tried besides."""
     default = config_class()
     given = default.to_dict()
     known = set(given) | set(getattr(config_class, "attribute_map", {}))
+    also = ALSO.get(config_class.model_type, {}) | MORE.get(config_class.model_type, {})
     chosen: dict[str, Any] = {}
-    for name, value in {**VISION, **SMALL}.items():
-        if name not in known or name in without or (only and name not in only):
+    for name, value in {**VISION, **SMALL, **way.get("sizes", {})}.items():
+        if name not in known or name in way.get("without", ()) or name not in way.get("only", (name,)):
             continue
-        before = getattr(default, name, None)
-        if name != "pad_token_id" and before is None:
+        before = given.get(name, way.get("open", False) or getattr(default, name, None) if name not in given else None)
+        if name != "pad_token_id" and before is None and not way.get("open"):
             continue  # a size that the class leaves open, or switches off, is left so
-        if isinstance(before, (list, tuple)):
-            value = [value] * len(before)
-        chosen[name] = value
+        chosen[name] = [value] * len(before) if isinstance(before, (list, tuple)) else value
     for name, value in given.items():
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= 99:
             chosen[name] = 1
         if name in ("n_group", "topk_group"):
             chosen[name] = 1
-    if isinstance(given.get("layer_types"), list):
-        layers = [v for k, v in chosen.items() if k in ("num_hidden_layers", "n_layer")] or [2]
-        chosen["layer_types"] = (sorted(set(given["layer_types"]), key=given["layer_types"].index) * 2)[: max(layers)]
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
+            chosen[name] = value | {"mrope_section": way.get("mrope", [2, 1, 1])}
+    chosen.update(also)
+    chosen |= {name: value for name, value in way.get("sizes", {}).items() if name in known}
+    layers = next((chosen[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in chosen), None)
+    before = next((given[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in given), None)
+    for name, value in given.items():  # one entry a layer
+        if name not in also and isinstance(value, list) and layers and len(value) == before and name not in VISION:
+            kinds = [v for i, v in enumerate(value) if v not in value[:i]] if name == "layer_types" else value
+            chosen[name] = (kinds * layers)[:layers]
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
-        if part is not None and hasattr(part, "to_dict"):
-            chosen[name] = small(type(part), without, only).to_dict()
-    chosen.update(ALSO.get(config_class.model_type, {}))
+        if part is not None and hasattr(part, "to_dict") and name not in also:
+            chosen[name] = small(type(part), way).to_dict()
     return config_class(**chosen)
 
+
+# What a type needs besides what the audit's table knows.
+MORE: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 99},
+    "chameleon": {"vocabulary_map": {"<image>": 1}},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 1, "<image>": 1}},
+    "ernie4_5_vl_moe_text": {
+        "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
+    "decision_transformer": {"state_dim": 17, "act_dim": 4},
+}  # fmt: skip
 
 SHRINK = (
     "num_hidden_layers",
@@ -123,13 +138,29 @@ SHRINK = (
     "depth",
     "vocab_size",
 )
+HEADS = {"num_key_value_heads": 4, "decoder_num_key_value_heads": 4, "encoder_num_key_value_heads": 4}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"sizes": HEADS},
+    {"without": ("head_dim",)},
+    {"sizes": HEADS | {"head_dim": 8, "num_experts_per_tok": 2}, "open": True},
+    {"sizes": {"hidden_size": 64, "head_dim": 16}, "mrope": [4, 2, 2]},
+    {"mrope": [1, 1, 0]},
+    {"sizes": {"hidden_size": 64, "head_dim": 16}, "mrope": [2, 1, 1]},
+    {
+        "sizes": HEADS,
+        "without": ("chunk_length", "chunk_size", "head_dim", "num_mel_bins", "feature_size", "in_channels"),
+    },
+    {"only": SHRINK},
+    {"only": ()},
+]
 
 
 def configs_of(config_class: Any) -> Iterator[Any]:
-    """The class's config made small in several ways, the smallest first; those that cannot be made are passed over."""
-    for without, only in ((), ()), (("head_dim",), ()), (("num_key_value_heads", "head_dim"), ()), ((), SHRINK):
+    """The class's config made small in several ways, the smallest first; for one that cannot be made, the trouble."""
+    for way in WAYS:
         try:
-            yield small(config_class, without, only)
+            yield small(config_class, way)
         except Exception as error:
             yield error
 
@@ -186,12 +217,29 @@ def inputs_of(model: Any) -> Iterator[dict[str, Any]]:
                 yield {name: sound, **later}
     if "inputs_embeds" in names:
         yield {"inputs_embeds": torch.randn(2, PLACES, first_of(config, "hidden_size", "d_model", default=32))}
-    if "hidden_states" in names and "grid_thw" in names:
-        patch = first_of(config, "patch_size", default=8)
-        flat = first_of(config, "in_channels", "in_chans", default=3) * first_of(
-            config, "temporal_patch_size", default=2
-        )
-        yield {"hidden_states": torch.randn(32, flat * patch * patch), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    patch = first_of(config, "patch_size", default=8)
+    patch = patch if isinstance(patch, int) else patch[0]
+    flat = first_of(config, "in_channels", "in_chans", "num_channels", default=3) * patch * patch
+    for grid_name in ("grid_thw", "image_grid_thw"):
+        if grid_name in names:
+            grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
+            for size in (flat * first_of(config, "temporal_patch_size", default=2), flat):
+                for name in ("hidden_states", "pixel_values"):
+                    yield {name: torch.randn(32, size), grid_name: grid}
+            yield {"pixel_values": torch.randn(32, 3, patch, patch), grid_name: grid}
+    for name in ("input_features", "input_values"):  # sounds that come with a mask of their own
+        other = f"{name}_mask" if f"{name}_mask" in names else "attention_mask"
+        if name in names and other in names:
+            for sound in sounds:
+                for length in sorted({sound.shape[-1], sound.shape[1]}):
+                    yield {name: sound, other: torch.ones(2, length, dtype=torch.long), **later}
+                    yield {name: sound, other: torch.ones(2, length, dtype=torch.bool), **later}
+    needed = [n for n, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    wide = first_of(config, "hidden_size", "d_model", default=32)
+    guesses: dict[str, Any] = {"input_ids": ids, "qformer_input_ids": ids, "pixel_values": pixels, **later}
+    guesses |= {name: torch.randn(2, 4, wide) for name in ("query_embeds", "context_hidden_states", "hidden_states")}
+    if needed and needed != [main] and all(name in guesses for name in needed):
+        yield {name: guesses[name] for name in needed}
 
 
 def tensors_of(output: Any) -> dict[str, Any]:
@@ -347,17 +395,19 @@ def equal(x: Any, y: Any) -> bool:
     return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and torch.equal(x, y)
 
 
-def made(kind: str, class_name: str) -> tuple[Any, dict[str, Any]]:
+def made(kind: str, classes: list[str]) -> tuple[Any, dict[str, Any]]:
     """A tiny model and inputs that its eager road takes; raises the first trouble where none can be made."""
     import torch
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_class = getattr(transformers, class_name)
     trouble: Exception | None = None
-    for config in configs_of(transformers.AutoConfig.for_model(kind).__class__):
+    configs = list(configs_of(CONFIG_MAPPING[kind]))
+    for config, class_name in ((config, name) for name in classes[:4] for config in configs):
         try:
             if isinstance(config, Exception):
                 raise config
+            model_class = getattr(transformers, class_name)
             torch.manual_seed(0)
             config._attn_implementation = "eager"
             with torch.device("meta"):
@@ -390,7 +440,7 @@ def made(kind: str, class_name: str) -> tuple[Any, dict[str, Any]]:
     raise trouble or ValueError("no inputs found")
 
 
-def try_one(kind: str, class_name: str) -> dict[str, Any]:
+def try_one(kind: str, classes: list[str]) -> dict[str, Any]:
     """One type: what was checked, and the verdict."""
     import torch
     import transformers
@@ -400,7 +450,7 @@ def try_one(kind: str, class_name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"type": kind, "class": class_name}
+    result: dict[str, Any] = {"type": kind, "class": classes[0]}
     calls = [0]
     attend = door.attend
 
@@ -413,9 +463,10 @@ def try_one(kind: str, class_name: str) -> dict[str, Any]:
     door.register("lowtri-cpu", engine="cpu")
     door.register("lowtri-formula", engine="formula")
     try:
-        model, inputs = made(kind, class_name)
+        model, inputs = made(kind, classes)
     except Exception as error:
         return result | {"verdict": "not made", "why": first_line(error)}
+    result["class"] = type(model).__name__
     asked = Asked(model, inputs)
     engines = ("lowtri", "lowtri-formula", "lowtri-cpu")
     asked.compare("forward", {}, None, False, engines)
@@ -456,20 +507,20 @@ def verdict(checks: dict[str, str]) -> str:
     return "differs" if wrong else "equal" if "equal" in checks.values() else "not made"
 
 
-def limited(kind: str, class_name: str, limit: float) -> dict[str, Any]:
+def limited(kind: str, classes: list[str], limit: float) -> dict[str, Any]:
     """`try_one` in a process of its own that is ended when it takes too long."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
     def work() -> None:
         try:
-            send.send(try_one(kind, class_name))
+            send.send(try_one(kind, classes))
         except BaseException as error:
-            send.send({"type": kind, "class": class_name, "verdict": "not made", "why": first_line(error)})  # type: ignore[arg-type]
+            send.send({"type": kind, "class": classes[0], "verdict": "not made", "why": first_line(error)})  # type: ignore[arg-type]
 
     process = context.Process(target=work)
     process.start()
-    result = {"type": kind, "class": class_name, "verdict": "not made", "why": f"took longer than {limit:.0f} s"}
+    result = {"type": kind, "class": classes[0], "verdict": "not made", "why": f"took longer than {limit:.0f} s"}
     if receive.poll(limit):
         try:
             result = receive.recv()
