@@ -9,6 +9,7 @@ tensors for the arrays that it holds, so another batch of documents runs the sam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,7 +63,11 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
     return (output, lse) if options["return_lse"] else output
 
 
-_outside: Callable[..., Any] = torch.compiler.disable(attention)
+_REASON = {
+    "reason": "lowtri.attention with dropout=, return_weights= or a mask of where() is no operator; it runs outside"
+}
+_SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
+_outside: Callable[..., Any] = torch.compiler.disable(attention, **(_REASON if _SAYS else {}))
 
 
 def _tensor(array: Any) -> Any:
@@ -107,7 +112,8 @@ def _backward(
             from lowtri.engines.gradient import Kernels
 
             known = (output.reshape(*call.q.shape[:3], -1), lse.reshape(call.q.shape[:3]))
-            found = Result(*Kernels.apply(call, known, call.q, call.k, call.v, call.bias, call.sinks))
+            again, its_lse = Kernels.apply(call, known, call.q, call.k, call.v, call.bias, call.sinks)
+            found = Result(again, None, its_lse)
         else:
             found = load(name).run(call)
         results, starts = [call.restore(found.output)], [d_output]
