@@ -143,7 +143,7 @@ def _value(node: ast.expr, depth: int) -> Any:
         return -_value(node.operand, depth)
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(entry, depth + 1) for entry in node.elts]
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and not isinstance(node.value, Mask):
         raise MaskError(f"mask: {node.value!r} is no whole number.")
     return _read(node, depth + 1)
 

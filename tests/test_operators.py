@@ -1,0 +1,274 @@
+"""attention inside a program: torch.compile without a graph break, torch.export, and torch's own checks of an operator.
+
+The same call outside of the program is what each is compared with, to the bit: the operator runs the engine that the call would.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+import lowtri
+from attention_cases import draw
+from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
+from lowtri.engines import operators
+from lowtri.masks.packed import pack, unpack
+from lowtri.nn import Decoder, DecoderConfig
+from random_masks import Case, cases
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports it
+]
+IDS = torch.tensor([[0] * 10 + [1] * 30, [0] * 20 + [1] * 20])
+PACKED = causal() & documents(IDS)
+FORMULA = where(lambda q, k: k <= q)
+
+CASES: dict[str, Callable[..., Any]] = {
+    "text": lambda q, k, v, ids, bias, sinks: attention(q, k, v, "causal & window(7)"),
+    "a mask from outside": lambda q, k, v, ids, bias, sinks: attention(q, k, v, PACKED, engine="cpu"),
+    "masks made inside": lambda q, k, v, ids, bias, sinks: (
+        attention(q, k, v, (causal() - window(3)) | first(2))
+        + attention(q, k, v, heads([causal(), full(), window(3), first(3)]))
+    ),
+    "masks of tensors": lambda q, k, v, ids, bias, sinks: (
+        attention(q, k, v, causal() & documents(ids), engine="cpu")
+        + attention(q, k, v, causal() & keys(ids > 0))
+        + attention(q, k, v, hidden(torch.ones(40, 40).triu(1) > 0))
+    ),
+    "every option": lambda q, k, v, ids, bias, sinks: attention(
+        q, k, v, PACKED, engine="cpu", scale=0.3, softcap=2.0, bias=bias, sinks=sinks
+    ),
+    "positions": lambda q, k, v, ids, bias, sinks: attention(
+        q,
+        k,
+        v,
+        "causal",
+        q_positions=torch.arange(40) + 2,
+        k_positions=torch.arange(40),
+        return_lse=True,
+        engine="formula",
+    )[0],
+    "log-sum-exp": lambda q, k, v, ids, bias, sinks: attention(q, k, v, "causal", return_lse=True, engine="cpu")[1],
+    "three dimensions": lambda q, k, v, ids, bias, sinks: attention(q[0], k[0], v[0], "causal", engine="cpu"),
+}
+
+
+def inputs(n: int = 40, seed: int = 0) -> list[torch.Tensor]:
+    """q (2, 4, n, 16), k and v (2, 2, n, 16)."""
+    return [x.requires_grad_() for x in draw(nq=n, nk=n, d=16, dv=16, seed=seed)]
+
+
+def compiled(fn: Any, backend: str = "aot_eager") -> Any:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+def same_with_gradients(found: torch.Tensor, right: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
+    grads = [torch.autograd.grad(y.sin().sum(), leaves) for y in (found, right)]
+    return torch.equal(found, right) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_whole_it_gives_the_same_bits(name: str) -> None:
+    fn, leaves = CASES[name], inputs()
+    bias, sinks = torch.linspace(-1, 1, 1600).reshape(40, 40), torch.tensor([0.5, -1.0, 0.0, 2.0])
+    if name == "every option":
+        leaves += [bias.requires_grad_(), sinks.requires_grad_()]
+    arguments = (*leaves[:3], IDS, bias, sinks)
+    assert same_with_gradients(compiled(fn)(*arguments), fn(*arguments), leaves)
+
+
+def test_one_program_serves_every_batch_of_documents() -> None:
+    """The arrays of a mask are inputs of the program: neither baked in nor a reason to compile again."""
+    made = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    inside = torch.compile(lambda q, k, v, ids: attention(q, k, v, causal() & documents(ids)), backend=backend)
+    outside = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask), backend=backend)
+    q, k, v = inputs()
+    for ids in (IDS, 1 - IDS, torch.zeros_like(IDS)):
+        right = attention(q, k, v, causal() & documents(ids))
+        assert torch.equal(inside(q, k, v, ids), right)
+        assert torch.equal(outside(q, k, v, causal() & documents(ids)), right)
+    assert len(made) == 2
+
+
+def test_a_length_may_vary() -> None:
+    made = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal & window(7)"), backend=backend, fullgraph=True)
+    for n in (40, 41, 90):
+        x = inputs(n)
+        for one in x:
+            torch._dynamo.mark_dynamic(one, 2)
+        assert same_with_gradients(program(*x), attention(*x, "causal & window(7)"), x)
+    assert len(made) == 1
+
+
+def test_autocast_is_at_the_door_of_the_program() -> None:
+    x = inputs()
+    program = compiled(lambda q, k, v: attention(q, k, v, "causal"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, right = program(*x), attention(*x, "causal")
+    assert found.dtype == torch.bfloat16 and torch.equal(found, right)
+
+
+class Attend(nn.Module):
+    """The mask is one of its own, or made of labels that come with the call."""
+
+    def __init__(self, mask: Any = None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
+        return attention(q, k, v, self.mask if ids is None else causal() & documents(ids))
+
+
+def test_exported_with_its_mask_and_stored() -> None:
+    module, file = Attend(PACKED), io.BytesIO()
+    torch.export.save(torch.export.export(module, tuple(inputs())), file)
+    file.seek(0)
+    program = torch.export.load(file)
+    assert sum("lowtri.attention" in str(node.target) for node in program.graph.nodes) == 1
+    x = inputs(seed=1)
+    assert torch.equal(program.module()(*x), module(*x))
+
+
+def test_exported_with_labels_as_an_input() -> None:
+    module = Attend()
+    program = torch.export.export(module, (*inputs(), IDS)).module()
+    x = inputs(seed=1)
+    assert torch.equal(program(*x, 1 - IDS), module(*x, 1 - IDS))
+
+
+def test_exported_for_any_length() -> None:
+    module, length = Attend("causal & window(7)"), torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({2: length},) * 3)
+    for n in (5, 90):
+        x = inputs(n)
+        assert torch.equal(program.module()(*x), module(*x))
+
+
+@pytest.mark.parametrize("engine", ["cpu", "formula", "sdpa"])
+def test_torch_checks_the_operators(engine: str) -> None:
+    """Schema, fake rule, autograd and dynamic tracing, as torch.library.opcheck tests them."""
+    q, k, v = inputs(20)
+    bias, sinks = torch.randn(2, 1, 20, 20, requires_grad=True), torch.randn(4, requires_grad=True)
+    more = (None, None) if engine == "sdpa" else (bias, sinks)
+    arguments = (
+        q,
+        k,
+        v,
+        *more,
+        "causal & documents(_0)",
+        [IDS[:, :20]],
+        None,
+        None,
+        None,
+        None,
+        engine == "cpu",
+        engine,
+    )
+    good = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+    assert torch.library.opcheck(operators._attention, arguments) == dict.fromkeys(good, "SUCCESS")
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    output, lse = operators._attention(*plain)
+    wanted = [True, True, False, engine != "sdpa", engine != "sdpa"]
+    found = torch.library.opcheck(operators._backward, (torch.ones_like(output), lse, output, lse, wanted, *plain))
+    assert found == dict.fromkeys(good, "SUCCESS")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+def test_a_step_of_training_compiled(backend: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    model = Decoder(DecoderConfig(vocab_size=50, num_hidden_layers=1, **sizes))
+    program, ids = compiled(model, backend), torch.randint(50, (2, 24))
+    weights = list(model.parameters())
+    found, right = (
+        torch.autograd.grad(nn.functional.cross_entropy(one(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), weights)
+        for one in (program, model)
+    )
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_no_operator_runs_outside_of_the_program() -> None:
+    """Weights, dropout and Python formulas: a graph break, and an error where the program must be whole."""
+    x = inputs()
+    asked: dict[str, dict[str, Any]] = {
+        "weights": {"mask": "causal", "return_weights": True},
+        "a formula": {"mask": FORMULA},
+        "dropout": {"mask": "causal", "dropout": 0.5},
+    }
+    for name, options in asked.items():
+
+        def fn(q: Any, k: Any, v: Any, options: Any = options) -> Any:
+            return attention(q, k, v, **options)
+
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="no operator; it runs outside"):
+            compiled(fn)(*x)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        found = torch.compile(fn, backend="eager")(*x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, fn(*x), msg=name)
+
+
+def test_wrong_arguments_are_told_as_outside() -> None:
+    x = inputs()
+    with pytest.raises(MaskError, match="there is no mask 'casual'"):
+        compiled(lambda q, k, v: attention(q, k, v, "casual"))(*x)
+    with pytest.raises(lowtri.CallError, match="k and v differ in length"):
+        compiled(lambda q, k, v: attention(q, k, v[:, :, :8], "causal"))(*x)
+    with pytest.raises(MaskError, match="ids is float32"):
+        compiled(lambda q, k, v, ids: attention(q, k, v, documents(ids)))(*x, IDS.float())
+    with pytest.raises(torch._dynamo.exc.Unsupported) as told:
+        compiled(lambda q, k, v, n: attention(q, k, v, documents(lengths=n)))(*x, torch.tensor([20, 20]))
+    assert "where it cannot be looked into" in str(told.value) + str(told.value.__cause__)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x = inputs()
+    program = compiled(lambda q, k, v: attention(q, k, v, "causal", engine="cpu"), "eager")
+    grads = torch.autograd.grad(program(*x).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="lowtri.attention_backward"):
+        grads[0].sum().backward()
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases)
+def test_packed_and_unpacked_a_mask_is_the_same(case: Case) -> None:
+    text, arrays = pack(case.mask)
+    assert (text is None) == ("where(" in repr(case.mask))
+    if text is not None:
+        assert unpack(text, arrays) == case.mask and unpack(text, arrays) is unpack(text, [a.copy() for a in arrays])
+
+
+def test_packed_masks_in_words() -> None:
+    assert pack(FORMULA) == (None, []) and pack(causal() & ~FORMULA)[0] is None and pack(heads([FORMULA]))[0] is None
+    shown = (causal() | first(2)) & ~documents([0, 1], [1, 0]) - table([[True, False], [True, True]])
+    text, arrays = pack(shown)
+    assert text == "(causal | first(2)) & (~documents(_0, _1) & ~table(_2))"
+    assert [a.tolist() for a in arrays] == [[0, 1], [1, 0], [[True, False], [True, True]]]
+    assert (
+        pack(documents(lengths=[2, 3]) & keys(lengths=[1, 2]))[0] == "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
+    )
+    with pytest.raises(MaskError, match="is not what pack writes"):
+        unpack("documents(_1)", [IDS.numpy()])
