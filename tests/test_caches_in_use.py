@@ -292,6 +292,25 @@ def test_a_shift_is_refused_where_the_mask_names_places():
         cache.shift(-1)
 
 
+def test_a_crop_after_a_shift_counts_the_new_places():
+    cache, token = KVCache("causal & (window(8) | first(2))", block=1, rewind=3), np.ones((1, 1, 2))
+    for _ in range(30):
+        cache.append(token, token)
+    cache.shift(2)
+    assert cache.length == 2 + 7 + 3 and cache.held == 12, "what a query three places back would see is held"
+    with pytest.raises(CallError, match=r"crop: n is \[8\], but keys that a query before \[9\] may see are dropped"):
+        cache.crop(8)
+    cache.crop(9)
+    places = cache.append(token, token)[2]
+    assert sorted(places[places >= 0]) == list(range(10))
+    short = KVCache("window(8)", block=1)
+    for _ in range(3):
+        short.append(token, token)
+    short.shift(5)  # nobody is dead yet, so any crop is as good as before
+    short.crop(1)
+    assert short.length == 1
+
+
 def test_a_shift_moves_nothing_before_anything_is_dead():
     cache, token = KVCache("causal"), np.ones((1, 1, 2))
     for _ in range(5):

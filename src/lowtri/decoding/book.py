@@ -103,7 +103,8 @@ class Book:
         first = np.maximum(self.next - self.rewind, 0)
         used = self.used
         places = self.positions[:, used]  # (R, S)
-        places = np.where(self._dead_by_row(places, first), -1, places)
+        dead = self._dead_by_row(places, first) & (places >= 0)
+        places = np.where(dead, -1, places)
         oldest = np.where(places >= keep, places, END).min(1, initial=END)
         back = np.where(oldest < END, oldest, self.next) - keep  # (R,)
         back = np.where(self.next > keep, back, 0)
@@ -113,7 +114,8 @@ class Book:
         moved[:, used] = after - places
         self.dropped += int(np.count_nonzero((places < 0).all(0)))
         self.positions[:, used] = after
-        self.next, self._sure = self.next - back, np.maximum(first - back, keep)
+        self.next = self.next - back
+        self._sure = np.where(dead.any(1) | (back > 0), first - back, self._sure)
         self._list_free()
         return moved[:, : self.top]
 
