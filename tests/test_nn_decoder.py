@@ -187,6 +187,10 @@ def test_inference_mode_and_a_state_mix():
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"rope_theta": 0.0}, "rope_theta 0.0; the first is at least 0, the second above 0"),
+        (
+            {"rope_layers": (True, False)},
+            "rope_layers says something of 2 layers, but there are 3. Fix: one bool for each",
+        ),
         ({"mask": "heads([causal, full])"}, r"has batch \(1, 2\), but a model has 4 heads"),
     ],
 )
