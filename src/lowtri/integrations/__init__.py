@@ -8,6 +8,7 @@ transformers_given  tables of pairs that somebody made by hand, as masks and bia
 ctranslate2         model files of CTranslate2, and Whisper from them into transformers
 checkpoints         weights that ship inside packages, found by name and checked
 glassllm            the weights of the package glassllm as a Decoder
+onnx                the Attention operator of the ONNX standard, as a function
 
 Nothing here is loaded before it is imported by name, and transformers itself not before it is used.
 """
