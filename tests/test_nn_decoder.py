@@ -94,6 +94,46 @@ def test_a_state_changes_nothing(mask, chunks):
         assert torch.allclose(torch.cat(parts, 1), model(ids), atol=2e-5)
 
 
+def test_a_plain_state_leaves_places_out_and_no_other_does(monkeypatch):
+    """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
+    from lowtri.nn import multi_head
+
+    told, attend = [], multi_head.attention
+
+    def watched(*inputs, **options):
+        told.append(options["q_positions"] is not None)
+        return attend(*inputs, **options)
+
+    monkeypatch.setattr(multi_head, "attention", watched)
+
+    def says(model, places=None, rows=1, crop=None):
+        state, ids = model.start(rows), ids_of((rows, 80))[:, :60]
+        with torch.no_grad():
+            model(ids[:, :8], state=state, positions=places)
+            if crop is not None:
+                state.crop(crop)
+            told.clear()
+            last = [model(ids[:, t : t + 1], state=state) for t in range(8, 40)][-1]
+        return set(told), last
+
+    assert says(decoder())[0] == {False}
+    assert says(decoder(), rows=2)[0] == {False}
+    assert says(decoder(), crop=3)[0] == {False}
+    assert says(decoder(), np.arange(2, 10))[0] == {True}
+    assert says(decoder(), np.array([[-1, 0, 1, 2, 3, 4, 5, 6]]))[0] == {True}
+    assert says(decoder(max_position_embeddings=500), np.arange(8) * 2)[0] == {True}
+    ring = decoder(mask="causal & window(4)")
+    state = lowtri.KVCache(ring.mask, block=4)
+    with torch.no_grad():
+        parts = []
+        for t in range(40):
+            told.clear()
+            parts.append(ring(ids_of((1, 40))[:, t : t + 1], state=state))
+            assert set(told) == {not state.straight}
+        assert not state.straight and state.dropped > 20, "a ring"
+        assert torch.allclose(torch.cat(parts, 1), ring(ids_of((1, 40))), atol=2e-5)
+
+
 def test_prompts_of_different_lengths_share_a_batch():
     model, lengths = decoder(num_key_value_heads=2, mask="causal & window(6)"), [9, 3, 6]
     rows = [ids_of((n + 8,), seed=n) for n in lengths]

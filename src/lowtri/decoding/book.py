@@ -60,6 +60,10 @@ class Book:
         """The slots that hold a token for any row, in ascending order."""
         return np.flatnonzero((self.positions[:, : self.top] >= 0).any(0))
 
+    def straight(self) -> bool:
+        """Whether every slot holds the token of its own number, in all rows: then nobody needs to be told the places."""
+        return len(self.positions) == 1 and np.array_equal(self.positions[0, : self.top], np.arange(self.top))
+
     def open(self, n: int, rows: int, positions: NDArray[np.int64] | None) -> None:
         """Begin an append of ``n`` tokens: let the dead go, make room, and note where the new tokens stand."""
         places = self.next[:, None] + np.arange(n) if positions is None else self._checked(positions, n, rows)

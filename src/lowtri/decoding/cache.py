@@ -71,6 +71,9 @@ class KVCache:
         self._layers: dict[int, _Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
         self._given: Any = None  # the positions it came with
+        self.straight = (
+            False  # whether the last append gave keys at 0 .. S-1 in order, the new ones last, as attention assumes
+        )
         self._told: Any = None  # the positions that were handed out for the next append, which need no check
 
     @property
@@ -147,6 +150,7 @@ class KVCache:
             known = positions is None or (positions is self._told and positions.shape[-1] == n)
             book.open(n, k.shape[0] if k.ndim == 4 else 1, None if known else places(positions))
             self._arrived, self._given, self._told = 0, positions, None
+            self.straight = book.straight()
         elif n != book.newest.shape[1] or not (
             positions is None or positions is self._given or _same(places(positions), book.newest)
         ):

@@ -160,6 +160,8 @@ class MultiHeadAttention(nn.Module):
         q, k = self.compared(q, k, rotary)
         if cache is not None:
             k, v, k_places = cache.append(k, v, q_places, layer)
+            if getattr(cache, "straight", False):
+                q_places = k_places = None  # what attention assumes by itself, and then need not read
         found = attention(
             q, k, v, mask, q_positions=q_places, k_positions=k_places, return_weights=return_weights
         )  # (B, Hq, N, D)
@@ -182,7 +184,7 @@ class MultiHeadAttention(nn.Module):
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary)
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
-        return x.unflatten(2, (count, self.head_dim)).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
+        return x.reshape(x.shape[0], x.shape[1], count, self.head_dim).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
 
     def _check(self, x: Tensor, context: Tensor | None, cache: Cache | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model:

@@ -126,9 +126,11 @@ def rotary_tables(
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn queries or keys (..., H, N, D) by tables of :func:`rotary_tables`; computed in at least float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    half = x.dtype.itemsize < 4
+    wide = x.float() if half else x
     # Rolled by half a head, entry i meets its partner i + D/2; the sign of each stands in the sines.
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    turned = torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin)
+    return turned.to(x.dtype) if half else turned
 
 
 def from_pairs(rows: Any, heads: int) -> Any:
