@@ -318,16 +318,16 @@ def backward_tile(t, here, part, b, h, r, half):
             elif half is not None:
                 pair_values(from_k, k_n, keys, d, zeros, clean_k)
             if half is None:
-                product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, keys, n, dv_row)
-                product_add(moves, QUERIES, 1, some_q, d_row, to_dk, keys, n, d_row)
-                product_add(from_k, k_d, k_n, moves, QUERIES, dq, d, keys, QUERIES)
+                product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, n, dv_row)
+                product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, n, d_row)
+                product_add(from_k, k_d, k_n, moves, QUERIES, dq, QUERIES, d, keys, QUERIES)
             else:
                 pair_rows(moves, keys, QUERIES, slopes)
                 halve_rows(scores, keys)
                 halve_rows(moves, keys)
-                product_pairs_add(scores, QUERIES, 1, some_do, dv, to_dv, keys, (n + 1) // 2, dv)
-                product_pairs_add(moves, QUERIES, 1, some_q, d, to_dk, keys, (n + 1) // 2, d)
-                product_pairs_add(clean_k, 1, d, slopes, QUERIES, dq, d, (keys + 1) // 2, QUERIES)
+                product_pairs_add(scores, QUERIES, 1, some_do, dv, to_dv, dv, keys, (n + 1) // 2, dv)
+                product_pairs_add(moves, QUERIES, 1, some_q, d, to_dk, d, keys, (n + 1) // 2, d)
+                product_pairs_add(clean_k, 1, d, slopes, QUERIES, dq, QUERIES, d, (keys + 1) // 2, QUERIES)
     times(dq, QUERIES * d, scale)
     turn_out(dq, n, d, t[DQ] + 4 * line * d, d)
 

@@ -14,9 +14,9 @@ import numpy as np
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.halves import store_halves
 from lowtri.kernels.inner import inlined, inner
-from lowtri.kernels.lanes import dots, dots_pairs, greatest_lane, sum_lanes
-from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, number, pair_values, times
-from lowtri.kernels.product import product_add, product_pairs_add
+from lowtri.kernels.lanes import dots, dots_of_four, dots_pairs, dots_pairs_of_four, greatest_lane, sum_lanes
+from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, halve, number, pair_values, times
+from lowtri.kernels.product import product_few, product_few_pairs
 from lowtri.kernels.simd import (
     bits_float,
     fetch_add,
@@ -34,7 +34,8 @@ from lowtri.kernels.simd import (
 
 __all__ = ["FIELDS", "KEYS", "decode", "decode_half", "part_floats", "room"]
 
-KEYS = 128  # keys in a block: their rows stay in the first cache between the query heads of a group
+KEYS = 128  # keys in a block of online softmax
+PORTION = 32  # keys whose values stay in the first cache between the query heads of a group
 
 # The descriptor: addresses, sizes, and strides in numbers, all int64. q and the output are packed (B, Hq, Nq, size); visible is a
 # table of bytes (B|1, Hq|1, Nq, Nk), or 0 where everybody sees everything.
@@ -56,7 +57,7 @@ FIELDS = (
 
 def room(rows: int, dv: int) -> int:
     """Bytes that one thread works in: scores and their pairs, and one block of value pairs."""
-    return 4 * rows * (KEYS + KEYS // 2) + 4 * (KEYS // 2 + 1) * dv
+    return 4 * rows * (KEYS + KEYS // 2) + 4 * (PORTION // 2 + 1) * dv
 
 
 def part_floats(rows: int, dv: int) -> int:
@@ -86,12 +87,24 @@ def score_block(t, b, kv, key0, keys, scores, half):
         last = min(keys - j, 16) - 1
         real = ALL >> np.uint64(63 - last)
         at = from_k + size * j * t[K_N]
-        for row in range(rows):
+        row = 0
+        while row + 4 <= rows:
+            to = scores + 4 * (row * KEYS + j)
             if half is None:
-                found = dots(at, 4 * t[K_N], last, queries + 4 * row * d, d // 16)
+                dots_of_four(at, 4 * t[K_N], last, queries + 4 * row * d, 4 * d, d // 16, to, 4 * KEYS)
             else:
-                found = dots_pairs(at, 2 * t[K_N], last, queries + 2 * row * d, d // 32)
-            store(scores + 4 * (row * KEYS + j), only(real, np.uint64(0), mul(found, splat(scale)), hidden))
+                dots_pairs_of_four(at, 2 * t[K_N], last, queries + 2 * row * d, 2 * d, d // 32, to, 4 * KEYS)
+            row += 4
+        while row < rows:
+            to = scores + 4 * (row * KEYS + j)
+            if half is None:
+                dots(at, 4 * t[K_N], last, queries + 4 * row * d, 4 * d, d // 16, to, 4 * KEYS)
+            else:
+                dots_pairs(at, 2 * t[K_N], last, queries + 2 * row * d, 2 * d, d // 32, to, 4 * KEYS)
+            row += 1
+        for row in range(rows):
+            to = scores + 4 * (row * KEYS + j)
+            store(to, only(real, np.uint64(0), mul(load(to), splat(scale)), hidden))
     for j in range(-(-keys // 16) * 16, KEYS, 16):
         for row in range(rows):
             store(scores + 4 * (row * KEYS + j), hidden)
@@ -134,6 +147,20 @@ def weigh_block(scores, rows, m, l, output, dv):
 
 
 @inner
+def mix_block(weights, from_v, v_n, keys, rows, dv, output, pairs, values, zeros, half):
+    """Output += weights x values, in portions that stay in the first cache while all the rows use them."""
+    if half is not None:
+        halve(weights, rows * KEYS, pairs)
+    for key in range(0, keys, PORTION):
+        some, at = min(PORTION, keys - key), from_v + (4 if half is None else 2) * key * v_n
+        if half is None:
+            product_few(weights + 4 * key, KEYS, at, v_n, output, rows, some, dv)
+        else:
+            pair_values(at, v_n, some, dv, zeros, values)
+            product_few_pairs(pairs + 2 * key, KEYS // 2, values, dv, output, rows, (some + 1) // 2, dv)
+
+
+@inner
 def add_seen(t, b, kv, key0, keys, from_v, weights, output, half):
     """Output += weights x values, pair by pair: what is hidden is not touched, so a NaN there leaves no trace."""
     nq, dv, size = t[NQ], t[DV], 4 if half is None else 2
@@ -153,7 +180,7 @@ def attend_part(t, here, b, kv, part, careful, half):
     scores = here
     pairs = scores + 4 * rows * KEYS
     values = pairs + 4 * rows * (KEYS // 2)
-    zeros = values + 4 * (KEYS // 2) * dv
+    zeros = values + 4 * (PORTION // 2) * dv
     lead = -(-2 * rows // 16) * 16
     m = t[RESULTS] + 4 * ((b * (t[HEADS] // t[GROUP]) + kv) * t[PARTS] + part) * (lead + rows * dv)
     l, output = m + 4 * rows, m + 4 * lead
@@ -171,14 +198,8 @@ def attend_part(t, here, b, kv, part, careful, half):
         from_v = t[V] + size * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
         if careful:
             add_seen(t, b, kv, key0, keys, from_v, scores, output, half)
-        elif half is None:
-            product_add(scores, KEYS, 1, from_v, t[V_N], output, rows, keys, dv)
         else:
-            for at in range(0, rows * KEYS, 32):
-                store_halves(pairs + 2 * at, load(scores + 4 * at))
-                store_halves(pairs + 2 * at + 32, load(scores + 4 * at + 64))
-            pair_values(from_v, t[V_N], keys, dv, zeros, values)
-            product_pairs_add(pairs, KEYS // 2, 1, values, dv, output, rows, (keys + 1) // 2, dv)
+            mix_block(scores, from_v, t[V_N], keys, rows, dv, output, pairs, values, zeros, half)
     return output, rows * dv
 
 

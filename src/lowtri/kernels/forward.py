@@ -150,7 +150,7 @@ def attend_tile(t, here, b, h, r, careful, half):
                 if careful:
                     mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
                     at, v_n, v_d = clean, dv, 1
-                product_add(at, v_d, v_n, scores, QUERIES, output, dv, keys, QUERIES)
+                product_add(at, v_d, v_n, scores, QUERIES, output, QUERIES, dv, keys, QUERIES)
             else:
                 if careful:
                     mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
@@ -158,7 +158,7 @@ def attend_tile(t, here, b, h, r, careful, half):
                 else:
                     pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
                 pair_rows(scores, keys, QUERIES, pairs)
-                product_pairs_add(clean, 1, dv, pairs, QUERIES, output, dv, (keys + 1) // 2, QUERIES)
+                product_pairs_add(clean, 1, dv, pairs, QUERIES, output, QUERIES, dv, (keys + 1) // 2, QUERIES)
     return output, m, l, n
 
 

@@ -11,7 +11,22 @@ from lowtri.kernels.exponent import exp2_less_1
 from lowtri.kernels.halves import load_halves, pair, pair_up, read_half, store_halves
 from lowtri.kernels.inner import inner
 from lowtri.kernels.lanes import transpose
-from lowtri.kernels.simd import above_or, add, div, load, mul, only, read, read_word, splat, store, where_finite, write
+from lowtri.kernels.simd import (
+    AHEAD,
+    above_or,
+    add,
+    ask_for,
+    div,
+    load,
+    mul,
+    only,
+    read,
+    read_word,
+    splat,
+    store,
+    where_finite,
+    write,
+)
 
 __all__ = [
     "ALL",
@@ -23,6 +38,7 @@ __all__ = [
     "all_finite",
     "cap",
     "fill",
+    "halve",
     "halve_rows",
     "halves_out",
     "mix_broken",
@@ -193,8 +209,18 @@ def pair_values(values, v_n, keys, dv, zeros, pairs):
     for j in range(0, keys, 2):
         low = values + 2 * j * v_n
         high = low + 2 * v_n if j + 1 < keys else zeros
+        for d in range(0, dv, 32):
+            ask_for(low + 2 * (AHEAD * v_n + d))
+            ask_for(low + 2 * ((AHEAD + 1) * v_n + d))
         for d in range(0, dv, 16):
             store(pairs + 4 * (j // 2 * dv + d), pair_up(low + 2 * d, high + 2 * d))
+
+
+@inner
+def halve(numbers, count, halves):
+    """``count`` floats (a multiple of 16) rounded to bf16."""
+    for at in range(0, count, 16):
+        store_halves(halves + 2 * at, load(numbers + 4 * at))
 
 
 @inner

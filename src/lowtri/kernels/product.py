@@ -16,17 +16,21 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.halves import fused_pairs
 from lowtri.kernels.inner import inner
-from lowtri.kernels.simd import F32, I64, VECTOR, broadcast, fused
-from lowtri.kernels.target import LANES, ROWS, VECTORS
+from lowtri.kernels.simd import AHEAD, F32, I64, VECTOR, broadcast, fused, prefetch
+from lowtri.kernels.target import FEW_ROWS, FEW_VECTORS, LANES, ROWS, VECTORS
 
-__all__ = ["product", "product_add", "product_pairs", "product_pairs_add"]
+__all__ = ["product", "product_add", "product_few", "product_few_pairs", "product_pairs", "product_pairs_add"]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
+FEW_WIDTH = FEW_VECTORS * LANES
 
 
-def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: Any) -> None:
-    """One register tile, ROWS x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
+def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, multiply: Any, ahead: int) -> None:
+    """One register tile, ``rows`` x ``vectors`` accumulators over all steps. Rows past the last one do its work again.
+
+    ``ahead``: rows of B that are asked for before they are read, where B comes from memory.
+    """
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
     floats = F32.as_pointer()
     a, b, c = (builder.inttoptr(p, floats) for p in (a, b, c))
@@ -35,9 +39,9 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
         place = builder.add(offset, ir.Constant(I64, j * LANES))
         return builder.bitcast(builder.gep(base, [place]), VECTOR.as_pointer())
 
-    tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(ROWS)]
+    tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
-    for r in range(ROWS):
+    for r in range(rows):
         number = ir.Constant(I64, r)
         clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
         a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
@@ -47,12 +51,16 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
             builder.store(start, tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
         from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
+        if ahead:
+            later = builder.mul(builder.add(loop.index, ir.Constant(I64, ahead)), b_row)
+            for j in range(vectors):
+                prefetch(builder, builder.ptrtoint(vector_at(b, later, j), I64))
         step = builder.mul(loop.index, depth_step)
-        for r in range(ROWS):
+        for r in range(rows):
             one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4))
             for j in range(vectors):
                 builder.store(multiply(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
-    for r in range(ROWS):
+    for r in range(rows):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
 
@@ -60,9 +68,9 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
 _SIGNATURE = types.void(*[types.intp] * 9)
 
 
-def _emitter(vectors: int, accumulate: bool, multiply: Any = fused) -> Any:
+def _emitter(vectors: int, accumulate: bool, multiply: Any = fused, rows: int = ROWS, ahead: int = 0) -> Any:
     def emit(context, builder, signature, args):
-        _panel(builder, args, vectors, accumulate, multiply)
+        _panel(builder, args, rows, vectors, accumulate, multiply, ahead)
         return context.get_dummy_value()
 
     return emit
@@ -98,6 +106,16 @@ def _pairs_narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth
     return _SIGNATURE, _emitter(1, accumulate=True, multiply=fused_pairs)
 
 
+@intrinsic
+def _few_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(FEW_VECTORS, accumulate=True, rows=FEW_ROWS, ahead=AHEAD)
+
+
+@intrinsic
+def _few_pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(FEW_VECTORS, accumulate=True, rows=FEW_ROWS, multiply=fused_pairs)
+
+
 @inner
 def product(a, row_step, depth_step, b, c, rows, depth):
     """C = A B for 64 columns.  A (rows, depth), B (depth, 64), C (rows, 64).
@@ -112,18 +130,18 @@ def product(a, row_step, depth_step, b, c, rows, depth):
 
 
 @inner
-def product_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
-    """C += A B for ``columns`` columns, a multiple of 16.  A (rows, depth), B (depth, columns) with rows ``b_row`` apart, C packed."""
+def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
+    """C += A B for ``columns`` columns, a multiple of 16.  A (rows, depth); rows of B (depth, columns) and C as far apart as told."""
     for r in range(0, rows, ROWS):
         last = min(ROWS, rows - r) - 1
         from_a, j = a + 4 * r * row_step, 0
         while j + WIDTH <= columns:
-            at = c + 4 * (r * columns + j)
-            _wide_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
+            at = c + 4 * (r * c_row + j)
+            _wide_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += WIDTH
         while j < columns:
-            at = c + 4 * (r * columns + j)
-            _narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
+            at = c + 4 * (r * c_row + j)
+            _narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += LANES
 
 
@@ -138,16 +156,44 @@ def product_pairs(a, row_step, depth_step, b, c, rows, depth):
 
 
 @inner
-def product_pairs_add(a, row_step, depth_step, b, b_row, c, rows, depth, columns):
+def product_pairs_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
     """C += A B as :func:`product_add`, where each number of A and B is a pair of bf16."""
     for r in range(0, rows, ROWS):
         last = min(ROWS, rows - r) - 1
         from_a, j = a + 4 * r * row_step, 0
         while j + WIDTH <= columns:
-            at = c + 4 * (r * columns + j)
-            _pairs_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
+            at = c + 4 * (r * c_row + j)
+            _pairs_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += WIDTH
         while j < columns:
-            at = c + 4 * (r * columns + j)
-            _pairs_narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, columns, depth, last)
+            at = c + 4 * (r * c_row + j)
+            _pairs_narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += LANES
+
+
+@inner
+def product_few(a, row_step, b, b_row, c, rows, depth, columns):
+    """C += A B for few rows, with B read in the order of memory: A (rows, depth), C packed."""
+    j = 0
+    while j + FEW_WIDTH <= columns:
+        for r in range(0, rows, FEW_ROWS):
+            last = min(FEW_ROWS, rows - r) - 1
+            at = c + 4 * (r * columns + j)
+            _few_add(a + 4 * r * row_step, row_step, 1, b + 4 * j, b_row, at, columns, depth, last)
+        j += FEW_WIDTH
+    if j < columns:
+        product_add(a, row_step, 1, b + 4 * j, b_row, c + 4 * j, columns, rows, depth, columns - j)
+
+
+@inner
+def product_few_pairs(a, row_step, b, b_row, c, rows, depth, columns):
+    """The same where each number of A and B is a pair of bf16."""
+    j = 0
+    while j + FEW_WIDTH <= columns:
+        for r in range(0, rows, FEW_ROWS):
+            last = min(FEW_ROWS, rows - r) - 1
+            at = c + 4 * (r * columns + j)
+            _few_pairs_add(a + 4 * r * row_step, row_step, 1, b + 4 * j, b_row, at, columns, depth, last)
+        j += FEW_WIDTH
+    if j < columns:
+        product_pairs_add(a, row_step, 1, b + 4 * j, b_row, c + 4 * j, columns, rows, depth, columns - j)

@@ -15,6 +15,7 @@ from numba.extending import intrinsic, models, register_model
 from lowtri.kernels.target import FMA, LANES
 
 __all__ = [
+    "AHEAD",
     "F32",
     "FLAGS",
     "I16",
@@ -25,6 +26,7 @@ __all__ = [
     "above_or",
     "add",
     "any_above",
+    "ask_for",
     "at",
     "bits_float",
     "broadcast",
@@ -38,6 +40,7 @@ __all__ = [
     "maximum",
     "mul",
     "only",
+    "prefetch",
     "read",
     "read_byte",
     "read_int32",
@@ -97,6 +100,20 @@ def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 def at(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
+
+
+# Rows of a cache that are asked for before they are read. The CPU looks ahead by itself, but not past the end of a 4 KB page.
+AHEAD = 16
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the line at an address to be brought into the second cache; any address will do."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    found = builder.module.globals.get("llvm.prefetch.p0")
+    found = found or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    builder.call(found, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
 
 @intrinsic
@@ -238,6 +255,17 @@ def where_finite(typing, x):
         return b.icmp_unsigned("==", b.bitcast(broken, I16), ir.Constant(I16, 0))
 
     return types.boolean(vector), emit
+
+
+@intrinsic
+def ask_for(typing, address):
+    """Bring the line at an address into the second cache, some day."""
+
+    def emit(c, b, s, a):
+        prefetch(b, a[0])
+        return c.get_dummy_value()
+
+    return types.void(types.intp), emit
 
 
 @intrinsic
