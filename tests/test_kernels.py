@@ -203,7 +203,6 @@ def test_why_not_is_said_in_words() -> None:
     q, k, v = qkv(n=20)
     said = {
         "it does not drop weights": {"dropout": 0.5},
-        "it does not return weights": {"return_weights": True},
     }
     for words, options in said.items():
         assert lowtri.which_engine(q, k, v, "causal", **options).answers["cpu"] == f"no: {words}"

@@ -4,7 +4,8 @@
     reference  NumPy, float64, the definition itself
     formula    the formula in torch, query tile by query tile: every option, any device, gradients to any order
     sdpa       torch's own fused attention
-    cpu        the CPU kernels: launch (results, threads), descriptor (what a kernel is told), plans (kept), gradient
+    cpu        the CPU kernels: launch (results, threads), descriptor (what a kernel is told), plans (kept), gradient, weights
+    careful    two products that keep to the mask, for formula and weights
     worth      when a call is worth a kernel
     attend     attention(): check once, choose, run
     choice     which engine runs a call

@@ -28,8 +28,6 @@ def why_not(call: Call) -> str | None:
         return trouble
     if call.dropout:
         return "it does not drop weights"
-    if call.return_weights:
-        return "it does not return weights"
     if call.dtype == "float64":
         return "it has no float64"
     if 0 in call.q.shape or 0 in call.v.shape:
@@ -43,7 +41,7 @@ def run(call: Call) -> Result:
         from lowtri.engines.gradient import Kernels
 
         output, lse = Kernels.apply(call, None, call.q, call.k, call.v, call.bias, call.sinks)
-        return Result(output, None, lse)
+        return Result(output, _weights(call), lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
     if call.dtype != "float32" and not in_pairs(q, k, v):
         q, k, v = _float32(q), _float32(k), _float32(v)
@@ -51,7 +49,16 @@ def run(call: Call) -> Result:
     output, lse = kernel(call, q, k, v, _float32(bias), _float32(sinks), call.return_lse)
     if q is not call.q:
         output = output.astype(call.q.dtype) if call.is_numpy else output.to(call.q.dtype)
-    return Result(output, None, lse)
+    return Result(output, _weights(call), lse)
+
+
+def _weights(call: Call) -> Any:
+    """The weights, where they are asked for."""
+    if not call.return_weights:
+        return None
+    from lowtri.engines.weights import weights_of
+
+    return weights_of(call)
 
 
 @cache

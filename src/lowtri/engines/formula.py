@@ -3,10 +3,7 @@
 It takes every option, any device, and gradients to any order; memory grows with Nq x tile, since each tile is computed again
 for its gradient. It is *the* plain formula of the precision contract: for half types it rounds inputs, weights and output.
 
-What a mask hides leaves no trace, forward and backward. Two products make sure of it, each the other's gradient:
-
-    scores(q, k)      q k^T at visible pairs, 0 at hidden ones
-    mix(w, x)         w x summed over visible pairs only: where a row of x holds NaN, it reaches those who see it and no others
+What a mask hides leaves no trace, forward and backward: the products of :mod:`lowtri.engines.careful` make sure of it.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowtri.engines.careful import Mix, Scores
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -77,7 +75,7 @@ def _tile(
     shown = visible  # (B|1, Hkv|1, group * n, Nk)
     if group > 1:
         shown = visible.repeat(1, 1, group, 1) if visible.shape[1] == 1 else rows(visible)
-    s = heads(_Scores.apply(rows(q.to(wide)), k.to(wide), shown)) * call.scale  # (B, Hq, n, Nk)
+    s = heads(Scores.apply(rows(q.to(wide)), k.to(wide), shown)) * call.scale  # (B, Hq, n, Nk)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
@@ -97,52 +95,8 @@ def _tile(
     if bias is not None:  # a row that bias hides whole sees nothing
         hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
         shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
-    output = heads(_Mix.apply(rows(used.to(wide)), v.to(wide), shown)).to(kind)
+    output = heads(Mix.apply(rows(used.to(wide)), v.to(wide), shown)).to(kind)
     return output, weights if call.return_weights else None, lse
-
-
-class _Scores(torch.autograd.Function):
-    """q k^T at visible pairs, 0 at hidden ones.  q (B, H, M, D), k (B, H, N, D), visible broadcasts to (B, H, M, N)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, visible)
-        return _product(q, k.transpose(2, 3)).masked_fill(~visible, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, visible = ctx.saved_tensors
-        grad = grad.masked_fill(~visible, 0)
-        return _Mix.apply(grad, k, visible), _Mix.apply(grad.transpose(2, 3), q, visible.transpose(2, 3)), None
-
-
-class _Mix(torch.autograd.Function):
-    """w x over visible pairs only.  w (B, H, M, N), 0 where hidden; x (B, H, N, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-        ctx.save_for_backward(w, x, visible)
-        broken = ~x.isfinite().all(dim=3)  # (B, H, N)
-        if not broken.any():
-            return _product(w, x)
-        out = _product(w, x.masked_fill(broken[..., None], 0))
-        for j in broken.any(dim=0).any(dim=0).nonzero()[:, 0].tolist():
-            here = visible[..., j, None] & broken[:, :, j, None, None]  # (B, H, M, 1)
-            out = out + (w[..., j, None] * x[:, :, None, j]).masked_fill(~here, 0)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        w, x, visible = ctx.saved_tensors
-        return _Scores.apply(grad, x, visible), _Mix.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)), None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their own dtype: autocast would round both to half, forward and backward."""
-    if not torch.is_autocast_enabled(a.device.type):
-        return a @ b
-    with torch.autocast(a.device.type, enabled=False):
-        return a @ b
 
 
 def _run_numpy(call: Call) -> Result:
