@@ -85,7 +85,7 @@ def compiled(kernel: Callable[[Any], None]) -> Any:
         if keeps:
             try:
                 return cfunc(signature, cache=True, **ALONE)(kernel)
-            except (OSError, EOFError, RuntimeError):
+            except Exception:  # whatever a cache that is full, cut off or another's may raise
                 pass
         return cfunc(signature, **ALONE)(kernel)
 
@@ -120,11 +120,32 @@ def run_team(kernel: Callable[[Any], None], descriptor: int, threads: int) -> No
     if start is not None:
         start(compiled(kernel).address, descriptor, threads, 0)
         return
-    helpers = [threading.Thread(target=code, args=(descriptor,)) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
+    _own_team(code, descriptor, threads)
+
+
+def _own_team(code: Callable[[int], None], descriptor: int, threads: int) -> None:
+    """The same on threads of our own. An interrupt waits until all are back: what they write to must not be freed before."""
+    over, locks = False, [threading.Lock() for _ in range(threads - 1)]
+
+    def help(lock: threading.Lock) -> None:
+        with lock:
+            if not over:  # else the work was done before this thread began
+                code(descriptor)
+
+    interrupt: BaseException | None = None
     try:
+        for lock in locks:
+            threading.Thread(target=help, args=(lock,)).start()
         code(descriptor)
-    finally:
-        for helper in helpers:
-            helper.join()
+    except BaseException as error:  # Ctrl-C, or whatever a signal's handler raises
+        interrupt = error
+    over = True
+    for lock in locks:
+        while lock.locked():  # by a helper that works; one that begins only now sees that it is over
+            try:
+                with lock:
+                    pass
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt

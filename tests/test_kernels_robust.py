@@ -1,0 +1,206 @@
+"""The kernels where programs are rough: many threads, interrupts, workers of a DataLoader, caches that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba.core.caching import IndexDataCacheFile
+
+import lowtri
+from lowtri.kernels import workers
+
+
+def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, heads, n, d, generator=source) for heads, n in ((4, nq), (2, nk), (2, nk))]
+
+
+def python(code: str, **environment: str) -> str:
+    """What a process of its own prints; one that hangs is a failure."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
+    cases = [(qkv(1 if i % 2 else 100, 300, seed=i), ("causal", "causal & window(40)")[i % 3 == 0]) for i in range(8)]
+
+    def run(i: int) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(i % 4 < 2) for x in cases[i][0]]
+        output = lowtri.attention(*leaves, cases[i][1], engine="cpu")
+        return [output.detach(), *(torch.autograd.grad(output.sum(), leaves) if i % 4 < 2 else ())]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = [run(i) for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            for found, right in zip(pool.map(run, [*range(8)] * 10), alone * 10, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_may_change_between_calls() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(300, 300))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 2, 1):
+            torch.set_num_threads(threads)
+            output = lowtri.attention(q, k, v, "causal", engine="cpu")
+            decoded = lowtri.attention(q[:, :, -1:], k, v, "causal", engine="cpu")
+            found.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
+    finally:
+        torch.set_num_threads(before)
+    for run in found[1:]:
+        for a, b in zip(found[0], run, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[3], strict=True))
+
+
+def test_in_the_workers_of_a_data_loader() -> None:
+    code = """
+        import torch, lowtri
+        torch.set_num_threads(2)
+        x = torch.randn(1, 4, 200, 32)
+        mine = lowtri.attention(x, x, x, "causal", engine="cpu")  # the team of this process is at work before the fork
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self): return 6
+            def __getitem__(self, i): return lowtri.attention(x, x, x, "causal", engine="cpu")
+
+        loader = torch.utils.data.DataLoader(Rows(), num_workers=2, batch_size=None, timeout=100)
+        print(sum(torch.equal(row, mine) for row in loader))
+    """
+    assert python(code) == "6"
+
+
+INTERRUPTED = """
+    import ctypes, os, signal, threading, time
+    import numpy as np
+    {imports}
+    import lowtri
+    from lowtri.engines import launch
+    from lowtri.kernels import forward, workers
+
+    rng = np.random.default_rng(0)
+    small, large = (
+        [rng.normal(size=(1, 4, n, 64)).astype(np.float32) for _ in range(3)] for n in (64, {n})
+    )
+    {convert}
+    launch._threads = lambda q: 2
+    right = lowtri.attention(*small, "full", engine="cpu")
+    real, seen = workers.run_team, []
+
+    def run_team(kernel, descriptor, threads):
+        field = dict(zip(forward.FIELDS, (ctypes.c_int64 * len(forward.FIELDS)).from_address(descriptor)))
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.perf_counter()
+        try:
+            real(kernel, descriptor, threads)
+        finally:
+            now = dict(zip(forward.FIELDS, (ctypes.c_int64 * len(forward.FIELDS)).from_address(descriptor)))
+            seen.append((time.perf_counter() - began, now["next_task"] - now["tasks"], now["next_room"], now["self"], now))
+
+    workers.run_team = run_team
+    try:
+        lowtri.attention(*large, "full", engine="cpu")
+        print("not interrupted")
+    except KeyboardInterrupt:
+        took, beyond, members, _, _ = seen[0]
+        # Each member leaves with one number past the last task: nobody is at work any more.
+        print("interrupted", took > 0.05, beyond == members)
+    workers.run_team = real
+    again = lowtri.attention(*small, "full", engine="cpu")
+    print(bool((np.asarray(again) == np.asarray(right)).all()))
+"""
+
+
+@pytest.mark.parametrize("beside", ["torch", "numpy"])
+def test_an_interrupt_is_seen_when_nobody_works_any_more(beside: str) -> None:
+    """Beside torch the team is OpenMP's, beside NumPy alone it is threads of our own."""
+    torch_too = beside == "torch"
+    imports = "import torch" if torch_too else ""
+    convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if torch_too else ""
+    said = python(INTERRUPTED.format(imports=imports, convert=convert, n=3000))
+    assert said.split("\n") == ["interrupted True True", "True"]
+
+
+def twice(descriptor: Any) -> None:
+    """The smallest kernel: quick to compile."""
+    descriptor[0] = descriptor[0] * 2
+
+
+def doubled() -> int:
+    """What a kernel that is compiled now makes of 21."""
+    workers.compiled.cache_clear()
+    workers._entry.cache_clear()
+    number = np.array([21])
+    workers.run_team(twice, number.ctypes.data, 1)
+    return int(number[0])
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
+    workers.cache_folder.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    for kept in (workers.cache_folder, workers.compiled, workers._entry):
+        kept.cache_clear()
+
+
+def files(folder: Path, ending: str) -> list[Path]:
+    return sorted(folder.rglob(f"*{ending}"))
+
+
+def test_a_full_disk_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "save", full)
+    assert doubled() == 42 and files(fresh_cache, ".nbc") == []
+
+
+def test_a_folder_that_only_reads_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    assert workers.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
+
+
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+def test_a_cache_that_was_cut_off_only_costs_time(fresh_cache: Path, ending: str) -> None:
+    assert doubled() == 42
+    [file] = files(fresh_cache, ending)
+    for content in (file.read_bytes()[: file.stat().st_size // 2], b"", b"no cache at all"):
+        file.write_bytes(content)
+        assert doubled() == 42
+
+
+def test_ten_thousand_calls_of_every_kind_leave_nothing_behind() -> None:
+    resource = pytest.importorskip("resource", reason="Windows counts memory in another way")
+    (q, k, v), leaves = qkv(1, 64), [x.requires_grad_() for x in qkv(32, 32, d=16)]
+
+    def work(calls: int) -> int:
+        for i in range(calls):
+            lowtri.attention(q, k, v, "causal & window(9)", engine="cpu")
+            if i % 10 == 0:
+                lowtri.attention(*leaves, lowtri.causal(), engine="cpu").sum().backward()
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+    before = work(1000)
+    assert work(10_000) - before < 8 * 1024  # kilobytes
