@@ -382,3 +382,14 @@ def test_a_template_that_refuses_or_misbehaves(template: str, words: str, tmp_pa
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=words):
         chat_text(tmp_path, HELLO)
+
+
+@pytest.mark.parametrize("family", ["qwen3 with biases", "smollm3", "llama 3", "gpt2"])
+def test_what_happens_inside_can_be_looked_at(family: str, folders: Any) -> None:
+    """explain computes anew what the model's attention did: normalised or not, turned or not."""
+    import re
+
+    model = Decoder.from_pretrained(folders(family)[1])
+    for layer in (0, 3 if family != "gpt2" else 2):
+        found = lowtri.explain(model, ids_of(1, 9), layer=layer, head=1)
+        assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-5

@@ -111,8 +111,8 @@ class Decoder(nn.Module):
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype | str | None = None) -> Decoder:
         """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a GGUF file of one.
 
-        Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32. ``model.tokenizer``
-        is the tokenizer that came along, or None.
+        Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32: four bytes each, in
+        memory and in the user's cache folder. ``model.tokenizer`` is the tokenizer that came along, or None.
 
         Args:
             path: a folder with config.json and model.safetensors (or its parts), or a file ``*.gguf``.

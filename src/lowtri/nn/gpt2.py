@@ -106,45 +106,35 @@ def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a GPT-2 file, of old ones and new, under the names of :class:`GPT2`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer, part, kind = _split(name.removeprefix("transformer."))
-        if part in ("attn", "attn.masked"):
+        match = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?([\w.]+)\.(weight|bias|masked_bias)", name)
+        layer, part, kind = match.groups() if match else (None, name, "")
+        if part == "attn":
             continue  # old files keep the causal table as a weight
-        if part in _MAPS and kind == "weight" and tensor.ndim == 2:
+        if part in _MAPS and kind == "weight":
             tensor = tensor.T
+        place = "model." if layer is None else f"model.layers.{layer}."
         if part == "attn.c_attn":
-            found |= {f"model.{layer}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
-        elif part in _NAMES:
-            found[f"model.{layer}{_NAMES[part]}.{kind}"] = tensor
+            found |= {f"{place}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
         else:
-            found[name] = tensor
+            found[f"{place}{_NAMES[part]}.{kind}" if part in _NAMES else name] = tensor
     return found
 
 
 def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The other way: tensors of :class:`GPT2` as its file names and lays them."""
-    own = {ours: theirs for theirs, ours in _NAMES.items()}
+    theirs = {ours: theirs for theirs, ours in _NAMES.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not name.startswith("model."):
+        match = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
+        if match is None:
             found[name] = tensor
             continue
-        layer, part, kind = _split(name.removeprefix("model.").replace("layers.", "h."))
+        layer, part, kind = match.groups()
         if part == _QKV[0]:
             tensor = torch.cat([tensors[name.replace(_QKV[0], other)] for other in _QKV])
-            part = "attn.c_attn"
         elif part in _QKV:
             continue
-        else:
-            part = own[part]
-        found[f"transformer.{layer.replace('layers.', 'h.')}{part}.{kind}"] = (
-            tensor.T if part in _MAPS and kind == "weight" else tensor
-        )
+        own = theirs.get(part, "attn.c_attn")
+        place = "transformer." if layer is None else f"transformer.h.{layer}."
+        found[f"{place}{own}.{kind}"] = tensor.T if own in _MAPS and kind == "weight" else tensor
     return found
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    """ "h.3.attn.c_attn.weight" -> ("layers.3.", "attn.c_attn", "weight")."""
-    match = re.fullmatch(r"(?:h\.(\d+)\.)?(?:(.+)\.)?(\w+)", name)
-    assert match is not None, name
-    layer, part, kind = match.groups()
-    return f"layers.{layer}." if layer is not None else "", part or "", kind
