@@ -83,7 +83,12 @@ def test_it_reads_texts_and_writes_them_back(model: Decoder) -> None:
 
 
 def test_it_is_asked_as_it_was_taught(folder: Path) -> None:
-    text = chat_text(folder, [{"role": "user", "content": "Hello"}])
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "Hello"}]
+    text = chat_text(folder, messages)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 

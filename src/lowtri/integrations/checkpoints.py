@@ -83,6 +83,10 @@ def packaged_file(name: str) -> Path:
 def load_packaged(name: str, dtype: torch.dtype | str | None = None) -> Decoder:
     """The model of this name, with its tokenizer.
 
+    >>> import lowtri
+    >>> "".join(lowtri.generate(load_packaged("glassllm"), "The White", 1))
+    ' Queen'
+
     Raises:
         DataError: as :func:`packaged_file`; and where a file is damaged, or what reads it is not installed.
     """

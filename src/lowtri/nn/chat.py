@@ -34,6 +34,13 @@ def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
 def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a conversation, up to where the model's answer begins; to be read without adding special tokens.
 
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     folder = Path(name)
+    ...     _ = (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} ->")
+    ...     chat_text(folder, [{"role": "user", "content": "Hello"}])
+    '[user] Hello ->'
+
     Args:
         folder: of the model.
         messages: ``{"role": "user", "content": "..."}`` and so on, the oldest first.

@@ -114,6 +114,13 @@ class Decoder(nn.Module):
         Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32: four bytes each, in
         memory and in the user's cache folder. ``model.tokenizer`` is the tokenizer that came along, or None.
 
+        >>> import tempfile
+        >>> from lowtri.nn.checkpoint import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)), folder)
+        ...     Decoder.from_pretrained(folder, dtype="bfloat16").lm_head.weight.dtype
+        torch.bfloat16
+
         Args:
             path: a folder with config.json and model.safetensors (or its parts), or a file ``*.gguf``.
             dtype: what the weights become, a dtype of torch or its name.
