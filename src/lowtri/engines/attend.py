@@ -61,10 +61,14 @@ def attention(
             keys stand at 0 .. Nk-1 and queries at the last Nq of them.
         return_weights: also return the weights (..., Hq, Nq, Nk), exactly 0 where hidden, before dropout.
         return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included, -inf where it sees nothing.
-        engine: "auto", or one of "sdpa", "formula", "reference", which then runs or raises.
+        engine: "auto", or one of "cpu", "sdpa", "formula", "reference", which then runs or raises.
 
     Returns:
         what was asked for, in this order: output (..., Hq, Nq, Dv), weights, lse. A query that sees nothing gives 0.
+
+    Under ``torch.compile`` and ``torch.export`` a call is one operator of the program, ``lowtri::attention``. Its mask may come
+    from outside, with any arrays, or be made inside: of formulas and ``& | -``, and of ``documents``, ``keys`` and ``table`` of
+    tensors. Masks of lists, ``lowtri.mask`` and ``~`` stand outside. Weights, dropout and ``where`` run outside of the program.
 
     Raises:
         CallError: if the arguments do not fit together.

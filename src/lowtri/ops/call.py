@@ -71,8 +71,9 @@ class Call:
 
         if not torch.is_grad_enabled():
             return False
-        inputs = (self.q, self.k, self.v, self.bias, self.sinks)
-        return any(x is not None and x.requires_grad for x in inputs)
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(x is not None and x.requires_grad for x in (self.bias, self.sinks))
 
     @cached_property
     def plan(self) -> Plan:
@@ -213,10 +214,12 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         raise CallError(
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
-    rank = q.ndim
+    rank, numpys = q.ndim, isinstance(q, np.ndarray)
     if rank < 2:
         raise CallError(f"attention: q is {tuple(q.shape)}, but it is (N, D), (H, N, D) or (..., H, N, D).")
     for name, x in (("k", k), ("v", v)):
+        if type(x) is type(q) and x.dtype == q.dtype and x.ndim == rank and (numpys or x.device == q.device):
+            continue
         _check_kind(name, x, q)
         if x.dtype != q.dtype:
             raise CallError(f"attention: q is {kind} and {name} is {_dtype(x)}. Fix: cast them to one dtype.")
