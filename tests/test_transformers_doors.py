@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -89,9 +91,11 @@ def test_other_numbers_are_a_bias(hidden: float | None) -> None:
     close(attend(Layer(), q, k, v, table)[0], by_hand(q, k, v, visible, numbers.float().double()))
 
 
-def test_a_bias_keeps_its_gradient() -> None:
+@pytest.mark.parametrize("zero", [0.0, 1.0])  # a learned bias begins with 0 and says nothing yet
+def test_a_bias_keeps_its_gradient(zero: float) -> None:
     q, k, v = qkv()
-    table = torch.randn(1, HEADS, NQ, NK, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(1, HEADS, NQ, NK, dtype=torch.float64)
+    table = (table * zero).requires_grad_()
     same = table.detach().clone().requires_grad_()
     for _ in range(2):  # a second call must not meet the graph of the first
         table.grad = same.grad = None
@@ -111,9 +115,19 @@ def test_a_position_bias_joins_a_table_of_numbers() -> None:
 def test_tables_are_read_once_and_again_when_they_change() -> None:
     table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
     first = given(table, NQ, NK, torch.float32)
-    assert first.seen.mask == full() and given(table, NQ, NK, torch.float32) is first
+    assert first.seen.mask == full() and given(table, NQ, NK, torch.float32).seen is first.seen
     table[..., 3] = False
     assert given(table, NQ, NK, torch.float32).seen.mask != full()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_what_was_read_is_forgotten_with_its_tensor(value: float) -> None:
+    table = torch.full((1, 1, NQ, NK), value)
+    given(table, NQ, NK, torch.float32)
+    gone = weakref.ref(table)
+    del table
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_shortest_mask_is_found() -> None:
@@ -240,12 +254,12 @@ def llama(**more: Any) -> Any:
 
 
 def test_an_engine_asked_for_by_name_runs_or_raises() -> None:
-    register("lowtri-cpu-only", engine="cpu")
-    model = switch(llama(), "lowtri-cpu-only")
+    register("lowtri-sdpa", engine="sdpa")
+    model = switch(llama(), "lowtri-sdpa")
     ids = torch.randint(3, 99, (1, 8))
     model(ids)
-    with pytest.raises(EngineError, match=r'engine "cpu" cannot run this call(.|\n)*it has no float64'):
-        model.double()(ids)
+    with pytest.raises(EngineError, match=r'engine "sdpa" cannot run this call(.|\n)*it does not return weights'):
+        model(ids, output_attentions=True)
 
 
 def test_weights_are_those_of_the_mask() -> None:

@@ -221,6 +221,15 @@ def test_what_models_do_to_a_mask(name: str) -> None:
     assert torch.equal(found.written() if stays else found, expected)
 
 
+def test_a_table_of_what_must_be_asked_pair_by_pair() -> None:
+    def in_chunks(b: Any, h: Any, q: Any, k: Any) -> Any:  # torch.div of mapped places does not run inside an operation
+        return torch.div(q, 4, rounding_mode="trunc") >= torch.div(k, 4, rounding_mode="trunc")
+
+    both = theirs.and_masks(theirs.causal_mask_function, in_chunks)
+    expected = theirs.sdpa_mask(2, 9, 9, mask_function=both, use_vmap=True, allow_is_causal_skip=False)
+    assert torch.equal(~make_mask(2, 9, 9, mask_function=both, use_vmap=True), ~expected)
+
+
 def test_a_mask_that_differs_by_row_keeps_its_rows() -> None:
     seen = Seen(lowtri.keys([[True, False], [True, True]]), 0, 2, 0, 2)
     tensor = SeenTensor(seen, (2, 1, 2, 2), "cpu")

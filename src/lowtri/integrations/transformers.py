@@ -153,8 +153,8 @@ def attend(
         CallError: for what cannot be expressed; nothing is left out in silence.
     """
     _refuse(cache, others)
-    if len(query) < len(key):  # learned queries, one set for the whole batch
-        query = query.expand(len(key), *query.shape[1:])
+    if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
+        query = query.expand(key.shape[0], *query.shape[1:])
     nq, nk = query.shape[-2], key.shape[-2]
     seen, bias = _who_sees_whom(module, attention_mask, nq, nk, query.dtype, is_causal)
     if block_indices is not None:
@@ -164,7 +164,7 @@ def attend(
         )
         seen, _ = given(chosen, nq, nk, query.dtype)
     if indices is not None:
-        chosen = torch.zeros((len(query), nq, nk + 1), dtype=torch.bool, device=query.device)
+        chosen = torch.zeros((query.shape[0], nq, nk + 1), dtype=torch.bool, device=query.device)
         chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
         seen, _ = given(chosen & seen_table(seen, query.device), nq, nk, query.dtype)
     if position_bias is not None:
@@ -217,7 +217,7 @@ def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Te
     places = others.get("position_ids")
     if places is None:
         places = torch.arange(nk - nq, nk, device=query.device)
-    return (places if places.ndim > 1 else places[None]).expand(len(query), -1)
+    return (places if places.ndim > 1 else places[None]).expand(query.shape[0], -1)
 
 
 def _after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:

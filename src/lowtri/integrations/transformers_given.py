@@ -30,7 +30,8 @@ class Given(NamedTuple):
     bias: Tensor | None
 
 
-_read: Any = WeakTensorKeyDictionary()  # tensor -> (its version, the sizes it was read for, what it means)
+# tensor -> (its version, the sizes it was read for, who sees whom, whether it is a bias); the bias itself would keep its own key.
+_read: Any = WeakTensorKeyDictionary()
 
 
 def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
@@ -53,39 +54,37 @@ def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
         if (mask.seen.nq, mask.seen.nk) == (nq, nk):
             return Given(mask.seen, None)
         mask = mask.written()
-    sizes = (nq, nk, dtype)
+    shape = _shape(mask, nq, nk)
+    key = (mask._version, nq, nk, dtype)
     known = _read.get(mask)
-    if known is not None and known[:2] == (mask._version, sizes):
-        return known[2]
-    found = _make(mask, nq, nk, dtype)
-    if found.bias is None or not found.bias.requires_grad:  # a gradient belongs to one graph
-        _read[mask] = (mask._version, sizes, found)
-    return found
+    if known is None or known[0] != key:
+        known = _read[mask] = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
+    _, seen, plain = known
+    return Given(seen, None if plain and not mask.requires_grad else mask.reshape(shape))
 
 
-def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
+def _shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
     shape = (*(1,) * (4 - mask.ndim), *mask.shape)
     if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
         raise CallError(
             f"transformers: attention_mask is {tuple(mask.shape)}, but the layer has {nq} queries and {nk} keys: "
             f"expected (B, H, {nq}, {nk}), each size or 1."
         )
-    if mask.dtype == torch.bool:
-        return Given(_placed(mask.reshape(shape), nq, nk), None)
-    if not mask.is_floating_point():
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise CallError(
             f"transformers: attention_mask is {mask.dtype} {tuple(mask.shape)}; as numbers for each pair they could mean "
             "two things.\nFix: bools, True = may see, or floats that are added to the scores."
         )
-    mask = mask.reshape(shape)
-    values = mask.detach()
-    least = min(torch.finfo(values.dtype).min, torch.finfo(dtype).min) if values.dtype != dtype else None
-    hidden = values <= torch.finfo(values.dtype).min
-    if least is not None and torch.finfo(dtype).min >= torch.finfo(values.dtype).min:
-        hidden = values <= torch.finfo(dtype).min
-    seen = _placed(~hidden, nq, nk)
-    plain = not mask.requires_grad and bool(((values == 0) | hidden).all())
-    return Given(seen, None if plain else mask)
+    return shape
+
+
+def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[Seen, bool]:
+    """Who sees whom, and whether that is all that the tensor says."""
+    if mask.dtype == torch.bool:
+        return _placed(mask, nq, nk), True
+    # The least number of either dtype hides: a table of float32 may have been made for half types.
+    hidden = mask <= max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+    return _placed(~hidden, nq, nk), bool(((mask == 0) | hidden).all())
 
 
 def _placed(visible: Tensor, nq: int, nk: int) -> Seen:

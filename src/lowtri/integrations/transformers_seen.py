@@ -9,6 +9,7 @@ it: both are signs of a model with attention code of its own, which runs on as i
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -145,7 +146,9 @@ class SeenTensor(Tensor):
         """The table, an ordinary tensor; made once."""
         known = self.__dict__.get("_table")
         if known is None:
-            table = np.broadcast_to(self.seen.table(), tuple(self.shape))
+            # Inside an operation torch.vmap, by which some masks are asked, does not run; a thread stands outside.
+            with ThreadPoolExecutor(1) as apart:
+                table = np.broadcast_to(apart.submit(self.seen.table).result(), tuple(self.shape))
             known = self.__dict__["_table"] = torch.from_numpy(table.copy()).to(self.device)
         return known
 
