@@ -11,8 +11,12 @@ import torch
 
 import lowtri
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+EPS = {
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-8,
+    "float64": 2.0**-48,
+}  # the formula in float64 is itself what is compared with
 NAN, INF = float("nan"), float("inf")
 
 MASKS = {

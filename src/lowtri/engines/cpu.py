@@ -28,27 +28,26 @@ def why_not(call: Call) -> str | None:
         return trouble
     if call.dropout:
         return "it does not drop weights"
-    if call.dtype == "float64":
-        return "it has no float64"
     if 0 in call.q.shape or 0 in call.v.shape:
         return "there is nothing to attend to"
     return None
 
 
 def run(call: Call) -> Result:
-    """Run the kernels. bf16 has one of its own where the CPU multiplies it; other half types are computed in float32."""
+    """Run the kernels. bf16 has its own where the CPU multiplies it; other half types are computed in float32."""
     if call.needs_grad:
         from lowtri.engines.gradient import Kernels
 
         output, lse = Kernels.apply(call, None, call.q, call.k, call.v, call.bias, call.sinks)
         return Result(output, _weights(call), lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
-    if call.dtype != "float32" and not in_pairs(q, k, v):
-        q, k, v = _float32(q), _float32(k), _float32(v)
+    beside = call.dtype if call.dtype == "float64" else "float32"
+    if call.dtype != beside and not in_pairs(q, k, v):
+        q, k, v = (_cast(x, beside) for x in (q, k, v))
     kernel = decode if is_decoding(q, k, v) else forward
-    output, lse = kernel(call, q, k, v, _float32(bias), _float32(sinks), call.return_lse)
+    output, lse = kernel(call, q, k, v, _cast(bias, beside), _cast(sinks, beside), call.return_lse)
     if q is not call.q:
-        output = output.astype(call.q.dtype) if call.is_numpy else output.to(call.q.dtype)
+        output = _cast(output, call.dtype)
     return Result(output, _weights(call), lse)
 
 
@@ -87,7 +86,9 @@ def _trouble_with_tensors(call: Call) -> str | None:
     return None
 
 
-def _float32(x: Any) -> Any:
-    if x is None:
-        return None
-    return np.asarray(x, np.float32) if isinstance(x, np.ndarray) else x.detach().float()
+def _cast(x: Any, dtype: str) -> Any:
+    if x is None or isinstance(x, np.ndarray):
+        return None if x is None else x.astype(dtype, copy=False)
+    import torch
+
+    return x.detach().to(getattr(torch, dtype))

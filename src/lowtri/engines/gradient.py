@@ -37,7 +37,7 @@ class Kernels(torch.autograd.Function):
         *inputs, output, lse = ctx.saved_tensors
         q, k, v, bias, sinks = _readable(*inputs)
         nothing = lse == -torch.inf
-        delta = ((d_output.float() * output.float()).sum(-1) - d_lse).masked_fill(nothing, 0)
+        delta = ((d_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - d_lse).masked_fill(nothing, 0)
         dq, dk, dv, d_bias = launch.backward(ctx.call, q, k, v, bias, lse, d_output.to(q.dtype), delta)
         found = [d.to(x.dtype) for d, x in zip((dq, dk, dv), inputs, strict=False)]
         to_bias = None if d_bias is None else d_bias.to(inputs[3].dtype)
@@ -49,10 +49,10 @@ class Kernels(torch.autograd.Function):
 
 
 def _readable(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, ...]:
-    """The inputs as the kernels read them: bf16 where it can be multiplied in pairs, float32 otherwise."""
-    q, k, v = (x.detach() if launch.in_pairs(q, k, v) else _float32(x) for x in (q, k, v))
-    return q, k, v, _float32(bias), _float32(sinks)
-
-
-def _float32(x: Any) -> Any:
-    return None if x is None else x.detach().float()
+    """The inputs as the kernels read them: float64, bf16 where it can be multiplied in pairs, float32 otherwise."""
+    beside = torch.float64 if q.dtype == torch.float64 else torch.float32
+    inner = torch.bfloat16 if launch.in_pairs(q, k, v) else beside
+    kinds = (inner, inner, inner, beside, beside)
+    return tuple(
+        None if x is None else x.detach().to(kind) for x, kind in zip((q, k, v, bias, sinks), kinds, strict=True)
+    )

@@ -23,16 +23,15 @@ __all__ = ["backward", "decode", "forward", "in_pairs", "is_decoding"]
 
 
 def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
-    """Output (B, Hq, Nq, Dv) in the dtype of q, float32 or bf16, and log-sum-exp (B, Hq, Nq), float32, where it is wanted."""
-    kernel = _kernel("forward")
+    """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) where it is wanted: float32 beside bf16."""
+    kernel, code, room = _forward(dtype_name(q.dtype))
     rows, heads, nq, d = q.shape
     output, lse = _empty(q, (rows, heads, nq, v.shape[3])), _lse(q) if want_lse else None
     found = plan_of(call, kernel.KEYS)
     fields = of_call(call, q, k, v, bias, sinks) | found.fields | strided("q", q) | strided("o", output, "bhn")
     fields["tasks"] = rows * heads * found.plan.rows
     fields["lse"] = 0 if lse is None else address(lse)
-    code = kernel.forward_half if _is_half(q) else kernel.forward
-    _launch(code, kernel.FIELDS, fields, kernel.room(d, v.shape[3]), _threads(q))
+    _launch(code, kernel.FIELDS, fields, room(d, v.shape[3]), _threads(q))
     return output, lse
 
 
@@ -52,6 +51,8 @@ def _even(x: Any) -> bool:
 
 def is_decoding(q: Any, k: Any, v: Any) -> bool:
     """Whether there are so few queries that reading the cache is the work: and rows that can be read a vector at a time."""
+    if dtype_name(q.dtype) == "float64":
+        return False
     whole = 32 if _is_half(q) else 16
     if q.shape[2] >= FEW_QUERIES or q.shape[3] % whole or v.shape[3] % 16:
         return False
@@ -100,8 +101,8 @@ def _all_seen(call: Call) -> bool:
 
 
 def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
-    """dq, dk, dv and d bias (or None), float32, from the gradient of the output and delta = sum of dO * O (B, Hq, Nq)."""
-    kernel = _kernel("backward")
+    """dq, dk, dv and d bias (or None), in the dtype of ``lse``, from the output's gradient and delta = sum of dO * O (B, Hq, Nq)."""
+    kernel, code, room, padded = _backward(dtype_name(q.dtype))
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
     found, threads = plan_of(call, _kernel("forward").KEYS), _threads(q)
     # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
@@ -109,7 +110,7 @@ def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: 
     if _is_half(q) and not _even(d_output):
         d_output = d_output.contiguous()
     dq = lse.new_empty((rows, heads, nq, d))
-    dk, dvalue = (lse.new_zeros((parts, rows, kv_heads, nk, kernel.padded(size))) for size in (d, dv))
+    dk, dvalue = (lse.new_zeros((parts, rows, kv_heads, nk, padded(size))) for size in (d, dv))
     fields = of_call(call, q, k, v, bias) | found.fields | strided("q", q) | strided("do", d_output)
     fields |= {"tasks": parts * rows * kv_heads, "parts": parts, "lse": address(lse), "delta": address(delta)}
     fields |= {"dq": address(dq), "dk": address(dk), "dvalue": address(dvalue)}
@@ -117,10 +118,28 @@ def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: 
     if bias is not None and call.bias.requires_grad:
         d_bias = lse.new_zeros((parts, rows, heads, *bias.shape[2:]))
         fields |= broadcast("dbias", d_bias, "pbhqk")
-    code = kernel.backward_half if _is_half(q) else kernel.backward
-    _launch(code, kernel.FIELDS, fields, kernel.room(d, dv), threads)
+    _launch(code, kernel.FIELDS, fields, room(d, dv), threads)
     dk, dvalue = dk.sum(0)[..., :d] * call.scale, dvalue.sum(0)[..., :dv]
     return dq, dk, dvalue, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
+
+
+@cache
+def _forward(dtype: str) -> tuple[Any, Any, Any]:
+    """The table of fields, the kernel for a dtype, and what room it takes."""
+    table = _kernel("forward")
+    if dtype == "float64":
+        return table, _kernel("double").forward_double, _kernel("double").room
+    return table, table.forward_half if dtype == "bfloat16" else table.forward, table.room
+
+
+@cache
+def _backward(dtype: str) -> tuple[Any, Any, Any, Any]:
+    """The same for the gradients, and how long a row of dK or dV is."""
+    table = _kernel("backward")
+    if dtype == "float64":
+        double = _kernel("double_backward")
+        return table, double.backward_double, double.room, double.padded
+    return table, table.backward_half if dtype == "bfloat16" else table.backward, table.room, table.padded
 
 
 @cache

@@ -33,7 +33,7 @@ from lowtri.kernels.passes import (
     numbers,
     pair_rows,
     pair_values,
-    seen_range,
+    shown,
     times,
     turn_in,
     turn_out,
@@ -78,8 +78,6 @@ FIELDS = (
     SHEET, SHEET_B, SHEET_H, ROW_START, RUNS, TILE_BITS, BITS, SCALE, SOFTCAP,
 ) = range(len(FIELDS))
 # fmt: on
-
-FULL = 2
 
 
 def padded(size: int) -> int:
@@ -262,11 +260,8 @@ def backward_tile(t, here, part, b, h, r, half):
         at = t[RUNS] + 16 * run
         first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
         for tile in range(first, last):
-            begin, end, words = 0, min(KEYS, nk - tile * KEYS), 0
-            if kind != FULL:
-                words = t[BITS] + 8 * KEYS * read_int32(t[TILE_BITS] + 4 * (place + tile - first))
-                begin, end = seen_range(words, end)
-                words += 8 * begin
+            most = min(KEYS, nk - tile * KEYS)
+            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
             keys, key0 = end - begin, tile * KEYS + begin
             k_n, k_d = t[K_N], t[K_D]
             from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)

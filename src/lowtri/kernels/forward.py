@@ -31,7 +31,7 @@ from lowtri.kernels.passes import (
     mix_broken,
     pair_rows,
     pair_values,
-    seen_range,
+    shown,
     times,
     turn_in,
     turn_out,
@@ -74,8 +74,6 @@ FIELDS = (
     SHEET, SHEET_B, SHEET_H, ROW_START, RUNS, TILE_BITS, BITS, SCALE, SOFTCAP,
 ) = range(len(FIELDS))
 # fmt: on
-
-FULL = 2
 
 
 def room(d: int, dv: int) -> int:
@@ -121,11 +119,8 @@ def attend_tile(t, here, b, h, r, careful, half):
         at = t[RUNS] + 16 * run
         first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
         for tile in range(first, last):
-            begin, end, words = 0, min(KEYS, nk - tile * KEYS), 0
-            if kind != FULL:
-                words = t[BITS] + 8 * KEYS * read_int32(t[TILE_BITS] + 4 * (place + tile - first))
-                begin, end = seen_range(words, end)
-                words += 8 * begin
+            most = min(KEYS, nk - tile * KEYS)
+            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
             keys, key0 = end - begin, tile * KEYS + begin
             from_k = b * t[K_B] + kv * t[K_H] + key0 * t[K_N]
             from_v = b * t[V_B] + kv * t[V_H] + key0 * t[V_N]
@@ -142,7 +137,7 @@ def attend_tile(t, here, b, h, r, careful, half):
             if t[BIAS]:
                 start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
                 add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
-            if kind != FULL:
+            if words:
                 hide(scores, words, keys)
             softmax_tile(scores, unit, keys, m, l, output, dv)
             if half is None:

@@ -21,6 +21,7 @@ from lowtri.kernels.simd import (
     mul,
     only,
     read,
+    read_int32,
     read_word,
     splat,
     store,
@@ -30,6 +31,7 @@ from lowtri.kernels.simd import (
 
 __all__ = [
     "ALL",
+    "FULL",
     "LN2",
     "LOG2E",
     "QUERIES",
@@ -47,6 +49,7 @@ __all__ = [
     "pair_rows",
     "pair_values",
     "seen_range",
+    "shown",
     "times",
     "turn_in",
     "turn_out",
@@ -55,6 +58,7 @@ __all__ = [
 QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of bits
 ROW = 4 * QUERIES  # bytes in a row
 LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+FULL = 2  # of a plan's three kinds of tiles, the one without hidden pairs
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
 
 
@@ -141,6 +145,19 @@ def seen_range(words, keys):
     while stop > start and read_word(words + 8 * (stop - 1)) == 0:
         stop -= 1
     return start, stop
+
+
+@inner
+def shown(kind, bits, tile_bits, index, size, most):
+    """Of a tile's ``most`` keys the first that anyone sees, one past the last, and the words from that first one on.
+
+    There is a word for each of ``size`` keys; 0 stands for them where everybody sees everything (a FULL tile).
+    """
+    if kind == FULL:
+        return 0, most, 0
+    words = bits + 8 * size * read_int32(tile_bits + 4 * index)
+    begin, end = seen_range(words, most)
+    return begin, end, words + 8 * begin
 
 
 @inner

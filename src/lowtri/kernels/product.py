@@ -16,30 +16,39 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.halves import fused_pairs
 from lowtri.kernels.inner import inner
-from lowtri.kernels.simd import AHEAD, F32, I64, VECTOR, broadcast, fused, prefetch
+from lowtri.kernels.simd import AHEAD, DOUBLES, I64, VECTOR, broadcast, fused, prefetch
 from lowtri.kernels.target import FEW_ROWS, FEW_VECTORS, LANES, ROWS, VECTORS
 
-__all__ = ["product", "product_add", "product_few", "product_few_pairs", "product_pairs", "product_pairs_add"]
+__all__ = [
+    "product",
+    "product_add",
+    "product_doubles_add",
+    "product_few",
+    "product_few_pairs",
+    "product_pairs",
+    "product_pairs_add",
+]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
 FEW_WIDTH = FEW_VECTORS * LANES
 
 
-def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, multiply: Any, ahead: int) -> None:
+def _panel(
+    builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, multiply: Any, ahead: int, kind: Any
+) -> None:
     """One register tile, ``rows`` x ``vectors`` accumulators over all steps. Rows past the last one do its work again.
 
-    ``ahead``: rows of B that are asked for before they are read, where B comes from memory.
+    ``ahead``: rows of B that are asked for before they are read, where B comes from memory. ``kind``: the vector.
     """
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
-    floats = F32.as_pointer()
-    a, b, c = (builder.inttoptr(p, floats) for p in (a, b, c))
+    a, b, c = (builder.inttoptr(p, kind.element.as_pointer()) for p in (a, b, c))
 
     def vector_at(base: Any, offset: Any, j: int) -> Any:
-        place = builder.add(offset, ir.Constant(I64, j * LANES))
-        return builder.bitcast(builder.gep(base, [place]), VECTOR.as_pointer())
+        place = builder.add(offset, ir.Constant(I64, j * kind.count))
+        return builder.bitcast(builder.gep(base, [place]), kind.as_pointer())
 
-    tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
+    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
     for r in range(rows):
         number = ir.Constant(I64, r)
@@ -47,7 +56,7 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, m
         a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
         c_rows.append(builder.mul(clamped, c_row))
         for j in range(vectors):
-            start = builder.load(vector_at(c, c_rows[r], j), align=4) if accumulate else ir.Constant(VECTOR, None)
+            start = builder.load(vector_at(c, c_rows[r], j), align=4) if accumulate else ir.Constant(kind, None)
             builder.store(start, tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
         from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
@@ -68,9 +77,11 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, m
 _SIGNATURE = types.void(*[types.intp] * 9)
 
 
-def _emitter(vectors: int, accumulate: bool, multiply: Any = fused, rows: int = ROWS, ahead: int = 0) -> Any:
+def _emitter(
+    vectors: int, accumulate: bool, multiply: Any = fused, rows: int = ROWS, ahead: int = 0, kind: Any = VECTOR
+) -> Any:
     def emit(context, builder, signature, args):
-        _panel(builder, args, rows, vectors, accumulate, multiply, ahead)
+        _panel(builder, args, rows, vectors, accumulate, multiply, ahead, kind)
         return context.get_dummy_value()
 
     return emit
@@ -114,6 +125,11 @@ def _few_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
 @intrinsic
 def _few_pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
     return _SIGNATURE, _emitter(FEW_VECTORS, accumulate=True, rows=FEW_ROWS, multiply=fused_pairs)
+
+
+@intrinsic
+def _doubles_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(VECTORS, accumulate=True, kind=DOUBLES)
 
 
 @inner
@@ -197,3 +213,13 @@ def product_few_pairs(a, row_step, b, b_row, c, rows, depth, columns):
         j += FEW_WIDTH
     if j < columns:
         product_pairs_add(a, row_step, 1, b + 4 * j, b_row, c + 4 * j, columns, rows, depth, columns - j)
+
+
+@inner
+def product_doubles_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
+    """C += A B as :func:`product_add` in float64, for ``columns`` columns, a multiple of 32."""
+    for r in range(0, rows, ROWS):
+        last = min(ROWS, rows - r) - 1
+        for j in range(0, columns, WIDTH // 2):
+            at = c + 8 * (r * c_row + j)
+            _doubles_add(a + 8 * r * row_step, row_step, depth_step, b + 8 * j, b_row, at, c_row, depth, last)

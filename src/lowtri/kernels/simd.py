@@ -16,6 +16,7 @@ from lowtri.kernels.target import FMA, LANES
 
 __all__ = [
     "AHEAD",
+    "DOUBLES",
     "F32",
     "FLAGS",
     "I16",
@@ -56,6 +57,7 @@ __all__ = [
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
+DOUBLES = ir.VectorType(ir.DoubleType(), LANES // 2)
 INTS = ir.VectorType(I32, LANES)
 FLAGS = ir.VectorType(ir.IntType(1), LANES)
 
@@ -88,14 +90,17 @@ def constant(value: float) -> Any:
 
 
 def broadcast(builder: Any, scalar: Any) -> Any:
-    kind = ir.VectorType(scalar.type, LANES)
+    """A number in every lane of a vector of 64 bytes."""
+    lanes = LANES // 2 if scalar.type == DOUBLES.element else LANES
+    kind = ir.VectorType(scalar.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, None))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), None))
 
 
 def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once where the CPU can."""
-    return call(builder, f"llvm.{'fma' if FMA else 'fmuladd'}.v{LANES}f32", VECTOR, [x, y, z])
+    kind = f"v{x.type.count}f{64 if x.type == DOUBLES else 32}"
+    return call(builder, f"llvm.{'fma' if FMA else 'fmuladd'}.{kind}", x.type, [x, y, z])
 
 
 def at(builder: Any, address: Any, kind: Any) -> Any:
