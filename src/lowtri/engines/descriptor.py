@@ -30,9 +30,12 @@ Fields: TypeAlias = dict[str, int]
 def of_call(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any = None, axes: str = "bhnd") -> Fields:
     """What every kernel reads of a call: sizes, keys and values, options. ``axes``: those whose steps the kernel asks for."""
     (batch, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    fields = strided("k", k, axes) | strided("v", v, axes)
-    fields |= {"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv}
-    fields |= {"scale": bits(call.scale), "softcap": bits(call.softcap or 0.0)}
+    fields = {
+        **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
+        **strided("k", k, axes),
+        **strided("v", v, axes),
+        **{"scale": bits(call.scale), "softcap": bits(call.softcap or 0.0)},
+    }
     if bias is not None:
         fields |= broadcast("bias", bias)
     if sinks is not None:
@@ -57,7 +60,8 @@ def of_plan(found: Plan) -> Fields:
 
 def strided(name: str, x: Any, axes: str = "bhnd") -> Fields:
     """The address of an array and its steps along (B, H, N, D), or along the first of these."""
-    return dict(zip(_names(name, axes), (address(x), *steps(x)), strict=False))
+    moves = steps(x) if isinstance(x, np.ndarray) else x.stride()
+    return dict(zip(_names(name, axes), (address(x), *moves), strict=False))  # axes: the first of four, or all
 
 
 def broadcast(name: str, x: Any, axes: str = "bhqk") -> Fields:
