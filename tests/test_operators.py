@@ -150,6 +150,15 @@ def test_exported_with_its_mask_and_stored() -> None:
     assert torch.equal(program.module()(*x), module(*x))
 
 
+def test_a_strict_export_refuses_what_it_would_lose() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported) as told:
+        torch.export.export(Attend(PACKED), tuple(inputs()), strict=True)
+    assert "does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False" in str(told.value)
+    module = Attend("causal & window(7)")
+    program = torch.export.export(module, tuple(inputs()), strict=True).module()
+    assert torch.equal(program(*inputs(seed=1)), module(*inputs(seed=1)))
+
+
 def test_exported_with_labels_as_an_input() -> None:
     module = Attend()
     program = torch.export.export(module, (*inputs(), IDS)).module()

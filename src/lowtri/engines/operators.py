@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowtri.engines.attend import attention
 from lowtri.engines.choice import choose, load
+from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.packed import pack, unpack
 from lowtri.masks.text import as_mask
@@ -42,6 +43,10 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
     if text is not None and not isinstance(text, str):
         as_mask(mask)  # raises with the fix
+    if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
+        raise MaskError(
+            "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
+        )
     tensors = all(isinstance(x, Tensor) for x in (q, k, v))
     if text is None or dropout or return_weights or not tensors:
         return _outside(q, k, v, mask, dropout=dropout, return_weights=return_weights, **options)
@@ -68,6 +73,15 @@ _REASON = {
 }
 _SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
 _outside: Callable[..., Any] = torch.compiler.disable(attention, **(_REASON if _SAYS else {}))
+
+
+def _strictly_exporting() -> bool:
+    """Whether torch.export traces by the compiler; a program then holds tensors without numbers in place of NumPy arrays."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and hasattr(torch.compiler, "is_exporting")
+        and torch.compiler.is_exporting()
+    )
 
 
 def _tensor(array: Any) -> Any:
