@@ -16,8 +16,9 @@ from torch import Tensor
 
 import lowtri
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations import transformers as door
-from lowtri.integrations.transformers import attend, register, switch
+from lowtri.integrations import transformers_attend as door
+from lowtri.integrations.transformers import register, switch
+from lowtri.integrations.transformers_attend import attend
 from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_masks import make_mask
 from lowtri.integrations.transformers_seen import SeenTensor
@@ -229,9 +230,14 @@ def test_switch_refuses_what_is_out_of_reach() -> None:
         tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     )
     with pytest.raises(
-        EngineError, match=r"switch: FalconForCausalLM, FalconModel has attention code of its own .*\nFix: keep"
+        EngineError,
+        match=r"switch: FalconAttention, FalconForCausalLM, FalconModel has attention code of its own .*\nFix: keep",
     ):
         switch(falcon)
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    sam = tf.SamVisionModel(tf.SamVisionConfig(**vision, output_channels=16, global_attn_indexes=[0], mlp_dim=64))
+    with pytest.raises(EngineError, match="switch: SamVisionSdpaAttention has attention code of its own"):
+        switch(sam)
     with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
         switch(falcon, "other")
     falcon.config._attn_implementation_internal = "lowtri"  # whoever forces it is told by the first forward

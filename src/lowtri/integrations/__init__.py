@@ -1,14 +1,15 @@
 """Other libraries' formats and doors.
 
-transformers        attn_implementation="lowtri" for the models of the transformers library: register, and the attention
-transformers_masks  its mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
-transformers_asked  what a mask function tells when it is not one of those known: asked pair by pair, and moved positions
-transformers_seen   a mask and its positions in the shape of a tensor, which is what models pass from layer to layer
-transformers_given  tables of pairs that somebody made by hand, as masks and biases
-ctranslate2         model files of CTranslate2, and Whisper from them into transformers
-checkpoints         weights that ship inside packages, found by name and checked
-glassllm            the weights of the package glassllm as a Decoder
-onnx                the Attention operator of the ONNX standard, as a function
+transformers         attn_implementation="lowtri" for the models of the transformers library: register, switch
+transformers_attend  the attention that every layer of such a model then calls
+transformers_masks   its mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
+transformers_asked   what a mask function tells when it is not one of those known: asked pair by pair, and moved positions
+transformers_seen    a mask and its positions in the shape of a tensor, which is what models pass from layer to layer
+transformers_given   tables of pairs that somebody made by hand, as masks and biases
+ctranslate2          model files of CTranslate2, and Whisper from them into transformers
+checkpoints          weights that ship inside packages, found by name and checked
+glassllm             the weights of the package glassllm as a Decoder
+onnx                 the Attention operator of the ONNX standard, as a function
 
 Nothing here is loaded before it is imported by name, and transformers itself not before it is used.
 """

@@ -7,34 +7,24 @@
 
 ``register()`` is enough where the model asks the attention interface, as most do; ``switch(model)`` makes sure of it.
 
-transformers asks two things of an attention implementation: to make the mask of a forward from a mask function, which
-:mod:`~lowtri.integrations.transformers_masks` does, and to attend under it in every layer, which stands here. Between the two
-the mask travels as a tensor that holds no table (:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read
-by :mod:`~lowtri.integrations.transformers_given`.
+transformers asks two things of an attention implementation: to make the mask of a forward from a mask function
+(:mod:`~lowtri.integrations.transformers_masks`), and to attend under it in every layer
+(:mod:`~lowtri.integrations.transformers_attend`). Between the two the mask travels as a tensor that holds no table
+(:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read by :mod:`~lowtri.integrations.transformers_given`.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lowtri.engines.attend import attention
-from lowtri.errors import CallError, EngineError
-from lowtri.integrations.transformers_given import given
-from lowtri.integrations.transformers_seen import Seen
-from lowtri.masks.atoms import causal, full
+from lowtri.errors import EngineError
+from lowtri.integrations.transformers_attend import attend
 
 __all__ = ["attend", "register", "switch"]
-
-_log = logging.getLogger(__name__)
-_said: set[str] = set()
-
-# What other models' attention is given and ours cannot say; None and False say nothing.
-_REFUSED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
 
 
 def register(name: str = "lowtri", *, engine: str = "auto") -> None:
@@ -104,162 +94,24 @@ def switch(model: Any, name: str = "lowtri") -> Any:
             raise EngineError(f'switch: "{name}" is not registered. Fix: register("{name}").')
         register()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    closed = sorted({type(part).__name__ for part in parts if not part._can_set_attn_implementation()})
+    closed = {type(part).__name__ for part in parts if not part._can_set_attn_implementation()}
+    closed |= {kind.__name__ for kind in {type(part) for part in model.modules()} if _attends_by_itself(kind)}
     if closed or not parts:
+        names = ", ".join(sorted(closed)) or type(model).__name__
         raise EngineError(
-            f"switch: {', '.join(closed) or type(model).__name__} has attention code of its own and asks no attention interface, "
+            f"switch: {names} has attention code of its own and asks no attention interface, "
             f'so "{name}" would never be called.\nFix: keep attn_implementation="eager" or "sdpa" for it.'
         )
     model.set_attn_implementation(name)
     return model
 
 
-def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    cache: Any = None,
-    output_attentions: bool | None = None,
-    engine: str = "auto",
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it in every layer; models call it, not people.
-
-    Args:
-        module: the layer; it says whether it is causal where no mask came.
-        query: (B, Hq, Nq, D).  key: (B, Hkv, Nk, D).  value: (B, Hkv, Nk, Dv).
-        attention_mask: what :func:`~lowtri.integrations.transformers_masks.make_mask` made, a table by hand, or None.
-        dropout, scaling, softcap: as of :func:`lowtri.attention`.
-        s_aux: (Hq,), a sink for each head.  sinks: (B, Hq, Nq, 1), one for each query.
-        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); it may want a gradient.
-        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks that the module knows.
-        output_attentions: whether the weights are wanted.
-
-    Returns:
-        output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk) where wanted, else None.
-
-    Raises:
-        CallError: for what cannot be expressed; nothing is left out in silence.
-    """
-    _refuse(cache, others)
-    if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
-        query = query.expand(key.shape[0], *query.shape[1:])
-    nq, nk = query.shape[-2], key.shape[-2]
-    seen, bias = _who_sees_whom(module, attention_mask, nq, nk, query.dtype, is_causal)
-    if block_indices is not None:
-        table = seen_table(seen, query.device)
-        chosen = module.indexer.build_block_mask(
-            block_indices, table, nk, query.dtype, query.device, _position_ids(others, nq, nk, query)
-        )
-        seen, _ = given(chosen, nq, nk, query.dtype)
-    if indices is not None:
-        chosen = torch.zeros((query.shape[0], nq, nk + 1), dtype=torch.bool, device=query.device)
-        chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
-        seen, _ = given(chosen & seen_table(seen, query.device), nq, nk, query.dtype)
-    if position_bias is not None:
-        bias = position_bias if bias is None else bias + position_bias
-    weighted = _wants_weights(output_attentions)
-    if not weighted and seen.trimmed is not seen:
-        cut = slice(seen.trimmed.k0 - seen.k0, seen.trimmed.k0 - seen.k0 + seen.trimmed.nk)
-        key, value = key[..., cut, :], value[..., cut, :]
-        bias = bias[..., cut] if bias is not None and bias.shape[-1] > 1 else bias
-        seen = seen.trimmed
-    if dropout:
-        _say_once(
-            "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
-        )
-    found = attention(
-        query,
-        key,
-        value,
-        seen.mask,
-        scale=scaling,
-        softcap=softcap,
-        bias=bias,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
-        dropout=dropout,
-        return_weights=weighted,
-        return_lse=sinks is not None,
-        engine=engine,
-        **seen.positions,
-    )
-    output, weights = _after(found, weighted, sinks)
-    return output.transpose(1, 2).contiguous(), weights
-
-
-def _who_sees_whom(
-    module: Any, mask: Tensor | None, nq: int, nk: int, dtype: torch.dtype, is_causal: bool | None
-) -> tuple[Seen, Tensor | None]:
-    if mask is not None:
-        return given(mask, nq, nk, dtype)
-    # No mask at all means what it means to transformers' sdpa: causal from the top left where the layer is causal.
-    goes_on = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return Seen(causal() if goes_on and nq > 1 else full(), 0, nq, 0, nk), None
-
-
-def seen_table(seen: Seen, device: Any) -> Tensor:
-    """The table of pairs, (B|1, Hq|1, Nq, Nk), for the few models that choose keys query by query."""
-    return torch.from_numpy(seen.table().copy()).to(device)
-
-
-def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Tensor:
-    places = others.get("position_ids")
-    if places is None:
-        places = torch.arange(nk - nq, nk, device=query.device)
-    return (places if places.ndim > 1 else places[None]).expand(query.shape[0], -1)
-
-
-def _after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Output and weights; a sink for each query takes its share afterwards, from the log-sum-exp."""
-    if not weighted and sinks is None:
-        return found, None
-    output, *rest = found
-    weights = rest[0] if weighted else None
-    if sinks is not None:
-        share = torch.sigmoid(rest[-1][..., None] - sinks.to(rest[-1].dtype))  # (B, Hq, Nq, 1)
-        output = (output * share).to(output.dtype)
-        weights = None if weights is None else (weights * share).to(weights.dtype)
-    return output, weights
-
-
-def _wants_weights(output_attentions: bool | None) -> bool:
-    """Whether somebody asked for weights: the model said so, or transformers collects them from the layers."""
-    if output_attentions is not None:
-        return bool(output_attentions)
+def _attends_by_itself(layer: Any) -> bool:
+    """Whether a layer's own code, as far as it can be read, takes the softmax instead of asking the interface."""
+    if "Attention" not in layer.__name__:
+        return False
     try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # where it does not collect, weights are handed over always, as eager does
-        return True
-    collected = _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
-
-
-def _refuse(cache: Any, others: dict[str, Any]) -> None:
-    if cache is not None:
-        raise CallError(
-            "transformers: a paged cache came (continuous batching), which lowtri's attention does not read.\n"
-            'Fix: attn_implementation="sdpa" for continuous batching, or model.generate.'
-        )
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise CallError(
-                f"transformers: the model passes {name}, and lowtri would have to leave it out.\n"
-                'Fix: attn_implementation="eager" for this model.'
-            )
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning(message)
+        code = inspect.getsource(layer.forward)
+    except (OSError, TypeError, AttributeError):
+        return False
+    return ("softmax(" in code or "scaled_dot_product_attention(" in code) and "get_interface(" not in code
