@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.engines import cpu, plans
+from lowtri.engines import cpu, launch, plans
 from lowtri.engines.worth import worth_a_kernel
 from lowtri.kernels import workers
 from lowtri.ops.call import describe
@@ -201,17 +201,27 @@ def test_the_rule_of_auto_looks_at_the_call_alone() -> None:
 
 def test_why_not_is_said_in_words() -> None:
     q, k, v = qkv(n=20)
-    said = {
-        "it does not drop weights": {"dropout": 0.5},
-    }
-    for words, options in said.items():
-        assert lowtri.which_engine(q, k, v, "causal", **options).answers["cpu"] == f"no: {words}"
-    wide = [x.double() for x in (q, k, v)]
-    assert lowtri.which_engine(*wide, "causal").answers["cpu"] == "no: it has no float64"
+    assert lowtri.which_engine(q, k, v, "causal", dropout=0.5).answers["cpu"] == "no: it does not drop weights"
     assert (
         lowtri.which_engine(*(x.to("meta") for x in (q, k, v)), "causal").answers["cpu"]
         == "no: the tensors are on meta"
     )
+
+
+def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
+    read = []
+    real = launch._launch
+    monkeypatch.setattr(
+        launch,
+        "_launch",
+        lambda code, names, fields, *rest: read.append(dict(fields)) or real(code, names, fields, *rest),
+    )
+    q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
+    for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
+        found = lowtri.attention(q, k, v, mask, engine="cpu")
+        torch.testing.assert_close(found, lowtri.attention(q, k, v, mask, engine="reference"), atol=5e-6, rtol=0)
+    assert [fields["nk"] for fields in read] == [100, 500]
+    assert "visible" not in read[0] and "visible" in read[1]
 
 
 def test_numba_may_be_missing(monkeypatch) -> None:

@@ -42,11 +42,12 @@ def in_pairs(q: Any, k: Any, v: Any) -> bool:
     from lowtri.kernels.target import BF16
 
     sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
-    return BF16 and sizes and all(_even(x) for x in (q, k, v))
+    return BF16 and sizes and _even(q) and _even(k) and _even(v)
 
 
 def _even(x: Any) -> bool:
-    return bool(x.stride(3) == 1 and all(step % 2 == 0 for step in x.stride()[:3]))
+    b, h, n, d = x.stride()
+    return bool(d == 1 and (b | h | n) % 2 == 0)
 
 
 def is_decoding(q: Any, k: Any, v: Any) -> bool:
@@ -64,6 +65,9 @@ def is_decoding(q: Any, k: Any, v: Any) -> bool:
 def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
     """Output and log-sum-exp as of :func:`forward`, for few queries; no plan: one question, or a table of few rows."""
     kernel = _kernel("decode")
+    visible = None if _all_seen(call) else call.visible()  # (B|1, Hq|1, Nq, Nk)
+    if visible is not None:
+        visible, k, v, bias = _between(visible, k, v, bias)
     (rows, heads, nq, _), (_, kv_heads, nk, dv) = q.shape, v.shape
     q = np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
     output, lse = _empty(q, (rows, heads, nq, dv)), _lse(q) if want_lse else None
@@ -71,9 +75,7 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
     parts = max(1, min(2 * threads // groups, -(-nk // kernel.KEYS)))
     fields = of_call(call, q, k, v, bias, sinks, "bhn")
     fields |= {"q": address(q), "o": address(output), "tasks": groups * parts, "parts": parts}
-    visible = None
-    if not _all_seen(call):
-        visible = np.ascontiguousarray(call.visible())  # (B|1, Hq|1, Nq, Nk)
+    if visible is not None:
         by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
         fields |= {"visible": address(visible), "visible_b": by_row, "visible_h": by_head}
     scratch = {"joined": 8 * groups, "results": 4 * groups * parts * kernel.part_floats(stacked, dv)}
@@ -84,6 +86,16 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
     code = kernel.decode_half if _is_half(q) else kernel.decode
     _launch(code, kernel.FIELDS, fields, kernel.room(stacked, dv), threads, scratch, zeros="joined")
     return output, lse
+
+
+def _between(visible: Any, k: Any, v: Any, bias: Any) -> tuple[Any, ...]:
+    """Only the keys between the first and the last that anybody sees, and no table where all of these are seen: a window."""
+    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    if len(some) and len(some) < visible.shape[3]:
+        here = slice(int(some[0]), int(some[-1]) + 1)
+        visible, k, v = visible[..., here], k[:, :, here], v[:, :, here]
+        bias = bias[..., here] if bias is not None and bias.shape[3] > 1 else bias
+    return None if visible.all() else np.ascontiguousarray(visible), k, v, bias
 
 
 def _all_seen(call: Call) -> bool:
