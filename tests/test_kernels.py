@@ -209,13 +209,13 @@ def test_why_not_is_said_in_words() -> None:
 
 
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
-    read = []
-    real = launch._launch
-    monkeypatch.setattr(
-        launch,
-        "_launch",
-        lambda code, names, fields, *rest: read.append(dict(fields)) or real(code, names, fields, *rest),
-    )
+    read, real = [], launch._launch
+
+    def launched(code, names, fields, *rest, **named):
+        read.append(dict(fields))
+        real(code, names, fields, *rest, **named)
+
+    monkeypatch.setattr(launch, "_launch", launched)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
         found = lowtri.attention(q, k, v, mask, engine="cpu")
