@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,11 @@ REFUSED = {
         (X.astype(int), X, X),
         {},
         r"q is int64, but attention takes float16, bfloat16, float32, float64\. Fix: q\.astype",
+    ),
+    "a foreign type": (
+        (*[np.zeros((5, 8), ml_dtypes.bfloat16)] * 3,),
+        {},
+        r"q is NumPy's foreign bfloat16\. Fix: a torch tensor, or q\.astype\(np\.float32\)",
     ),
     "complex numbers": ((X.astype(complex), X, X), {}, "q is complex128, but attention takes"),
     "bools": ((T.bool(), T, T), {}, "q is bool, but attention takes"),

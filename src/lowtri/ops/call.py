@@ -215,6 +215,8 @@ def _check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
     rank, numpys = q.ndim, isinstance(q, np.ndarray)
+    if numpys and kind == "bfloat16":  # another library's type, which NumPy multiplies one number at a time
+        raise CallError("attention: q is NumPy's foreign bfloat16. Fix: a torch tensor, or q.astype(np.float32).")
     if rank < 2:
         raise CallError(f"attention: q is {tuple(q.shape)}, but it is (N, D), (H, N, D) or (..., H, N, D).")
     for name, x in (("k", k), ("v", v)):
