@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from lowtri.errors import MaskError
@@ -53,6 +54,10 @@ def mask(text: str | Mask) -> Mask:
         raise MaskError(
             f"mask: a text is expected, but {type(text).__name__} came. Fix: lowtri.table(bools) for a table."
         )
+    return _parsed(text) if "[" in text else _formula(text)
+
+
+def _parsed(text: str) -> Mask:
     if len(text) > LONGEST:
         raise MaskError(f"mask: the text has {len(text)} characters, but at most {LONGEST} are read.")
     held = re.search(r"\w+\([^()<]*<[^>]*>", text)
@@ -67,6 +72,9 @@ def mask(text: str | Mask) -> Mask:
         if isinstance(error, MaskError):
             raise
         raise MaskError(f"mask: {_short(text)} cannot be read. Fix: write e.g. 'causal & window(256)'.") from None
+
+
+_formula = lru_cache(64)(_parsed)  # a text without lists holds no arrays: small enough to keep
 
 
 def read(node: ast.expr) -> Mask:
