@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.asking import check_arguments, chosen_probes, hold_to_what_was_asked, nothing_ran
 from lowtri.auditing.context import Context
 from lowtri.auditing.deciding import run_probes
 from lowtri.auditing.declared import allowed_pairs, has_token
@@ -92,11 +93,24 @@ def audit(
         AuditReport: `ok`, `leaks` (query, key, size, module), `draw()`, `to_json()`, `save(path)`, `exit_code`.
 
     Raises:
-        CallError: if the example or the answer has no clear axis of positions; the message says which argument tells.
+        CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
+            says which argument tells. What `step`, `alone`, `pad_mask` or `compile` ask for and cannot be run leaves the
+            audit undecided, with the reason.
     """
     started = time.monotonic()
+    check_arguments(
+        model,
+        output=output,
+        step=step,
+        alone=alone,
+        pad_mask=pad_mask,
+        redraw=redraw,
+        draws=draws,
+        exact=exact,
+        seed=seed,
+    )
+    chosen = chosen_probes(probes, list(PROBES))
     inputs, form = read_example(example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis)
-    chosen = _chosen(probes)
     audited = _redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
     subject = Subject(audited, form, output, output_axis, train, seed)
     allowed = allowed_pairs(mask, inputs.n, inputs.batch, layers)
@@ -111,6 +125,8 @@ def audit(
         notes: list[str] = []
         if noise.broken is None:
             findings, notes = run_probes(context, chosen)
+            findings, unused = hold_to_what_was_asked(findings, options)
+            notes += unused
     leaks: dict[tuple[int, int], Leak] = {}
     for leak in (leak for finding in findings for leak in finding.leaks):
         leaks.setdefault((leak.query, leak.key), leak)  # one for each pair, from the first probe that found it
@@ -125,7 +141,7 @@ def audit(
         leaks=tuple(sorted(leaks.values(), key=_order)),
         allowed=np.asarray(allowed.any(axis=0)),
         seen=context.seen,
-        reason=noise.broken or (undecided[0] if undecided else None),
+        reason=noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
         seconds=time.monotonic() - started,
         notes=tuple(notes + _notes(context, layers)),
     )
@@ -146,13 +162,6 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
 def _order(leak: Leak) -> tuple[bool, int, int]:
     """Pairs of positions come before lengths, pads, neighbours and caches."""
     return leak.probe not in PAIRED, leak.query, leak.key
-
-
-def _chosen(probes: Sequence[str] | None) -> list[str]:
-    unknown = [name for name in probes or () if name not in PROBES]
-    if unknown:
-        raise CallError(f"audit: no probe is called {unknown[0]!r}; there are {', '.join(PROBES)}.")
-    return [name for name in PROBES if probes is None or name in probes]
 
 
 def _redrawn(model: Any, std: float, seed: int) -> Any:

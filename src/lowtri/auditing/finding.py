@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAIRED", "Finding", "Leak", "Status", "leaks_from"]
+__all__ = ["PAIRED", "Finding", "Leak", "Status", "first_line", "leaks_from"]
 
 # Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
 PAIRED = frozenset({"change", "gradient"})
@@ -69,6 +69,12 @@ class Finding:
             "measured": self.measured,
             "leaks": len(self.leaks),
         }
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line: its kind, since `0` or `x` alone says little, and what it says."""
+    said = (str(error).strip().splitlines() or [""])[0][:120]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def leaks_from(sizes: npt.NDArray[np.float64], queries: list[int], probe: str) -> tuple[Leak, ...]:

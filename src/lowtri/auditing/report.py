@@ -92,6 +92,8 @@ class AuditReport:
             raise LeakError(f"{self.model} sees what {self.mask} hides: {self.message}\n{self.draw()}")
         if self.reason is not None:
             fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
+            if " asked for " in self.reason:
+                fix = "correct what was asked for, or drop it"
             raise UndecidedError(f"audit: {self.model}: {self.message}\nFix: {fix}.")
 
     def draw(self, most: int = 48) -> str:

@@ -45,14 +45,22 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
     import sys
 
     subject, rows, state = context.subject, [], None
+    width = context.base.shape[-1]
     torch = sys.modules.get("torch")
     with torch.no_grad() if torch is not None else contextlib.nullcontext():
         for t in range(inputs.n):
             given = subject.form.give(inputs.sequences[0][:, t : t + 1])
             axis = subject.form.position_axes[0]
             token = given.select(axis, 0) if hasattr(given, "select") else np.take(given, 0, axis=axis)
-            answer, state = step(state, token)
+            came = step(state, token)
+            if not isinstance(came, (tuple, list)) or len(came) != 2:
+                raise TypeError(f"step returned a {type(came).__name__}, expected (output, state)")
+            answer, state = came
             answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
+            if answer.size != inputs.batch * width:
+                raise ValueError(
+                    f"step answers {answer.shape}, expected {inputs.batch} x {width} numbers at each position"
+                )
             rows.append(answer.reshape(inputs.batch, 1, -1))
     return np.concatenate(rows, axis=1).astype(context.base.dtype)
 

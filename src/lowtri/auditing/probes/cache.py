@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 from lowtri.auditing.probes.padding import pad, pad_keyword, pads_declared
@@ -40,7 +40,7 @@ def cache(context: Context) -> Finding:
             try:
                 rows = decode(inputs, sizes)
             except Exception as error:
-                refused[way] = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+                refused[way] = first_line(error)
                 break
             whole = context.base if salt is None else context.subject(inputs)
             kind, size, leak = _compare(context, decode, inputs, sizes, whole, rows, way)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 from lowtri.auditing.subject import Subject
@@ -53,13 +53,14 @@ def doors(context: Context) -> Finding:
     """Through each door the mask must hold; another answer behind an unbroken mask is a warning."""
     leaks: list[Leak] = []
     differ: dict[str, float] = {}
-    opened, shut = [], []
+    opened: list[str] = []
+    shut: dict[str, str] = {}
     for door in _doors(context):
         try:
             with door.open():
                 difference, leak = _through(context, door)
-        except Exception:
-            shut.append(door.name)
+        except Exception as error:
+            shut[door.name] = first_line(error)
             continue
         opened.append(door.name)
         if leak is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, first_line
 from lowtri.auditing.noise import magnitude, movement
 
 __all__ = ["packing"]
@@ -32,16 +32,20 @@ def packing(context: Context) -> Finding:
         subject = replace(subject, model=alone, form=replace(subject.form, constants={}))
     leaks: list[Leak] = []
     status, greatest, compared = "clean", 0.0, 0
+    refused: dict[str, str] = {}
     for start, stop in pieces:
         inputs = context.inputs.span(start, stop)
         if alone is not None:
             inputs = replace(inputs, settings={}, beside={})
+        packed = context.base[:, start:stop]
         try:
             rows = subject(inputs)
-        except Exception:
+            if rows.shape != packed.shape:
+                raise ValueError(f"alone it answers {rows.shape}, packed {packed.shape}")
+        except Exception as error:
+            refused[f"{start} to {stop - 1}"] = first_line(error)
             continue
         compared += 1
-        packed = context.base[:, start:stop]
         sizes = np.nan_to_num(movement(packed, rows), nan=np.inf)
         size = float(sizes.max())
         greatest = max(greatest, size)
@@ -58,9 +62,15 @@ def packing(context: Context) -> Finding:
             f"by {sizes[row, query - start]:.2g}"
         )
         leaks.append(Leak(query, key, float(sizes[row, query - start]), "packing", row, note=note))
-    measured = {"documents": [list(piece) for piece in pieces], "compared": compared, "greatest": greatest}
+    measured = {
+        "documents": [list(piece) for piece in pieces],
+        "compared": compared,
+        "refused": refused,
+        "greatest": greatest,
+    }
     if not compared:
-        return Finding("packing", "skipped", "no document could be run alone", (), measured)
+        why = next(iter(refused.values()))
+        return Finding("packing", "skipped", f"no document could be run alone: {why}", (), measured)
     if leaks:
         message = f"{len(leaks)} of {compared} documents answer differently packed, by up to {greatest:.2g}"
         return Finding("packing", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)

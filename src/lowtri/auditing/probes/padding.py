@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.context import Context, draw
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 
@@ -40,14 +40,15 @@ def padding(context: Context) -> Finding:
     declared = pads_declared(context, name)
     leaks: list[Leak] = []
     status, greatest, tried = "clean", 0.0, []
-    warned = ""
+    warned, why = "", "its answer has another shape"
     for left, right in _AMOUNTS:
         answers = []
         try:
             for salt in (300, 301):
                 rows = context.subject(pad(context, name, left, right, salt))
                 answers.append(rows[:, left : left + context.n])
-        except Exception:
+        except Exception as error:
+            why = first_line(error)
             continue
         if answers[0].shape != context.base.shape:
             continue
@@ -79,7 +80,9 @@ def padding(context: Context) -> Finding:
         leaks.append(Leak(first, key, float(sizes[row, first]), "padding", int(row), note=note))
     measured = {"keyword": name, "tried": tried, "greatest": greatest}
     if not tried:
-        return Finding("padding", "skipped", f"the model does not run with {name} for a padded input", (), measured)
+        return Finding(
+            "padding", "skipped", f"the model does not run with {name} for a padded input: {why}", (), measured
+        )
     if leaks:
         message = f"{len(leaks)} of {len(tried)} ways to pad change real positions, by up to {greatest:.2g}"
         return Finding("padding", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)

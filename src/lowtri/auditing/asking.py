@@ -1,0 +1,109 @@
+"""What the caller asks for: read before anything runs, and held against what did run in the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowtri.auditing.finding import Finding
+from lowtri.errors import CallError
+
+__all__ = ["check_arguments", "chosen_probes", "hold_to_what_was_asked", "nothing_ran"]
+
+# The argument that asks for more than a probe does by itself, and the probe that must then run.
+_ASKS = {"step": "cache", "alone": "packing", "pad_mask": "padding", "compile": "doors"}
+
+
+def check_arguments(model: Any, **given: Any) -> None:
+    """Refuse what cannot be done, by the argument's own name."""
+    for name in ("output", "step", "alone"):
+        value = given.get(name)
+        if value is not None and not callable(value):
+            raise CallError(f"audit: {name}= is a {type(value).__name__}, expected something to call, or None.")
+    for name, least in (("draws", 1), ("exact", 0), ("seed", 0)):
+        if name in given and not _is_whole(given[name], least):
+            raise CallError(f"audit: {name}={given[name]!r}, expected a whole number of at least {least}.")
+    redraw = given.get("redraw", False)
+    if not isinstance(redraw, (bool, int, float)) or not 0 <= redraw < math.inf:
+        raise CallError(f"audit: redraw={redraw!r}, expected True, False or a standard deviation above 0.")
+    _check_pad_mask(model, given.get("pad_mask"))
+
+
+def chosen_probes(probes: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The probes to run, in the order in which they run."""
+    if isinstance(probes, str):
+        raise CallError(f"audit: probes={probes!r} is one text, expected a list of names.\nFix: probes=[{probes!r}].")
+    if probes is not None and not len(probes):
+        raise CallError("audit: probes=[] would look at nothing.\nFix: name a probe, or drop probes= to run them all.")
+    unknown = [name for name in probes or () if name not in known]
+    if unknown:
+        raise CallError(f"audit: no probe is called {unknown[0]!r}; there are {', '.join(known)}.")
+    return [name for name in known if probes is None or name in probes]
+
+
+def hold_to_what_was_asked(findings: Sequence[Finding], options: Mapping[str, Any]) -> tuple[list[Finding], list[str]]:
+    """A probe that an argument asked for and that did not run is undecided, never passed over."""
+    held, notes = list(findings), []
+    places = {finding.probe: number for number, finding in enumerate(held)}
+    for argument, probe in _ASKS.items():
+        if options.get(argument) is None or options[argument] is False:
+            continue
+        if probe not in places:
+            notes.append(f"{argument}= was not used: probes= leaves {probe} out")
+            continue
+        finding = held[places[probe]]
+        why = _why_not(argument, finding)
+        if why is not None:
+            message = f"{argument}= was asked for and did not run: {why}"
+            held[places[probe]] = dataclasses.replace(finding, status="undecided", message=message)
+    return held, notes
+
+
+def nothing_ran(findings: Sequence[Finding]) -> str | None:
+    """Why there is no verdict at all, where every probe was skipped."""
+    if any(finding.status != "skipped" for finding in findings):
+        return None
+    return (
+        "; ".join(f"{finding.probe} was asked for and did not run: {finding.message}" for finding in findings) or None
+    )
+
+
+def _why_not(argument: str, finding: Finding) -> str | None:
+    """Why what was asked for did not run; None when it did, or when there is a leak to tell of anyway."""
+    if finding.status == "leak":
+        return None
+    if argument == "compile":
+        shut = finding.measured.get("not_offered", {})
+        return str(shut["torch.compile"]) if "torch.compile" in shut else None
+    if finding.status == "skipped":
+        return finding.message
+    refused = finding.measured.get("refused")
+    return str(next(iter(refused.values()))) if refused and argument in ("step", "alone") else None
+
+
+def _check_pad_mask(model: Any, name: Any) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise CallError(f"audit: pad_mask={name!r}, expected the name of a keyword of the model's.")
+    call = getattr(model, "forward", model)
+    try:
+        takes = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return
+    if name not in takes and not any(taken.kind is taken.VAR_KEYWORD for taken in takes.values()):
+        raise CallError(
+            f"audit: pad_mask={name!r}, but the model takes ({', '.join(takes)}).\n"
+            "Fix: name the one that marks real positions."
+        )
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False

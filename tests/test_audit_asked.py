@@ -1,0 +1,136 @@
+"""What is asked for either runs or is said not to have run; it never ends in `no leak found`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtri
+from lowtri.errors import CallError, UndecidedError
+
+
+class Summing(nn.Module):
+    """A right model: every output is a map of the sum of what came so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 30)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids).cumsum(1))
+
+    def step(self, state: Any, x: torch.Tensor) -> Any:
+        state = self.embed(x) + (0 if state is None else state)
+        return self.head(state), state
+
+
+IDS = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_step_that_runs_is_run() -> None:
+    model = Summing()
+    report = lowtri.audit(model, IDS, step=model.step)
+    assert report.ok and report.finding("cache").status == "clean"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda state, x: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda state, x: torch.zeros(len(x), 30), r"TypeError: step returned a Tensor, expected \(output, state\)"),
+        (lambda state: (state, state), "TypeError: .* takes 1 positional argument but 2 were given"),
+        (lambda state, x: (torch.zeros(len(x), 3), state), r"step answers \(2, 3\), expected 2 x 30 numbers"),
+    ],
+)
+def test_a_step_that_does_not_run_is_no_verdict(step: Any, words: str) -> None:
+    report = lowtri.audit(Summing(), IDS, step=step)
+    assert not report.ok and report.exit_code == 3
+    with pytest.raises(UndecidedError, match=f"cache: step= was asked for and did not run: .*{words}") as caught:
+        report.raise_for_leak()
+    assert str(caught.value).endswith("Fix: correct what was asked for, or drop it.")
+
+
+def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
+    model = Summing()
+
+    def only_the_example(state: Any, x: torch.Tensor) -> Any:
+        t, held = (0, None) if state is None else state
+        if not torch.equal(x, IDS[:, t]):
+            raise LookupError("other ids")
+        y, held = model.step(held, x)
+        return y, (t + 1, held)
+
+    report = lowtri.audit(model, IDS, step=only_the_example)
+    assert report.message == "could not decide: cache: step= was asked for and did not run: LookupError: other ids."
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ("causal", "the mask has one document"),
+        ("causal & documents(lengths=[4, 4])", "no document could be run alone: TypeError: .* takes 0 positional"),
+    ],
+)
+def test_an_alone_that_does_not_run_is_no_verdict(mask: str, words: str) -> None:
+    table = torch.from_numpy(np.array(lowtri.mask(mask).dense(8))).float()
+    embed = nn.Embedding(30, 8)
+    report = lowtri.audit(lambda t: table[: t.shape[1], : t.shape[1]] @ embed(t), IDS, mask=mask, alone=lambda: 3)
+    assert report.verdict == "could not decide"
+    with pytest.raises(UndecidedError, match=f"packing: alone= was asked for and did not run: {words}"):
+        report.raise_for_leak()
+
+
+def test_a_pad_mask_that_the_model_does_not_take() -> None:
+    with pytest.raises(CallError, match=r"pad_mask='atention_mask', but the model takes \(ids\)"):
+        lowtri.audit(Summing(), IDS, pad_mask="atention_mask")
+
+    def refusing(ids: torch.Tensor, **named: Any) -> torch.Tensor:
+        if named:
+            raise TypeError(f"unknown {sorted(named)}")
+        return ids[..., None].double().cumsum(1)
+
+    report = lowtri.audit(refusing, IDS, pad_mask="mask")
+    assert report.message.startswith("could not decide: padding: pad_mask= was asked for and did not run: ")
+    assert "unknown ['mask']" in report.message
+
+
+def test_a_probe_asked_for_that_is_skipped_is_no_verdict() -> None:
+    report = lowtri.audit(Summing(), IDS, probes=["padding"])
+    assert report.finding("padding").status == "skipped"
+    assert report.message.startswith(
+        "could not decide: padding was asked for and did not run: the model takes no padding"
+    )
+
+
+def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
+    model = Summing()
+    report = lowtri.audit(model, IDS, probes=["change"], step=model.step)
+    assert report.ok and "step= was not used: probes= leaves cache out" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"probes": []}, r"probes=\[\] would look at nothing"),
+        ({"probes": "change"}, r"probes='change' is one text, expected a list of names.\nFix: probes=\['change'\]"),
+        ({"draws": 0}, "draws=0, expected a whole number of at least 1"),
+        ({"draws": 1.5}, "draws=1.5, expected a whole number"),
+        ({"exact": -1}, "exact=-1, expected a whole number of at least 0"),
+        ({"seed": -1}, "seed=-1, expected a whole number of at least 0"),
+        ({"redraw": -1.0}, "redraw=-1.0, expected True, False or a standard deviation above 0"),
+        ({"redraw": float("nan")}, "redraw=nan, expected True, False"),
+        ({"redraw": "much"}, "redraw='much', expected True, False"),
+        ({"step": 3}, "step= is a int, expected something to call"),
+        ({"alone": "model"}, "alone= is a str, expected something to call"),
+        ({"output": 0}, "output= is a int, expected something to call"),
+        ({"pad_mask": ""}, "pad_mask='', expected the name of a keyword"),
+    ],
+)
+def test_arguments_that_ask_for_nothing(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        lowtri.audit(Summing(), IDS, **arguments)
