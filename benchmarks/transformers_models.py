@@ -5,9 +5,10 @@
 
 Each type is made with a tiny random config in a process of its own with a time limit, and run with eager, sdpa and lowtri (and
 with lowtri's kernels and its formula alone): the forward, with padding on either side, the gradients of all weights, and
-generating, greedy, by beams and with a left-padded batch. *Equal* means: nearer to eager or to sdpa than four times what the
-outputs move when each weight is rounded to the next number up or down, and 8 ulps of the greatest
-(of all gradients, for gradients). A type counts as reached only if lowtri's attention was called.
+generating: greedy, by beams, with a left-padded batch and with a static cache. *Equal* means: nearer to eager or to sdpa than
+four times what the outputs move when each weight is rounded to the next number up or down, and 8 ulps of the greatest number (of
+all of them, for gradients, and there what sdpa is from eager counts as rounding, too, below 1e-4 of that number). A type counts as reached only if lowtri's attention was called. What eager itself does not run is left
+out.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ MORE: dict[str, dict[str, Any]] = {
         "decoder_config": {"num_channels": 3, "hidden_size": 32, "num_hidden_layers": 2},
     },
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "kimi_linear": {"num_hidden_layers": 4},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},  # the outer ones are convolutions
     "lw_detr": {"num_windows": 4},
     "nemo_speechlm_audio": {"chunk_right_context": 2},
     **{
@@ -237,6 +240,23 @@ def inputs_of(model: Any) -> Iterator[dict[str, Any]]:
     sounds = [torch.randn(2, mel, 2 * frames), torch.randn(2, 2 * frames, mel), torch.randn(2, frames, mel)]
     sounds += [torch.randn(2, mel, frames), torch.randn(2, 4000), torch.randn(2, 1, 4000)]
     main = model.main_input_name
+    if main == "flattened_patches":
+        yield {main: torch.randn(2, 16, 770).abs(), **later}
+    if "image_attention_mask" in names:
+        yield {
+            "input_ids": ids,
+            "pixel_values": pixels[:, None],
+            "image_attention_mask": torch.ones(2, PLACES, 1, dtype=torch.long),
+        }
+    if "image_embeds_position_mask" in names:
+        places = torch.zeros_like(ids)
+        places[:, 1 : 1 + first_of(config, "latent_query_num", default=64)] = 1
+        yield {"input_ids": ids, "pixel_values": pixels, "image_embeds_position_mask": places}
+    if "query_embeds" in names and "encoder_hidden_states" in names:
+        beside = torch.randn(2, 9, first_of(config, "encoder_hidden_size", default=32))
+        yield {"query_embeds": torch.randn(2, 4, first_of(config, "hidden_size")), "encoder_hidden_states": beside}
+    if main == "input_features":
+        sounds += [torch.randn(2, 50, 112)]
     if main == "input_ids" or "input_ids" in names:
         yield {"input_ids": ids, **later}
         yield {"input_ids": ids, "pixel_values": pixels}
@@ -395,7 +415,9 @@ class Asked:
             for name, x in found.items():
                 # What cancels in a gradient is rounding of numbers as large as the others: hence the greatest of all.
                 scale = top or (float(eager[name].abs().max()) if x.numel() else 0.0)
-                allowed = 4 * noise[name] + 8 * torch.finfo(torch.float32).eps * scale
+                by_sdpa = distance(sdpa.get(name, eager[name]), eager[name])
+                by_sdpa = by_sdpa if top and by_sdpa < 1e-4 * top else 0.0
+                allowed = 4 * max(noise[name], by_sdpa) + 8 * torch.finfo(torch.float32).eps * scale
                 off = min(distance(x, eager[name]), distance(x, sdpa.get(name, eager[name])))
                 if not off <= allowed:
                     self.checks[what] = f"{engine}: {name} differs by {off:.2g}, {allowed:.2g} allowed"
@@ -580,6 +602,12 @@ def limited(kind: str, classes: list[str], limit: float) -> dict[str, Any]:
     return result
 
 
+# Why lowtri's attention was never called; read in the source of transformers 5.23.0.
+_BY_NAME = (
+    "it takes its attention class from a table of its own when it is made; made with another name it raises KeyError"
+)
+UNDERSTOOD = dict.fromkeys(("data2vec-vision", "falcon", "sam_vision_model", "sam_hq_vision_model"), _BY_NAME)
+
 ORDER = ("differs", "refused", "not reached", "not made", "equal")
 
 
@@ -593,13 +621,20 @@ def as_table(results: list[dict[str, Any]], version: str) -> str:
         "",
         *(line.strip() for line in (__doc__ or "").split("\n\n")[2].splitlines()),
         "",
+        "Made by `python benchmarks/transformers_models.py --out ...` "
+        + time.strftime("on %d %B %Y")
+        + ": float32 on CPU. "
+        "*Not made* is a config that",
+        "our tiny sizes do not fit, inputs that the script does not know, or a missing package: it says nothing of the model.",
+        "",
         "| type | class | verdict | what |",
         "|---|---|---|---|",
     ]
     for r in sorted(results, key=lambda r: (ORDER.index(r["verdict"]), r["type"])):
         checks = r.get("checks", {})
         done = ", ".join(name for name, answer in checks.items() if answer == "equal")
-        what = (r["why"] if r["verdict"] != "equal" else done).replace("|", "/").replace("\n", " ")
+        why = UNDERSTOOD.get(r["type"], r["why"]) if r["verdict"] == "not reached" else r["why"]
+        what = (why if r["verdict"] != "equal" else done).replace("|", "/").replace("\n", " ")
         lines.append(f"| {r['type']} | {r.get('class', '')} | {r['verdict']} | {what} |")
     return "\n".join(lines) + "\n"
 
