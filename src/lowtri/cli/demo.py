@@ -31,8 +31,8 @@ def command(
     """lowtri demo --out out/demo
     lowtri demo --act steps --act who
 
-    Acts: steps, who, roads, why, writing, peeking, switched, glassllm, speed. Each says what it promises and measures whether it is so; the
-    last line counts, and the exit code is 1 if one was broken. Two small models are trained for why, writing and peeking: two
+    Acts: steps, who, roads, why, writing, peeking, switched, glassllm, speed. Each says what it promises and measures whether it is so;
+    the last line counts, and the exit code is 1 if one was broken. Two small models are trained for why, writing and peeking: two
     minutes or so on two cores.
     """
     from lowtri.cli.acts import ACTS
