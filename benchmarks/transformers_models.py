@@ -7,8 +7,8 @@ Each type is made with a tiny random config in a process of its own with a time 
 with lowtri's kernels and its formula alone): the forward, with padding on either side, the gradients of all weights, and
 generating: greedy, by beams, with a left-padded batch and with a static cache. *Equal* means: nearer to eager or to sdpa than
 four times what the outputs move when each weight is rounded to the next number up or down, and 8 ulps of the greatest number (of
-all of them, for gradients, and there what sdpa is from eager counts as rounding, too, below 1e-4 of that number). A type counts as reached only if lowtri's attention was called. What eager itself does not run is left
-out.
+all of them, for gradients; there what sdpa is from eager at most counts as rounding, too, below 1e-4 of that number). A type counts
+as reached only if lowtri's attention was called. What eager itself does not run is left out.
 """
 
 from __future__ import annotations
@@ -403,6 +403,8 @@ class Asked:
             sdpa = eager
         noise = self.noise(more, keep, gradient, eager)
         top = max((float(x.abs().max()) for x in eager.values() if x.numel()), default=0.0) if gradient else None
+        by_sdpa = max((distance(sdpa[n], x) for n, x in eager.items() if n in sdpa), default=0.0) if top else 0.0
+        by_sdpa = by_sdpa if top and by_sdpa < 1e-4 * top else 0.0
         for engine in engines:
             try:
                 found = self.forward(engine, more, keep, gradient)
@@ -415,8 +417,6 @@ class Asked:
             for name, x in found.items():
                 # What cancels in a gradient is rounding of numbers as large as the others: hence the greatest of all.
                 scale = top or (float(eager[name].abs().max()) if x.numel() else 0.0)
-                by_sdpa = distance(sdpa.get(name, eager[name]), eager[name])
-                by_sdpa = by_sdpa if top and by_sdpa < 1e-4 * top else 0.0
                 allowed = 4 * max(noise[name], by_sdpa) + 8 * torch.finfo(torch.float32).eps * scale
                 off = min(distance(x, eager[name]), distance(x, sdpa.get(name, eager[name])))
                 if not off <= allowed:
