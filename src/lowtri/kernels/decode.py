@@ -173,7 +173,7 @@ def add_seen(t, b, kv, key0, keys, from_v, weights, output, half):
                     write(to, read(to) + weight * number(from_v + size * (j * t[V_N] + d), half))
 
 
-@inner
+@inlined
 def attend_part(t, here, b, kv, part, careful, half):
     """One part of the cache for all queries of a group: shifts, sums and outputs go to the part's place in ``results``."""
     rows, nk, dv, size = t[GROUP] * t[NQ], t[NK], t[DV], 4 if half is None else 2
