@@ -128,6 +128,25 @@ def test_faults_at_the_masks_edge_are_looked_at_in_long_inputs() -> None:
     assert report.first is not None and report.first.query - report.first.key == 100
 
 
+@pytest.mark.parametrize("back", [0, 1])
+def test_a_leak_of_equality_shows_in_a_large_vocabulary(back: int) -> None:
+    """Is the next token equal to mine, or to the one before mine? No random draw of 50,000 ids says yes."""
+    table = np.random.default_rng(0).standard_normal((50_000, 3))
+
+    def model(t: np.ndarray) -> np.ndarray:
+        out = np.cumsum(table[t], axis=1)
+        out[:, back:-1, 0] += t[:, back + 1 :] == t[:, : t.shape[1] - 1 - back]
+        return out
+
+    example = np.random.default_rng(0).integers(0, 50_000, (2, 16))
+    report = lowtri.audit(model, example, vocab_size=50_000)
+    assert {(leak.query, leak.key) for leak in report.leaks if leak.probe == "change"} == {
+        (q, q + 1) for q in range(back, 15)
+    }
+    right = lowtri.audit(lambda t: np.cumsum(table[t], axis=1), example, vocab_size=50_000)
+    assert right.ok and right.finding("change").message.endswith("4 draws and one extreme, one of its own ids)")
+
+
 # gradient
 
 

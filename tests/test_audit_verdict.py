@@ -235,3 +235,68 @@ def test_answers_without_positions_are_refused() -> None:
         lowtri.audit(lambda x: x.sum(0), np.ones((5, 3)))
     with pytest.raises(CallError, match="the 2 rows of the batch were not found"):
         lowtri.audit(lambda x: x.sum(0), np.ones((2, 5, 3)))
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+def test_a_hidden_change_that_makes_an_output_infinite_or_nan_is_a_leak(value: float) -> None:
+    """The last token decides whether one number of the first output is finite; nothing else leaks."""
+    table = np.random.default_rng(0).standard_normal((20, 4))
+
+    def model(ids: np.ndarray) -> np.ndarray:
+        out = np.cumsum(table[ids], axis=1)
+        out[ids[:, -1] % 2 == 0, 0, 3] = value
+        return out
+
+    odd = np.random.default_rng(1).integers(0, 19, (2, 8))
+    odd[:, -1] = 7
+    report = lowtri.audit(model, odd, vocab_size=20)
+    assert report.message.startswith(
+        "position 0 sees position 7: changing input 7 turns output 0 from finite to infinite or NaN, or back (noise 0)."
+    )
+    assert {(leak.query, leak.key) for leak in report.leaks if leak.probe == "change"} == {(0, 7)}
+    assert "Infinity" not in report.to_json()
+    if not np.isnan(value):  # an infinite number of the example itself is a number: it turns finite
+        assert lowtri.audit(model, odd + 1, vocab_size=20).first is not None
+
+
+def test_infinite_outputs_are_bisected_and_told_of_by_length_and_neighbour() -> None:
+    table = np.random.default_rng(0).standard_normal((20, 4))
+
+    def late(ids: np.ndarray) -> np.ndarray:
+        out = np.cumsum(table[ids], axis=1)
+        out[ids[:, 183] % 2 == 0, :150, 3] = -np.inf
+        return out
+
+    ids = np.random.default_rng(1).integers(0, 20, (2, 200))
+    report = lowtri.audit(late, ids, vocab_size=20, probes=["change"])
+    assert report.first is not None and report.first.key == 183
+
+    def by_length(ids: np.ndarray) -> np.ndarray:
+        out = np.cumsum(table[ids], axis=1)
+        out[:, 0, 3] = -np.inf if ids.shape[1] < 8 else 0.0
+        return out
+
+    report = lowtri.audit(by_length, ids[:, :8], vocab_size=20, probes=["prefix"])
+    assert "position 0 sees the length: output 0 turns from finite to infinite or NaN, or back, when" in report.message
+
+    def by_neighbour(ids: np.ndarray) -> np.ndarray:
+        out = np.cumsum(table[ids], axis=1)
+        out[:, 3, 2] = -np.inf if (ids[:, 0] % 2 == 0).any() else 0.0
+        return out
+
+    odd = np.full((2, 8), 7)
+    report = lowtri.audit(by_neighbour, odd, vocab_size=20, probes=["batch"])
+    assert report.first is not None and report.first.probe == "batch" and report.first.size == np.inf
+
+
+def test_extreme_vectors_that_overflow_accuse_nobody() -> None:
+    """What half precision loses by overflow at a hundred times the usual size is the poison probe's to tell."""
+    weights = np.tril(np.ones((6, 6)))
+
+    def model(x: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            squared = np.where(np.abs(x) > 30, np.inf, x)
+            return np.stack([(weights[i][:, None] * squared).sum(0) for i in range(len(x))])
+
+    report = lowtri.audit(model, np.random.default_rng(0).standard_normal((6, 3)), probes=["change"])
+    assert report.ok and report.finding("change").measured["poisoned"] > 0

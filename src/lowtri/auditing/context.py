@@ -82,6 +82,16 @@ class Context:
         """Other values for every position: `random` ones, or `extreme` ones."""
         return draw(self.inputs, self.vocab, np.random.default_rng([self.seed, salt]), kind)
 
+    def echoed(self, query: int) -> Inputs:
+        """Every position holding a token that the query has before it: row b takes the one b places back.
+
+        Random draws from a large vocabulary never repeat a token, so a leak of equality would not show.
+        """
+        column = (query - np.arange(self.inputs.batch)) % self.n
+        rows = np.arange(self.inputs.batch)
+        copies = tuple(np.repeat(values[rows, column][:, None], self.n, axis=1) for values in self.inputs.sequences)
+        return replace(self.inputs, sequences=copies)
+
     def places(self, most: int) -> list[int]:
         """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""
         n = self.n

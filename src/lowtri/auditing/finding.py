@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAIRED", "Finding", "Leak", "Status", "first_line", "leaks_from"]
+__all__ = ["PAIRED", "Finding", "Leak", "Status", "first_line", "leaks_from", "moves"]
 
 # Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
 PAIRED = frozenset({"change", "gradient"})
@@ -35,10 +36,10 @@ class Leak:
         elif self.probe == "gradient":
             text = f"position {self.query} sees position {self.key}: d output {self.query} / d input {self.key} is {self.size:.2g}"
         else:
-            text = (
-                f"position {self.query} sees position {self.key}: changing input {self.key} moves output {self.query} "
-                f"by {self.size:.2g}"
-            )
+            how = f"moves output {self.query} by {self.size:.2g}"
+            if math.isinf(self.size):
+                how = f"turns output {self.query} from finite to infinite or NaN, or back"
+            text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
         text += f" (noise {noise:.1g})." if noise else " (noise 0)."
         return text + (f" First seen in {self.module}." if self.module else "")
 
@@ -69,6 +70,11 @@ class Finding:
             "measured": self.measured,
             "leaks": len(self.leaks),
         }
+
+
+def moves(size: float) -> str:
+    """What an output does, in words: an infinite size stands for a number that turned infinite or NaN, or back."""
+    return "turns from finite to infinite or NaN, or back," if math.isinf(size) else f"moves by {size:.2g}"
 
 
 def first_line(error: Exception) -> str:

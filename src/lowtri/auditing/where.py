@@ -26,7 +26,9 @@ def locate(subject: Subject, before: Inputs, after: Inputs, row: int, query: int
         return None
     first = _watch(subject, module, before, row, query)
     second = _watch(subject, module, after, row, query)
-    greatest = max((float(t.abs().max()) for _, _, outs in first for t in outs if t.numel()), default=1.0)
+    greatest = max(
+        (float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for _, _, outs in first for t in outs if t.numel()), default=1.0
+    )
     still_in: dict[str, bool] = {}
     culprits = []
     for (name, ins, outs), (other, ins2, outs2) in zip(first, second, strict=False):
@@ -99,7 +101,8 @@ def _moved(before: list[torch.Tensor], after: list[torch.Tensor], greatest: floa
     for one, other in zip(before, after, strict=False):
         if one.shape != other.shape:
             continue
-        distance = torch.nan_to_num((one.double() - other.double()).abs())
+        still = (one == other) | (one.isnan() & other.isnan())
+        distance = torch.nan_to_num((one.double() - other.double()).abs(), nan=torch.inf).masked_fill(still, 0.0)
         if distance.numel() and float(distance.max()) > 64 * torch.finfo(one.dtype).eps * greatest:
             return True
     return False

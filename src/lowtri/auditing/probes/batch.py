@@ -34,7 +34,9 @@ def batch(context: Context) -> Finding:
     for salt, kind in ((200, "random"), (201, "random"), (202, "extreme")):
         fresh = _fresh(context, inputs, salt, kind)
         after = context.subject(inputs.change(everywhere, fresh))
-        sizes = np.where(watched, np.nan_to_num(movement(before[:1], after[:1])), 0.0)[0]
+        # Extreme vectors of a neighbour may overflow; whatever else turns a number infinite or NaN was seen.
+        turned = np.inf if kind == "random" or inputs.discrete else 0.0
+        sizes = np.where(watched, np.nan_to_num(movement(before[:1], after[:1]), nan=turned), 0.0)[0]
         size, scale = float(sizes.max()), magnitude(before, after)
         weight = context.noise.weigh(size, scale)
         greatest = max(greatest, size)
@@ -45,7 +47,7 @@ def batch(context: Context) -> Finding:
     if not context.noise.random:
         try:
             single = context.subject(inputs.rows([0]))
-            sizes = np.where(watched, np.nan_to_num(movement(before[:1], single)), 0.0)[0]
+            sizes = np.where(watched, np.nan_to_num(movement(before[:1], single), nan=np.inf), 0.0)[0]
             alone = float(sizes.max())
         except Exception:
             alone = None
@@ -87,7 +89,7 @@ def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: 
     for key in context.places(32):
         where = (np.arange(inputs.batch)[:, None] > 0) & (np.arange(context.n) == key)
         after = context.subject(inputs.change(where, fresh))
-        moved = float(np.nan_to_num(movement(before[:1], after[:1]))[0, query])
+        moved = float(np.nan_to_num(movement(before[:1], after[:1]), nan=np.inf)[0, query])
         if context.noise.weigh(moved, magnitude(before, after)) != "clean":
             chosen, size = key, moved
             break

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, moves
 from lowtri.auditing.noise import movement
 
 __all__ = ["change"]
@@ -20,6 +20,7 @@ _BISECTED = 16  # queries that are followed down to one key
 def change(context: Context) -> Finding:
     """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
 
+    Token ids are also changed to what the row itself holds: a leak of equality shows in no random draw from many ids.
     Short inputs are looked at pair by pair. Of long ones a choice of places is taken, and a query that moves is
     bisected down to one key.
     """
@@ -28,16 +29,19 @@ def change(context: Context) -> Finding:
     queries = range(context.n) if exact else context.places(_LONG)
     draws = context.draws * 4 if context.discrete_output else context.draws
     sweep = _Sweep(context)
-    total = draws * len(keys) + 2 * len(queries)
+    kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if context.inputs.discrete else [])]
+    total = draws * len(keys) + len(kinds) * len(queries)
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
             where = np.arange(context.n) == key
             sweep.single(where, fresh, key)
             context.tick("change", sweep.runs, total)
-    for salt, kind in ((100, "random"), (101, "extreme")):
-        fresh = context.fresh(salt, kind)
+    for salt, kind in kinds:
+        fresh = context.fresh(salt, kind) if kind != "echoed" else context.inputs
         for query in queries:
+            if kind == "echoed":
+                fresh = context.echoed(query)
             where = ~context.allowed[:, query, :]  # (1 or B, N)
             if where.any():
                 sweep.joint(where, fresh, query, kind)
@@ -60,21 +64,18 @@ class _Sweep:
     def single(self, where: Bools, fresh: Any, key: int) -> None:
         """Change one key everywhere in the batch: one column of the table of pairs."""
         changed = self.context.inputs.change(where, fresh)
-        sizes, scale = self.context.moved(changed)
-        self.runs += 1
-        self.context.see(np.nan_to_num(sizes).max(axis=0), key)
         clean = self.context.untouched(where)
-        self.poisoned += int((np.isnan(sizes) & clean).sum())
+        sizes, scale = self._moved(changed, clean, ordinary=True)
+        self.context.see(sizes.max(axis=0), key)
         for row, query in np.argwhere(clean & (sizes > 0)):
             self._note(int(row), int(query), key, float(sizes[row, query]), scale, changed)
 
     def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
         """Change all that is hidden from one query; if the query moves, find one key that does it."""
         changed = self.context.inputs.change(where, fresh)
-        sizes, scale = self.context.moved(changed)
-        self.runs += 1
         clean = self.context.untouched(where)
-        self.poisoned += int((np.isnan(sizes) & clean).sum())
+        ordinary = kind == "random" or self.context.inputs.discrete
+        sizes, scale = self._moved(changed, clean, ordinary=ordinary)
         for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
             size = float(sizes[row, query])
             sure = self.context.noise.weigh(size, scale) == "leak"
@@ -83,18 +84,28 @@ class _Sweep:
                 continue
             self.bisected += 1
             hidden = np.flatnonzero(where[row % where.shape[0]])
-            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale))
+            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale), ordinary)
             if found is not None:
                 key, alone, alone_scale, inputs = found
                 self._note(int(row), query, key, alone, alone_scale, inputs)
             else:
                 self._note(int(row), query, int(hidden[0]), size, scale, changed, jointly=len(hidden))
 
+    def _moved(self, changed: Any, clean: Bools, *, ordinary: bool) -> tuple[npt.NDArray[np.float64], float]:
+        """How far each row moves, infinitely far where a number turns from finite to infinite or NaN, or back.
+
+        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and accuses nobody.
+        """
+        sizes, scale = self.context.moved(changed)
+        self.runs += 1
+        self.poisoned += int((np.isnan(sizes) & clean).sum())
+        return np.nan_to_num(sizes, nan=np.inf if ordinary else 0.0), scale
+
     def _note(self, row: int, query: int, key: int, size: float, scale: float, changed: Any, jointly: int = 0) -> None:
         kind = self.context.noise.weigh(size, scale)
         if kind == "clean":
             return
-        note = f"output {query} moves by {size:.2g} when all {jointly} inputs hidden from it change together"
+        note = f"output {query} {moves(size)} when all {jointly} inputs hidden from it change together"
         leak = Leak(query, key, size, "change", row, note=note if jointly else "")
         sure = kind == "leak" and self._again(row, query, changed, size)
         found = self.pairs if sure else self.doubtful
@@ -109,10 +120,10 @@ class _Sweep:
             return True
         before = self.context.subject(self.context.inputs)
         again = movement(before, self.context.subject(changed))[row, query]
-        return bool(again > size / 2)
+        return bool(np.isnan(again) if np.isinf(size) else again > size / 2)
 
     def _bisect(
-        self, row: int, query: int, hidden: npt.NDArray[np.intp], fresh: Any, kind: str
+        self, row: int, query: int, hidden: npt.NDArray[np.intp], fresh: Any, kind: str, ordinary: bool
     ) -> tuple[int, float, float, Any] | None:
         """One key among `hidden` that moves the query alone, by halving; None if only several together do."""
         result = None
@@ -121,9 +132,8 @@ class _Sweep:
             for half in halves:
                 where = np.isin(np.arange(self.context.n), half)
                 changed = self.context.inputs.change(where, fresh)
-                sizes, scale = self.context.moved(changed)
-                self.runs += 1
-                if self.context.noise.weigh(float(np.nan_to_num(sizes[row, query])), scale) == kind:
+                sizes, scale = self._moved(changed, np.zeros((1, 1), bool), ordinary=ordinary)
+                if self.context.noise.weigh(float(sizes[row, query]), scale) == kind:
                     hidden = half
                     result = (int(half[0]), float(sizes[row, query]), scale, changed)
                     break
@@ -146,7 +156,8 @@ class _Sweep:
             "poisoned": self.poisoned,
         }
         looked = "every pair" if everything else f"{keys} keys and {queries} queries of {context.n}"
-        extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme"
+        own = ", one of its own ids" if context.inputs.discrete else ""
+        extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme{own}"
         if self.pairs:
             # What is in doubt beside a sure leak is no news, and near-zero entries would only blur the picture.
             leaks = tuple(self.pairs[pair] for pair in sorted(self.pairs))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, first_line
+from lowtri.auditing.finding import Finding, Leak, first_line, moves
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 from lowtri.auditing.subject import Subject
@@ -120,12 +120,14 @@ def _through(context: Context, door: _Door) -> tuple[float, Leak | None]:
             where = ~context.allowed[:, query, :]
             if not where.any():
                 continue
-            sizes = np.nan_to_num(movement(base, ask(context.inputs.change(where, fresh))))
+            sizes = np.nan_to_num(movement(base, ask(context.inputs.change(where, fresh))), nan=np.inf)
             wrong = np.where(context.untouched(where), sizes, 0.0)
             for row, first in np.argwhere(wrong > 0):
                 if context.noise.weigh(float(wrong[row, first]), scale) == "leak":
                     key, size = _key(context, ask, base, int(row), int(first), fresh, float(wrong[row, first]))
-                    note = f"with {door.name}, position {first} sees position {key}: its output moves by {size:.2g}"
+                    note = (
+                        f"with {door.name}, position {first} sees position {key}: its output {moves(size).rstrip(',')}"
+                    )
                     return apart, Leak(int(first), key, size, "doors", int(row), note=note)
     return apart, None
 
@@ -137,7 +139,7 @@ def _key(context: Context, ask: Any, base: Any, row: int, query: int, fresh: Inp
     for key in hidden:
         if int(key) in places:
             changed = context.inputs.change(np.arange(context.n) == key, fresh)
-            moved = float(np.nan_to_num(movement(base, ask(changed)))[row, query])
+            moved = float(np.nan_to_num(movement(base, ask(changed)), nan=np.inf)[row, query])
             if context.noise.weigh(moved, magnitude(base)) == "leak":
                 return int(key), moved
     return int(hidden[0]), size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, moves
 from lowtri.auditing.noise import magnitude, movement
 
 __all__ = ["prefix"]
@@ -40,14 +40,14 @@ def prefix(context: Context) -> Finding:
             continue
         tried.append(t)
         whole = context.base[:, :t]
-        sizes = np.where(rows, np.nan_to_num(movement(whole, alone)), 0.0)
+        sizes = np.where(rows, np.nan_to_num(movement(whole, alone), nan=np.inf), 0.0)
         row, query = np.unravel_index(int(sizes.argmax()), sizes.shape)
         size = float(sizes[row, query])
         worst = max(worst, size)
         kind = context.noise.weigh(size, magnitude(whole, alone), doubtful=False)
         if kind != "clean":
             first = context.noise.first(sizes[row], magnitude(whole, alone), doubtful=False)
-            note = f"position {first} sees the length: output {first} moves by {sizes[row, first]:.2g} when the input ends before {t}"
+            note = f"position {first} sees the length: output {first} {moves(sizes[row, first])} when the input ends before {t}"
             leaks.append(Leak(first, t, float(sizes[row, first]), "prefix", int(row), note=note))
             status = "leak" if "leak" in (kind, status) else "doubt"
             witness = witness or (context.inputs, short, int(row))
