@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import lowtri
-from lowtri.errors import CallError, UndecidedError
+from lowtri.auditing.loading import load_target
+from lowtri.errors import CallError, DataError, UndecidedError
 
 
 class Summing(nn.Module):
@@ -134,3 +136,55 @@ def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
 def test_arguments_that_ask_for_nothing(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(CallError, match=words):
         lowtri.audit(Summing(), IDS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (None, "model is a NoneType, expected a module or a function"),
+        ("gpt2", "model is the text 'gpt2', expected a module or a function.\nFix: load or build the model first"),
+        (Summing, r"model is the class Summing.\nFix: make one of it, Summing\(...\)"),
+        (Summing().to("meta"), "embed.weight of the model is on the device meta, which holds no numbers"),
+    ],
+)
+def test_what_is_no_model(model: Any, words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        lowtri.audit(model, IDS)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "words"),
+    [
+        (IDS[:0], {}, r"example has no rows, shape \(0, 8\)"),
+        (IDS.to("meta"), {}, "example is on the device meta, which holds no numbers"),
+        (IDS, {"layers": 1.5}, "layers=1.5, expected a whole number of at least 1"),
+        (IDS, {"layers": True}, "layers=True, expected a whole number of at least 1"),
+    ],
+)
+def test_examples_and_layers_that_cannot_be_used(example: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        lowtri.audit(Summing(), example, **arguments)
+
+
+def test_an_answer_of_one_shape_whatever_came() -> None:
+    """A length that happens to be the answer's width is not taken for its positions."""
+    report = lowtri.audit(lambda t: torch.zeros(2, 8, 5), IDS)
+    assert report.finding("prefix").message == "the model takes no shorter input"
+    assert report.finding("prefix").measured["refused"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_name_that_holds_a_module_is_that_model(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from torch import nn\nmodel = nn.Embedding(9, 4)\nModel = lambda: nn.Embedding(9, 4)\n")
+    assert isinstance(load_target(f"{file}:model").model, nn.Embedding)
+    assert isinstance(load_target(f"{file}:Model").model, nn.Embedding)
+
+
+def test_a_report_for_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    report = lowtri.audit(Summing(), IDS, probes=["change"])
+    with pytest.raises(DataError, match=r"audit: .*away/report.html: there is no folder .*away.\nFix: make it first"):
+        report.save(tmp_path / "away" / "report.html")
+    (tmp_path / "taken.json").mkdir()
+    with pytest.raises(DataError, match=r"audit: .*taken.json cannot be written: Is a directory"):
+        report.save(tmp_path / "taken.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]

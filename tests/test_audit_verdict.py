@@ -218,7 +218,7 @@ def test_both_a_leak_and_a_doubt_is_a_leak() -> None:
         ({"example": {"x": np.ones((5, 2))}, "input": "y"}, "input='y' is not in the example, which has"),
         ({"example": np.ones((5, 2)), "position_axis": 4}, "position_axis=4 does not exist"),
         ({"example": np.ones((5, 2)), "mask": np.ones((4, 4), bool)}, r"mask gives a table of \(1, 4, 4\)"),
-        ({"example": np.ones((5, 2)), "layers": 0}, "layers=0, expected at least 1"),
+        ({"example": np.ones((5, 2)), "layers": 0}, "layers=0, expected a whole number of at least 1"),
         ({"example": np.ones((5, 2)), "probes": ["hope"]}, "no probe is called 'hope'; there are change, gradient"),
         ({"example": np.array([3, 3, 3])}, "the example repeats one id"),
         ({"example": np.array([3, 1, 3]), "vocab_size": 1}, "vocab_size=1, expected at least 2"),

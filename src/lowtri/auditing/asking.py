@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowtri.auditing.finding import Finding
+from lowtri.auditing.subject import module_behind
 from lowtri.errors import CallError
 
 __all__ = ["check_arguments", "chosen_probes", "hold_to_what_was_asked", "nothing_ran"]
@@ -20,6 +21,7 @@ _ASKS = {"step": "cache", "alone": "packing", "pad_mask": "padding", "compile": 
 
 def check_arguments(model: Any, **given: Any) -> None:
     """Refuse what cannot be done, by the argument's own name."""
+    _check_model(model)
     for name in ("output", "step", "alone"):
         value = given.get(name)
         if value is not None and not callable(value):
@@ -83,6 +85,24 @@ def _why_not(argument: str, finding: Finding) -> str | None:
         return finding.message
     refused = finding.measured.get("refused")
     return str(next(iter(refused.values()))) if refused and argument in ("step", "alone") else None
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, type):
+        raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
+    if not callable(model):
+        came = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+        raise CallError(
+            f"audit: model is {came}, expected a module or a function.\nFix: load or build the model first."
+        )
+    module = module_behind(model)
+    held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+    empty = next((name for name, value in held if value.is_meta), None)
+    if empty is not None:
+        raise CallError(
+            f"audit: {empty} of the model is on the device meta, which holds no numbers.\n"
+            "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
+        )
 
 
 def _check_pad_mask(model: Any, name: Any) -> None:

@@ -37,8 +37,10 @@ def allowed_pairs(mask: Any, n: int, batch: int, layers: int | None = None) -> T
             "Fix: use a mask without a batch, or one whose batch is the example's."
         )
     if layers is not None:
-        if layers < 1:
-            raise CallError(f"audit: layers={layers}, expected at least 1 (or None: the mask is from end to end).")
+        if isinstance(layers, bool) or not isinstance(layers, (int, np.integer)) or layers < 1:
+            raise CallError(
+                f"audit: layers={layers!r}, expected a whole number of at least 1 (or None: the mask is from end to end)."
+            )
         step = table | np.eye(n, dtype=bool)
         reach = step
         for _ in range(min(layers, n) - 1):

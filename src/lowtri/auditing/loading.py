@@ -30,7 +30,8 @@ class Target:
 def load_target(text: str, *, length: int | None = None, vocab_size: int | None = None, seed: int = 0) -> Target:
     """Read `FILE.py:make_model` or a folder with a config.json.
 
-    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`). A name `MASK` in
+    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); a name that holds a
+    module is that model. A name `MASK` in
     the file is the mask that the model declares. Without an example, token ids are drawn.
 
     Raises:
@@ -66,7 +67,7 @@ def _from_file(path: Path, name: str) -> Target:
         make = getattr(module, name, None)
         if not callable(make):
             raise DataError(f"{path}: has no function {name!r}")
-        made = make()
+        made = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
     except DataError:
         raise
     except Exception as error:

@@ -47,7 +47,9 @@ def read_example(
         else:
             arrays.append(np.moveaxis(array, (chosen, axis), (0, 1)))
     first = _as_array(entries[keys[0]], "example")
-    n = arrays[0].shape[1]
+    batch, n = arrays[0].shape[:2]
+    if batch == 0:
+        raise CallError(f"audit: example has no rows, shape {tuple(first.shape)}.\nFix: give at least one row.")
     if n < 2:
         raise CallError(
             f"audit: example has {n} position(s), shape {tuple(first.shape)}; at least 2 are needed to see one peek.\n"
@@ -151,6 +153,8 @@ def _batch_axis(array: Array, axis: int, asked: int | str | None) -> int | None:
 
 
 def _as_array(value: Any, name: str) -> Array:
+    if getattr(value, "is_meta", False):
+        raise CallError(f"audit: {name} is on the device meta, which holds no numbers.\nFix: give it with its values.")
     array = _maybe_array(value)
     if array is None or array.dtype == object or array.ndim == 0:
         raise CallError(
@@ -161,7 +165,7 @@ def _as_array(value: Any, name: str) -> Array:
 
 
 def _maybe_array(value: Any) -> Array | None:
-    if _is_tensor(value):
+    if _is_tensor(value) and not value.is_meta:
         tensor = value.detach().cpu()
         if tensor.is_floating_point() and tensor.element_size() < 4:
             tensor = tensor.float()

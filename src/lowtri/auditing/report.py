@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lowtri.auditing.finding import PAIRED, Finding, Leak
 from lowtri.auditing.noise import Noise
 from lowtri.auditing.picture import cells, draw_text, to_table
-from lowtri.errors import LeakError, UndecidedError
+from lowtri.errors import DataError, LeakError, UndecidedError
 
 __all__ = ["AuditReport"]
 
@@ -151,12 +151,22 @@ class AuditReport:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.html`, `.json` or text, whole or not at all."""
+        """Write the report as `.html`, `.json` or text, whole or not at all.
+
+        Raises:
+            DataError: if the folder is not there or cannot be written to.
+        """
         path = Path(path)
+        if not path.absolute().parent.is_dir():
+            raise DataError(f"audit: {path}: there is no folder {path.parent}.\nFix: make it first.")
         text = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)()
         temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise DataError(f"audit: {path} cannot be written: {error.strerror}.") from None
         return path
 
     def __repr__(self) -> str:

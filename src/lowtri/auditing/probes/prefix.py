@@ -35,7 +35,7 @@ def prefix(context: Context) -> Finding:
         except Exception:
             refused.append(t)
             continue
-        if alone.shape[:2] != (context.base.shape[0], t):
+        if alone.shape != (context.base.shape[0], t, context.base.shape[2]):
             refused.append(t)
             continue
         tried.append(t)
