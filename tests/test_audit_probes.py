@@ -298,6 +298,38 @@ def test_a_step_that_forgets() -> None:
     assert "from position 1 on" in report.message and "the two disagree whether it sees position 0" in report.message
 
 
+def test_a_prefix_that_sees_ahead_is_decoded_after_a_prompt_that_holds_it() -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask="causal | first(6)"
+    )
+    model = lowtri.nn.Decoder(config)
+    report = lowtri.audit(model, ids(2, 16), mask="causal | first(6)", layers=2)
+    assert report.ok, report
+    assert report.finding("cache").measured["ways"] == ["after a prompt"]
+    # A prompt that ends within the prefix holds less than the mask shows: no way is left.
+    short = lowtri.audit(model, ids(2, 8), mask="causal | first(6)", layers=2).finding("cache")
+    assert short.status == "skipped"
+    assert short.message.startswith(
+        "the mask shows inputs that are still to come when decoding one at a time or after a"
+    )
+
+
+def test_a_step_in_its_own_precision_is_told_from_the_place_where_it_forgets() -> None:
+    torch.manual_seed(0)
+    config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = lowtri.nn.Decoder(config)
+
+    def step(state: Any, x: torch.Tensor, most: int) -> Any:
+        state = [*(state or []), x]
+        return model(torch.stack(state[-most:], 1))[:, -1], state
+
+    report = lowtri.audit(model, ids(2, 14), probes=["cache"], step=lambda state, x: step(state, x, 9))
+    assert report.first is not None and report.first.query == 9
+    assert "from position 9 on" in report.message
+    assert lowtri.audit(model, ids(2, 14), probes=["cache"], step=lambda state, x: step(state, x, 14)).ok
+
+
 def test_a_transformers_model_through_all_its_doors() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

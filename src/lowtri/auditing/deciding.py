@@ -42,6 +42,8 @@ class _Twin:
         copy_ = self._made()
         if copy_ is None:
             return self._without(name, finding)
+        if name == "cache" and _steps_alike(self.context, copy_):
+            return self._without(name, finding, "step= keeps its own precision")
         second = PROBES[name](copy_)
         size = finding.measured.get("greatest", 0.0)
         if second.status == "skipped":
@@ -62,7 +64,7 @@ class _Twin:
             return dataclasses.replace(second, status="undecided", leaks=()), copy_, ""
         return second, copy_, f"{name}: confirmed in float64"
 
-    def _without(self, name: str, finding: Finding) -> tuple[Finding, Context, str]:
+    def _without(self, name: str, finding: Finding, why: str | None = None) -> tuple[Finding, Context, str]:
         if finding.status == "leak" and not (name in RESHAPED and self.context.discrete_output):
             return finding, self.context, ""
         if (
@@ -73,7 +75,7 @@ class _Twin:
             size = finding.measured.get("greatest", 0.0)
             text = f"nothing beyond the rounding of float64 ({size:.2g})"
             return dataclasses.replace(finding, status="clean", message=text, leaks=()), self.context, ""
-        reason = f"{finding.message}, near the noise, and no float64 copy could settle it ({self.why_not})"
+        reason = f"{finding.message}, near the noise, and no float64 copy could settle it ({why or self.why_not})"
         return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
 
     def _made(self) -> Context | None:
@@ -96,6 +98,12 @@ class _Twin:
         else:
             self.copy = made
         return self.copy
+
+
+def _steps_alike(context: Context, twin: Context) -> bool:
+    """Whether the copy is decoded by the very same function, which computes as precisely as before."""
+    step = context.options.get("step")
+    return step is not None and twin.options.get("step") is step and context.subject.module is not None
 
 
 def _with_module(context: Context, finding: Finding) -> Finding:

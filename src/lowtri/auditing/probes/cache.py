@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowtri.auditing.context import Context
+from lowtri.auditing.context import Bools, Context
 from lowtri.auditing.finding import Finding, Leak, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
@@ -34,7 +34,11 @@ def cache(context: Context) -> Finding:
         ways["in chunks of three"] = [3] * (n // 3) + ([n % 3] if n % 3 else [])
     leaks: list[Leak] = []
     status, greatest, tried, refused = "clean", 0.0, [], {}
+    ahead: list[str] = []  # ways in which every position would need inputs that are still to come
     for way, sizes in ways.items():
+        if not _settled(context, sizes).any():
+            ahead.append(way)
+            continue
         for salt in (None, 400):
             inputs = context.inputs if salt is None else context.fresh(salt)
             try:
@@ -65,6 +69,9 @@ def cache(context: Context) -> Finding:
             elif leak is not None:
                 status, leaks = kind, [leak]
     measured = {"ways": tried, "refused": refused, "greatest": greatest, "length": n, **_edges(context)}
+    if not tried and not refused:
+        text = f"the mask shows inputs that are still to come when decoding {' or '.join(ahead)}"
+        return Finding("cache", "skipped", text, (), measured)
     if not tried:
         reason = next(iter(refused.values()), "no way to decode")
         return Finding("cache", "skipped", f"cached decoding does not run: {reason}", (), measured)
@@ -102,18 +109,25 @@ def _compare(
         note = f"decoding {way} gives {rows.shape[1]} rows for {whole.shape[1]} positions"
         return "leak", float("inf"), Leak(0, 0, float("inf"), "cache", note=note)
     moved = np.nan_to_num(movement(whole, rows), nan=np.inf)
-    moved[np.broadcast_to(context.ignored, moved.shape)] = 0.0
+    moved[np.broadcast_to(context.ignored | ~_settled(context, sizes), moved.shape)] = 0.0
     size, scale = float(moved.max()), magnitude(whole, rows)
     kind = context.noise.weigh(size, scale, doubtful=False)
     if kind == "clean":
         return kind, size, None
-    wrong = [[context.noise.weigh(float(value), scale, doubtful=False) != "clean" for value in row] for row in moved]
+    wrong = [[context.noise.weigh(float(value), scale, doubtful=False) == kind for value in row] for row in moved]
     row, query = np.argwhere(wrong)[np.argmin(np.argwhere(wrong)[:, 1])].tolist()
     key = _key_that_differs(context, decode, inputs, sizes, whole, rows, row, query)
     note = f"decoding {way} differs from the whole forward from position {query} on, by {moved[row, query]:.2g}"
     if key != query:
         note += f"; the two disagree whether it sees position {key}"
     return kind, size, Leak(query, key, float(moved[row, query]), "cache", row, note=note)
+
+
+def _settled(context: Context, sizes: list[int]) -> Bools:
+    """Positions (1 or B, N) that see only what has come, and nothing that saw less than the mask shows it."""
+    come = np.repeat(np.cumsum(sizes), sizes)  # how many inputs are there when a position is decoded
+    early = np.any(context.allowed & (np.arange(context.n) >= come[:, None]), axis=-1)  # (1 or B, N)
+    return np.asarray(~early & ~np.any(context.allowed & early[:, None, :], axis=-1))
 
 
 def _key_that_differs(
@@ -138,6 +152,8 @@ def _left_padded(context: Context, decode: Decode, keyword: str) -> tuple[str, f
     """With pads on the left, cached against whole, both padded."""
     try:
         inputs = pad(context, keyword, 3, 0, 402)
+        if not _settled(context, [context.n // 2] + [1] * (context.n - context.n // 2)).all():
+            return None
         whole = context.subject(inputs)
         rows = decode(inputs, [inputs.n // 2] + [1] * (inputs.n - inputs.n // 2))
     except Exception:
