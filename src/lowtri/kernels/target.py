@@ -12,7 +12,7 @@ import platform
 
 import llvmlite.binding as llvm
 
-__all__ = ["BF16", "FEW_ROWS", "FEW_VECTORS", "FMA", "LANES", "NAME", "ROWS", "VECTORS", "features"]
+__all__ = ["BF16", "FEW_ROWS", "FEW_VECTORS", "FMA", "LANES", "NAME", "ROWS", "SCALES", "VECTORS", "features"]
 
 LANES = 16  # floats in a vector; LLVM cuts it up where the registers are smaller
 
@@ -45,3 +45,4 @@ if NAME != "avx512":
     FEW_ROWS, FEW_VECTORS = ROWS, VECTORS
 FMA = _ARM or "fma" in _HAS or "avx512f" in _HAS  # without the instruction llvm.fma is a slow library call
 BF16 = "avx512bf16" in _HAS  # dot products of bf16 pairs
+SCALES = NAME == "avx512"  # multiplies by a power of two, safely at both ends, in one instruction
