@@ -134,7 +134,7 @@ def test_an_interrupt_is_seen_when_nobody_works_any_more(beside: str) -> None:
     torch_too = beside == "torch"
     imports = "import torch" if torch_too else ""
     convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if torch_too else ""
-    said = python(INTERRUPTED.format(imports=imports, convert=convert, n=3000))
+    said = python(INTERRUPTED.format(imports=imports, convert=convert, n=9000))
     assert said.split("\n") == ["interrupted True True", "True"]
 
 

@@ -23,6 +23,7 @@ from lowtri.kernels.passes import (
     LOG2E,
     QUERIES,
     ROW,
+    SIDE,
     add_bias,
     all_finite,
     cap,
@@ -32,11 +33,19 @@ from lowtri.kernels.passes import (
     pair_rows,
     pair_values,
     shown,
+    sides,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import product, product_add, product_pairs, product_pairs_add
+from lowtri.kernels.product import (
+    product,
+    product_add,
+    product_pairs,
+    product_pairs_add,
+    product_pairs_side,
+    product_side,
+)
 from lowtri.kernels.simd import (
     above_or,
     bits_float,
@@ -82,6 +91,50 @@ def room(d: int, dv: int) -> int:
 
 
 @inner
+def score_tile(t, from_k, queries, scores, spans, half):
+    """Scores of one tile: of all 64 queries, or of the first and the last 32 with the keys in their own spans."""
+    d, (a, b, c, e) = t[D], spans
+    if half is None:
+        k_n, k_d, keys = t[K_N], t[K_D], t[K] + 4 * from_k
+        if e == 0:
+            product(keys, k_n, k_d, queries, scores, b, d)
+        else:
+            product_side(keys + 4 * a * k_n, k_n, k_d, queries, scores + ROW * a, b - a, d)
+            product_side(keys + 4 * c * k_n, k_n, k_d, queries + SIDE, scores + ROW * c + SIDE, e - c, d)
+    else:
+        k_n, keys = t[K_N] // 2, t[K] + 2 * from_k
+        if e == 0:
+            product_pairs(keys, k_n, 1, queries, scores, b, d // 2)
+        else:
+            product_pairs_side(keys + 4 * a * k_n, k_n, 1, queries, scores + ROW * a, b - a, d // 2)
+            product_pairs_side(keys + 4 * c * k_n, k_n, 1, queries + SIDE, scores + ROW * c + SIDE, e - c, d // 2)
+
+
+@inner
+def mix_tile(values, v_d, v_n, weights, output, dv, spans, half):
+    """Output += values^T weights, of all 64 queries or side by side; of bf16, values and weights are pairs of keys."""
+    a, b, c, e = spans
+    if half is None:
+        if e == 0:
+            product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES)
+        else:
+            left, right = values + 4 * a * v_n, values + 4 * c * v_n
+            product_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, QUERIES // 2)
+            product_add(
+                right, v_d, v_n, weights + ROW * c + SIDE, QUERIES, output + SIDE, QUERIES, dv, e - c, QUERIES // 2
+            )
+    else:
+        a, b, c, e = a // 2, (b + 1) // 2, c // 2, (e + 1) // 2
+        if e == 0:
+            product_pairs_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES)
+        else:
+            left, right = values + 4 * a * v_n, values + 4 * c * v_n
+            product_pairs_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, QUERIES // 2)
+            at = weights + ROW * c + SIDE
+            product_pairs_add(right, v_d, v_n, at, QUERIES, output + SIDE, QUERIES, dv, e - c, QUERIES // 2)
+
+
+@inner
 def attend_tile(t, here, b, h, r, careful, half):
     """One tile of queries of one head: its output (Dv, 64) before the division, shift m and sum l, in the thread's room.
 
@@ -124,10 +177,8 @@ def attend_tile(t, here, b, h, r, careful, half):
             keys, key0 = end - begin, tile * KEYS + begin
             from_k = b * t[K_B] + kv * t[K_H] + key0 * t[K_N]
             from_v = b * t[V_B] + kv * t[V_H] + key0 * t[V_N]
-            if half is None:
-                product(t[K] + 4 * from_k, t[K_N], t[K_D], queries, scores, keys, d)
-            else:
-                product_pairs(t[K] + 2 * from_k, t[K_N] // 2, 1, queries, scores, keys, d // 2)
+            spans = sides(words, keys)
+            score_tile(t, from_k, queries, scores, spans, half)
             unit = scale
             if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
                 times(scores, QUERIES * keys, scale)
@@ -145,7 +196,7 @@ def attend_tile(t, here, b, h, r, careful, half):
                 if careful:
                     mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
                     at, v_n, v_d = clean, dv, 1
-                product_add(at, v_d, v_n, scores, QUERIES, output, QUERIES, dv, keys, QUERIES)
+                mix_tile(at, v_d, v_n, scores, output, dv, spans, half)
             else:
                 if careful:
                     mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
@@ -153,7 +204,7 @@ def attend_tile(t, here, b, h, r, careful, half):
                 else:
                     pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
                 pair_rows(scores, keys, QUERIES, pairs)
-                product_pairs_add(clean, 1, dv, pairs, QUERIES, output, QUERIES, dv, (keys + 1) // 2, QUERIES)
+                mix_tile(clean, 1, dv, pairs, output, dv, spans, half)
     return output, m, l, n
 
 

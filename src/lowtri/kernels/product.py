@@ -27,10 +27,14 @@ __all__ = [
     "product_few_pairs",
     "product_pairs",
     "product_pairs_add",
+    "product_pairs_side",
+    "product_side",
 ]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
+HALF_VECTORS = max(1, VECTORS // 2)
+HALF = HALF_VECTORS * LANES
 FEW_WIDTH = FEW_VECTORS * LANES
 
 
@@ -98,6 +102,16 @@ def _wide_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
 
 
 @intrinsic
+def _half_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(HALF_VECTORS, accumulate=False)
+
+
+@intrinsic
+def _half_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(HALF_VECTORS, accumulate=True)
+
+
+@intrinsic
 def _narrow_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
     return _SIGNATURE, _emitter(1, accumulate=True)
 
@@ -110,6 +124,16 @@ def _pairs_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last)
 @intrinsic
 def _pairs_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
     return _SIGNATURE, _emitter(VECTORS, accumulate=True, multiply=fused_pairs)
+
+
+@intrinsic
+def _pairs_half_set(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(HALF_VECTORS, accumulate=False, multiply=fused_pairs)
+
+
+@intrinsic
+def _pairs_half_add(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last):
+    return _SIGNATURE, _emitter(HALF_VECTORS, accumulate=True, multiply=fused_pairs)
 
 
 @intrinsic
@@ -146,6 +170,16 @@ def product(a, row_step, depth_step, b, c, rows, depth):
 
 
 @inner
+def product_side(a, row_step, depth_step, b, c, rows, depth):
+    """C = A B for 32 of the 64 columns, as :func:`product`."""
+    for j in range(0, COLUMNS // 2, HALF):
+        for r in range(0, rows, ROWS):
+            last = min(ROWS, rows - r) - 1
+            at = c + 4 * (r * COLUMNS + j)
+            _half_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
+
+
+@inner
 def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
     """C += A B for ``columns`` columns, a multiple of 16.  A (rows, depth); rows of B (depth, columns) and C as far apart as told."""
     for r in range(0, rows, ROWS):
@@ -155,6 +189,10 @@ def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, column
             at = c + 4 * (r * c_row + j)
             _wide_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += WIDTH
+        while j + HALF <= columns:
+            at = c + 4 * (r * c_row + j)
+            _half_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
+            j += HALF
         while j < columns:
             at = c + 4 * (r * c_row + j)
             _narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
@@ -172,6 +210,16 @@ def product_pairs(a, row_step, depth_step, b, c, rows, depth):
 
 
 @inner
+def product_pairs_side(a, row_step, depth_step, b, c, rows, depth):
+    """C = A B for 32 of the 64 columns, as :func:`product_pairs`."""
+    for j in range(0, COLUMNS // 2, HALF):
+        for r in range(0, rows, ROWS):
+            last = min(ROWS, rows - r) - 1
+            at = c + 4 * (r * COLUMNS + j)
+            _pairs_half_set(a + 4 * r * row_step, row_step, depth_step, b + 4 * j, COLUMNS, at, COLUMNS, depth, last)
+
+
+@inner
 def product_pairs_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns):
     """C += A B as :func:`product_add`, where each number of A and B is a pair of bf16."""
     for r in range(0, rows, ROWS):
@@ -181,6 +229,10 @@ def product_pairs_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, 
             at = c + 4 * (r * c_row + j)
             _pairs_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
             j += WIDTH
+        while j + HALF <= columns:
+            at = c + 4 * (r * c_row + j)
+            _pairs_half_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
+            j += HALF
         while j < columns:
             at = c + 4 * (r * c_row + j)
             _pairs_narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, at, c_row, depth, last)
