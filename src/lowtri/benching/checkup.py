@@ -18,8 +18,11 @@ from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, vers
 
 __all__ = ["KERNELS", "as_text", "checkup"]
 
-KERNELS = ("forward", "forward_half", "backward", "decode", "decode_half")
-_HALVES = ("forward_half", "decode_half")
+KERNELS = (
+    *("forward", "forward_half", "forward_double", "backward", "backward_half", "backward_double"),
+    *("decode", "decode_half"),
+)
+_HALVES = ("forward_half", "backward_half", "decode_half")
 _ROUNDS = 7
 _READ_BYTES = 2**27
 
