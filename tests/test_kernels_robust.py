@@ -89,6 +89,8 @@ def test_in_the_workers_of_a_data_loader() -> None:
 
 INTERRUPTED = """
     import ctypes, os, signal, threading, time
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what goes to the background without one
     import numpy as np
     {imports}
     import lowtri
