@@ -249,3 +249,29 @@ def test_a_window_far_apart_needs_memory_of_its_own_size_only() -> None:
     found = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
     last = lowtri.attention(q[:, :, -8:], k[:, :, -128:], v[:, :, -128:], "causal & window(64)", engine="reference")
     np.testing.assert_allclose(found[:, :, -8:], last, atol=1e-5)
+
+
+@pytest.mark.parametrize("nq", [1, 130], ids=["decode", "forward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_row_of_the_least_number_as_bias_is_a_mean(dtype: torch.dtype, nq: int) -> None:
+    """``finfo.min`` is a number: where it stands at every key it hides none, as in torch."""
+    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (nq, 130, 131))
+    v = v[:, :, :130]
+    bias = torch.zeros(1, 1, nq, 130, dtype=dtype)
+    bias[..., nq // 2, :] = torch.finfo(dtype).min
+    output = lowtri.attention(q, k, v, "full", bias=bias, engine="cpu")
+    mean = v.double().mean(dim=2)
+    assert (output[:, :, nq // 2].double() - mean).abs().max() <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("size", [1e4, 1e7, 1e10, 1e15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_huge_scores_give_the_mean_of_equals_and_gradients_that_are_numbers(dtype: torch.dtype, size: float) -> None:
+    x = torch.full((1, 2, 200, 64), size, dtype=dtype).requires_grad_()
+    v = torch.ones(1, 2, 200, 64, dtype=dtype).requires_grad_()
+    for sign in (1, -1):
+        output = lowtri.attention(sign * x, x, v, "causal", engine="cpu")
+        assert (output - 1).abs().max() <= 2 * torch.finfo(dtype).eps
+        assert all(torch.isfinite(d).all() for d in torch.autograd.grad(output.sum(), (x, v)))
+        one = lowtri.attention(sign * x[:, :, :1].detach(), x.detach(), v.detach(), "full", engine="cpu")
+        assert (one - 1).abs().max() <= 2 * torch.finfo(dtype).eps

@@ -15,7 +15,20 @@ from lowtri.kernels.exponent import exp2
 from lowtri.kernels.halves import store_halves
 from lowtri.kernels.inner import inlined, inner
 from lowtri.kernels.lanes import dots, dots_of_four, dots_pairs, dots_pairs_of_four, greatest_lane, sum_lanes
-from lowtri.kernels.passes import ALL, LN2, LOG2E, ROW, all_finite, cap, fill, halve, number, pair_values, times
+from lowtri.kernels.passes import (
+    ALL,
+    LN2,
+    LOG2E,
+    ROW,
+    all_finite,
+    cap,
+    fill,
+    halve,
+    in_log2,
+    number,
+    pair_values,
+    times,
+)
 from lowtri.kernels.product import product_few, product_few_pairs
 from lowtri.kernels.simd import (
     bits_float,
@@ -119,7 +132,7 @@ def score_block(t, b, kv, key0, keys, scores, half):
                     write(place, np.float32(-np.inf))
                 elif t[BIAS]:
                     at = b * t[BIAS_B] + h * t[BIAS_H] + i * t[BIAS_Q] + (key0 + j) * t[BIAS_K]
-                    write(place, read(place) + read(t[BIAS] + 4 * at) * LOG2E)
+                    write(place, read(place) + in_log2(read(t[BIAS] + 4 * at)))
 
 
 @inner

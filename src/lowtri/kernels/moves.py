@@ -11,7 +11,7 @@ import numpy as np
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.inner import inner
 from lowtri.kernels.passes import ALL, LOG2E, ROW, all_finite, fill, number, numbers
-from lowtri.kernels.simd import fma, load, mul, only, read, read_word, splat, store, sub, where_finite, write
+from lowtri.kernels.simd import above_or, fma, load, mul, only, read, read_word, splat, store, sub, where_finite, write
 
 __all__ = [
     "bias_out",
@@ -60,7 +60,10 @@ def weigh(scores, moves, unit, words, keys, lse, delta):
         word = read_word(words + 8 * j) if words else ALL
         for lane in range(0, ROW, 64):
             place, to = scores + ROW * j + lane, moves + ROW * j + lane
-            weight = exp2(fma(load(place), unit, sub(zero, load(lse + lane))))
+            power = fma(load(place), unit, sub(zero, load(lse + lane)))
+            weight = exp2(
+                above_or(power, zero, zero, power)
+            )  # at most 1, also where scores are so large that rounding says more
             move = mul(weight, sub(load(to), load(delta + lane)))
             if word != ALL:
                 weight = only(word, np.uint64(lane // 4), weight, zero)

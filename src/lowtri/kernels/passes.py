@@ -44,6 +44,7 @@ __all__ = [
     "halve",
     "halve_rows",
     "halves_out",
+    "in_log2",
     "mix_broken",
     "number",
     "numbers",
@@ -60,6 +61,7 @@ __all__ = [
 QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of bits
 ROW = 4 * QUERIES  # bytes in a row
 LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+GREATEST = np.finfo(np.float32).max
 FULL = 2  # of a plan's three kinds of tiles, the one without hidden pairs
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
 FIRST = np.uint64(0xFFFFFFFF)  # the first 32 of them
@@ -132,12 +134,23 @@ def cap(scores, keys, softcap):
 
 
 @inner
+def in_log2(x):
+    """x * log2(e); a number stays a number, since the least one often stands for "hidden" and a row of it has a mean."""
+    y = x * LOG2E
+    if y > GREATEST and x <= GREATEST:
+        return GREATEST
+    if y < -GREATEST and x >= -GREATEST:
+        return -GREATEST
+    return y
+
+
+@inner
 def add_bias(scores, bias, q_step, k_step, n, keys):
     """Add bias[i, j] * log2(e) to the scores; steps in floats, 0 where bias broadcasts."""
     for j in range(keys):
         row = scores + ROW * j
         for i in range(n):
-            write(row + 4 * i, read(row + 4 * i) + read(bias + 4 * (i * q_step + j * k_step)) * LOG2E)
+            write(row + 4 * i, read(row + 4 * i) + in_log2(read(bias + 4 * (i * q_step + j * k_step))))
 
 
 @inner

@@ -20,6 +20,7 @@ __all__ = ["hide", "softmax_tile"]
 
 _VECTOR = 64  # bytes of 16 floats
 _HIDDEN = np.float32(-np.inf)
+_LARGE = np.float32(2.0**20)  # units of log 2: above it a float's last digit is an eighth or more
 _RISE = np.float32(8.0)  # rescale only when the maximum rose by more: weights then stay below 2 ** 8
 
 
@@ -71,12 +72,18 @@ def softmax_tile(scores, unit, keys, m, l, output, size):
             old = new
         # A query that has seen nothing yet has no shift: 0 serves, and 2 ** -inf is 0.
         shift = sub(zero, above_or(old, splat(_HIDDEN), old, zero))
+        by = unit
+        if any_above(maximum(shift, sub(zero, shift)), splat(_LARGE)):
+            # The product inside fma is not rounded and the shift is: here that would be more than a unit. Round both.
+            for j in range(keys):
+                store(scores + ROW * j + lane, mul(load(scores + ROW * j + lane), unit))
+            by = splat(np.float32(1.0))
         a, b, c, d = zero, zero, zero, zero
         j = 0
         while j + 4 <= keys:
             row = scores + ROW * j + lane
-            e, f = exp2(fma(load(row), unit, shift)), exp2(fma(load(row + ROW), unit, shift))
-            g, h = exp2(fma(load(row + 2 * ROW), unit, shift)), exp2(fma(load(row + 3 * ROW), unit, shift))
+            e, f = exp2(fma(load(row), by, shift)), exp2(fma(load(row + ROW), by, shift))
+            g, h = exp2(fma(load(row + 2 * ROW), by, shift)), exp2(fma(load(row + 3 * ROW), by, shift))
             store(row, e)
             store(row + ROW, f)
             store(row + 2 * ROW, g)
@@ -85,7 +92,7 @@ def softmax_tile(scores, unit, keys, m, l, output, size):
             j += 4
         while j < keys:
             row = scores + ROW * j + lane
-            e = exp2(fma(load(row), unit, shift))
+            e = exp2(fma(load(row), by, shift))
             store(row, e)
             a = add(a, e)
             j += 1
