@@ -330,3 +330,8 @@ def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path,
     )
     assert "a state cannot forget by position" in err
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["generate", str(tmp_path), "caf\udce9"]) == 2
+    assert "the prompt is not UTF-8" in capsys.readouterr().err

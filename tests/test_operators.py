@@ -281,3 +281,12 @@ def test_packed_masks_in_words() -> None:
     )
     with pytest.raises(MaskError, match="is not what pack writes"):
         unpack("documents(_1)", [IDS.numpy()])
+
+
+def test_torchs_own_signature_with_bools_in_a_graph() -> None:
+    q, seen = torch.randn(1, 2, 17, 8), torch.ones(17, 17, dtype=torch.bool).tril()
+
+    def step(q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return lowtri.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+
+    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(q, seen), step(q, seen))

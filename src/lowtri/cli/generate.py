@@ -56,6 +56,8 @@ def command(
     use_threads(threads)
     if not prompt or "" in (stop or []):
         raise DataError("the prompt, or --stop, is empty. Fix: at least one character")
+    if any("\udc80" <= letter <= "\udcff" for letter in prompt):
+        raise DataError("the prompt is not UTF-8, as this terminal hands it over. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
     network, tokenizer, folder = _load(model, dtype)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")

@@ -103,8 +103,7 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
         return full(), attn_mask
     if 0 in shape:
         return full(), None  # nobody is there to be hidden
-    bools = np.asarray(attn_mask.cpu() if hasattr(attn_mask, "cpu") else attn_mask)
-    wide = np.broadcast_to(bools, (*bools.shape[:2], *shape[-2:]))
+    wide = _spread(attn_mask, (*attn_mask.shape[:2], *shape[-2:]))
     return table(wide[0, 0] if wide.shape[:2] == (1, 1) else wide), None
 
 

@@ -52,7 +52,6 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     if found is None:
         raise DataError(f"{folder} has no chat template: the model continues texts.\nFix: leave --chat out")
     try:
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise DataError(f"{folder}: a chat template needs the package jinja2.\nFix: pip install jinja2") from None
@@ -61,7 +60,7 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     template, tokens = found
     try:
         made: str = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program, and somebody else's
         raise DataError(f"{folder}: the chat template refuses: {error}") from None
     return made
 

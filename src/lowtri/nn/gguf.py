@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtri.errors import DataError
+from lowtri.errors import DataError, LowtriError
 from lowtri.nn.gguf_names import config_of, tensor_name
 from lowtri.nn.gguf_tokenizer import tokenizer_of
 from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_speeds
@@ -76,7 +76,12 @@ def converted(path: str | Path, note: Callable[[str], object] | None = None) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _convert(path, beside)
+        try:
+            _convert(path, beside)
+        except LowtriError:
+            raise
+        except (LookupError, TypeError, ValueError) as error:  # what a flipped or missing byte leads to
+            raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from None
         try:
             beside.rename(folder)
         except OSError:  # another process was faster, and its folder is the same
@@ -140,7 +145,7 @@ def _open(path: Path) -> tuple[Any, Any]:
     try:
         return gguf, gguf.GGUFReader(path)
     except Exception as error:  # the reader trusts the file's numbers, and fails where they lead
-        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from None
 
 
 def _write(path: Path, text: str) -> None:
