@@ -188,7 +188,7 @@ def backward_tile(t, here, part, b, h, r, half):
                     pair_rows(clean_k, keys, d, clean_k)
                 from_k, k_n, k_d = clean_k, d, 1
             elif half is not None:
-                pair_values(from_k, k_n, keys, d, zeros, clean_k)
+                pair_values(from_k, k_n, keys, d, zeros, clean_k, 0)
             if half is None:
                 product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, n, dv_row)
                 product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, n, d_row)

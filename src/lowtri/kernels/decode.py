@@ -31,6 +31,7 @@ from lowtri.kernels.passes import (
 )
 from lowtri.kernels.product import product_few, product_few_pairs
 from lowtri.kernels.simd import (
+    AHEAD,
     bits_float,
     fetch_add,
     fma,
@@ -169,7 +170,7 @@ def mix_block(weights, from_v, v_n, keys, rows, dv, output, pairs, values, zeros
         if half is None:
             product_few(weights + 4 * key, KEYS, at, v_n, output, rows, some, dv)
         else:
-            pair_values(at, v_n, some, dv, zeros, values)
+            pair_values(at, v_n, some, dv, zeros, values, AHEAD)
             product_few_pairs(pairs + 2 * key, KEYS // 2, values, dv, output, rows, (some + 1) // 2, dv)
 
 

@@ -202,7 +202,7 @@ def attend_tile(t, here, b, h, r, careful, half):
                     mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
                     pair_rows(clean, keys, dv, clean)
                 else:
-                    pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean)
+                    pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean, 0)
                 pair_rows(scores, keys, QUERIES, pairs)
                 mix_tile(clean, 1, dv, pairs, output, dv, spans, half)
     return output, m, l, n

@@ -12,7 +12,6 @@ from lowtri.kernels.halves import load_halves, pair, pair_up, read_half, store_h
 from lowtri.kernels.inner import inner
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import (
-    AHEAD,
     above_or,
     add,
     ask_for,
@@ -254,14 +253,18 @@ def halve_rows(rows, n):
 
 
 @inner
-def pair_values(values, v_n, keys, dv, zeros, pairs):
-    """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0."""
+def pair_values(values, v_n, keys, dv, zeros, pairs, ahead):
+    """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0.
+
+    ``ahead``: rows that are asked for before they are read, one by one between the others; 0 where the values lie in a cache.
+    """
     for j in range(0, keys, 2):
         low = values + 2 * j * v_n
         high = low + 2 * v_n if j + 1 < keys else zeros
-        for d in range(0, dv, 32):
-            ask_for(low + 2 * (AHEAD * v_n + d))
-            ask_for(low + 2 * ((AHEAD + 1) * v_n + d))
+        if ahead:
+            for d in range(0, dv, 32):
+                ask_for(low + 2 * (ahead * v_n + d))
+                ask_for(low + 2 * ((ahead + 1) * v_n + d))
         for d in range(0, dv, 16):
             store(pairs + 4 * (j // 2 * dv + d), pair_up(low + 2 * d, high + 2 * d))
 
@@ -277,5 +280,4 @@ def halve(numbers, count, halves):
 def halves_out(source, n, size, target, row_step):
     """n rows of ``size`` floats to rows of bf16, ``row_step`` numbers apart."""
     for i in range(n):
-        for d in range(0, size, 16):
-            store_halves(target + 2 * (i * row_step + d), load(source + 4 * (i * size + d)))
+        halve(source + 4 * i * size, size, target + 2 * i * row_step)
