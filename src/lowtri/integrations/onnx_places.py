@@ -1,0 +1,109 @@
+"""Who may see whom in ONNX's Attention: what its attributes and inputs say in indices, as a mask and places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks import END, Mask, band, causal, full, table
+
+__all__ = ["Places", "band_of", "bools_and_bias", "places_of", "whole"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """A mask and the places it is asked about; a key without a place (-1) is seen by nobody."""
+
+    mask: Mask
+    q: NDArray[np.int64]  # (B|1, Nq)
+    k: NDArray[np.int64]  # (B|1, Nk)
+
+    def visible(self) -> NDArray[np.bool_]:
+        """All pairs, (B|1, H|1, Nq, Nk)."""
+        if not self.mask.batch:
+            return np.asarray(self.mask(self.q[:, :, None], self.k[:, None, :]))[:, None]
+        return np.asarray(self.mask(self.q[0, :, None], self.k[0]))  # a table, which carries its batch in front
+
+    def stated(self) -> dict[str, Any]:
+        """The places as a call takes them; none where they are its own default, which more engines run without a table."""
+        nq, nk = self.q.shape[1], self.k.shape[1]
+        usual = np.array_equal(self.k, np.arange(nk)[None]) and np.array_equal(self.q, np.arange(nk - nq, nk)[None])
+        return {} if usual and nq <= nk else {"q_positions": self.q, "k_positions": self.k}
+
+    def restricted(self, allowed: NDArray[np.bool_]) -> Places:
+        """With a table (B|1, H|1, Nq|1, Nk) of pairs that may see each other: a row for all queries takes keys away,
+        anything else becomes a table of indices, with all that was said before written into it."""
+        if allowed.all():
+            return self
+        nq, nk = self.q.shape[1], allowed.shape[3]
+        if allowed.shape[1:3] == (1, 1):
+            return Places(self.mask, self.q, np.where(allowed[:, 0, 0], self.k, -1))
+        pairs = self.visible() & allowed  # (B|1, H|1, Nq, Nk)
+        last = max(nk - nq, 0) + np.arange(nq)  # where a table has its rows
+        return Places(table(pairs), last[None], np.arange(nk)[None])
+
+
+def band_of(is_causal: bool | int, left: int, right: int) -> Mask:
+    """The mask over places that the three attributes say."""
+    after = 0 if is_causal else right
+    if left < 0:
+        return full() if after < 0 else causal() if after == 0 else band(END, after)
+    return band(left, END if after < 0 else after)
+
+
+def places_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Places:
+    """Where the queries and the keys of a call stand: behind the past, or at the end of each row's real keys."""
+    rows, nq, nk = q.shape[0], q.shape[2], k.shape[2]
+    keys = np.arange(nk)[None]
+    if nonpad is None:
+        return Places(mask, past + np.arange(nq)[None], keys)
+    try:
+        lengths = np.asarray(nonpad.detach().cpu() if hasattr(nonpad, "detach") else nonpad)
+    except ValueError:  # rows of different lengths
+        lengths = np.asarray(nonpad, object)
+    if lengths.shape != (rows,) or lengths.dtype.kind not in "iu" or np.any((lengths < 0) | (lengths > nk)):
+        raise CallError(
+            f"onnx.attention: nonpad_kv_seqlen is {lengths.dtype} {lengths.tolist()}, but it counts the real keys of each "
+            f"row: ({rows},) whole numbers in 0 .. {nk}."
+        )
+    first = lengths[:, None].astype(np.int64) - nq  # of queries before any key this is negative, and places are not,
+    ahead = max(0, -int(first.min(initial=0)))  # so that all places move along
+    return Places(mask, first + ahead + np.arange(nq), np.where(keys < lengths[:, None], keys + ahead, -1))
+
+
+def whole(attn_mask: Any, q: Any, nk: int) -> Any:
+    """attn_mask with four dimensions, its last as long as the keys: (B|1, H|1, Nq|1, Nk)."""
+    shape, name = tuple(attn_mask.shape), str(attn_mask.dtype).removeprefix("torch.")
+    if name != "bool" and "float" not in name:
+        raise CallError(
+            f"onnx.attention: attn_mask is {name} {shape}; it holds bools (True = may see) or floats to add.\n"
+            "Fix: attn_mask != 0, after you made sure which way round it is."
+        )
+    fits = 1 <= len(shape) <= 4 and shape[-1] <= nk
+    if not fits or any(n not in (1, m) for n, m in zip(shape[-2::-1], q.shape[2::-1], strict=False)):
+        raise CallError(
+            f"onnx.attention: attn_mask is {shape}, which does not broadcast against "
+            f"(B, Hq, Nq, keys) = {(*q.shape[:3], nk)}."
+        )
+    attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
+    missing = nk - shape[-1]
+    if not missing:
+        return attn_mask
+    hidden = False if name == "bool" else -math.inf
+    if isinstance(attn_mask, np.ndarray):
+        return np.pad(attn_mask, [(0, 0)] * 3 + [(0, missing)], constant_values=hidden)
+    from torch.nn.functional import pad
+
+    return pad(attn_mask, (0, missing), value=hidden)
+
+
+def bools_and_bias(attn_mask: Any) -> tuple[NDArray[np.bool_], Any]:
+    """Who is allowed, and what is added: -inf allows nobody, and the bias is not read there."""
+    is_bool = str(attn_mask.dtype).endswith("bool")
+    allowed = attn_mask if is_bool else attn_mask != -math.inf
+    return np.asarray(allowed.cpu() if hasattr(allowed, "cpu") else allowed), None if is_bool else attn_mask
