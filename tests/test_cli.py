@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -185,6 +187,58 @@ sys.exit(main(["mask"]))
     ran.stderr.close()
     assert ran.wait() == 141
     assert errors == ""
+
+
+full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+
+
+@full
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", ["--help", "--version", "mask --help", "mask causal", "mask causal --json"])
+def test_a_full_disk_is_told_in_a_line(words: str, buffered: bool) -> None:
+    how = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as device:
+        command = [sys.executable, "-m", "lowtri.cli.main", *words.split()]
+        ran = subprocess.run(command, stdout=device, stderr=subprocess.PIPE, text=True, env=how)
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "lowtri: the result, or a file, cannot be written: No space left on device. Fix: make room, or write it elsewhere\n"
+    )
+
+
+@full
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_stderr_leaves_the_exit_code(buffered: bool) -> None:
+    how = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as device:
+        command = [sys.executable, "-m", "lowtri.cli.main", "mask", "no such mask"]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=device, text=True, env=how)
+    assert ran.returncode == 2 and ran.stdout == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell that closes a stream")
+def test_closed_streams() -> None:
+    command = f"{shlex.quote(sys.executable)} -m lowtri.cli.main mask"
+    ran = subprocess.run(["sh", "-c", f"{command} causal >&-"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr == "lowtri: stdout is closed, so the result has nowhere to go. Fix: > /dev/null\n"
+    ran = subprocess.run(["sh", "-c", f"{command} nothing 2>&-"], capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stdout == "", "what is meant for stderr is no result"
+
+
+@pytest.mark.parametrize(
+    "words", ["audit no/such/model.py:model --out", "mask causal --svg", "mask causal --out", "explain hi --html"]
+)
+def test_where_nothing_can_be_written_is_told_before_the_work(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = words.split()
+    assert frame.main([*arguments, str(tmp_path / "missing" / "page.svg")]) == 2
+    out, err = capsys.readouterr()
+    assert f"there is no folder {tmp_path / 'missing'}. Fix: make it first (see: lowtri {arguments[0]} --help)" in err
+    assert out == "" and arguments[-1] in err
+    assert frame.main([*arguments, str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder. Fix: the name of a file in it" in capsys.readouterr().err
 
 
 def test_a_terminal_without_block_characters_gets_question_marks() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def test_train_puts_the_result_on_stdout_and_the_rest_on_stderr(text: Path, tmp_
     assert result["parameters"] > 20_000 and result["tokens_per_second"] > 0
     assert 3 < result["held_out_loss"] < 7 and 3 < result["loss"] < 7
     lines = err.splitlines()
-    assert lines[0] == "learning 300 tokens from 1 documents"
+    assert lines[0] == "learning 300 tokens from 1 document"
     assert "mask causal" in lines[1] and "parameters" in lines[1]
     assert [line[:18] for line in lines[2:]] == ["step      1  loss ", "step      2  loss ", "step      3  loss "]
     assert "held out" in lines[2] and "tokens/s" in lines[2]
@@ -123,6 +125,24 @@ def test_generate_streams_the_prompt_and_what_follows(folder: Path, capsys: Any)
     assert out == f"9 green{text}\n"
     assert err.startswith("12 tokens, ")
     assert says(capsys, "generate", folder, "9 green", "--max-new-tokens", 12, "--no-cache")[0] == out
+
+
+def test_one_token_is_one_token(folder: Path, capsys: Any) -> None:
+    err = says(capsys, "generate", folder, "9", "--max-new-tokens", 1, "--stats")[1]
+    begun, second = err.splitlines()  # the tokenizer puts its own token in front of the "9"
+    assert begun.startswith("prompt       2 tokens, ") and second == "decode        1 token,      0.0 a second"
+    assert says(capsys, "generate", folder, "9", "--max-new-tokens", 1)[1].startswith("1 token, ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_generating_onto_a_full_disk_ends_in_a_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "lowtri.cli.main", "generate", folder, "9 green", "--max-new-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "lowtri: the result, or a file, cannot be written: No space left on device. Fix: make room, or write it elsewhere\n"
+    )
 
 
 def test_generate_draws_the_same_for_the_same_seed(folder: Path, capsys: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Threads, print_json, use_threads
+from lowtri.cli.options import Json, Threads, many, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.evaluate import Evaluation
@@ -78,7 +78,7 @@ def _as_dict(result: Evaluation, mask: str) -> dict[str, Any]:
 def _print(result: Evaluation, mask: str) -> None:
     columns = [("teacher-forced", result.at_once), ("step by step", result.stepwise)]
     shown = [(title, score) for title, score in columns if score is not None]
-    print(f"{result.tokens:,} tokens, {result.bytes:,} bytes, mask {mask}")
+    print(f"{many(result.tokens, 'token')}, {many(result.bytes, 'byte')}, mask {mask}")
     print(" " * 22 + "".join(f"{title:>16}" for title, _ in shown))
     for label, name in (
         ("loss, nats a token", "loss"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, note, print_json, use_threads
+from lowtri.cli.options import Json, Seed, Threads, note, print_json, use_threads, writable
 
 if TYPE_CHECKING:
     from lowtri.explaining.steps import Explanation
@@ -36,7 +36,10 @@ def command(
         typer.Option("--encodings", metavar="FILE", help="Numbers for each token: .json, .npy, or a table as text."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", "--out", metavar="FILE", help="Write all steps there as one page, too.")
+        Path | None,
+        typer.Option(
+            "--html", "--out", metavar="FILE", help="Write all steps there as one page, too.", callback=writable
+        ),
     ] = None,
     seed: Seed = 42,
     threads: Threads = None,

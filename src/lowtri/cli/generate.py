@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, note, print_json, use_threads
+from lowtri.cli.options import Json, Seed, Threads, many, note, print_json, use_threads
 
 __all__ = ["command"]
 
@@ -89,10 +89,12 @@ def command(
     print()
     found = _figures(counted, started, len(ids))
     if stats:
-        note(f"prompt  {found['prompt_tokens']:>6} tokens, {found['prompt_tokens_per_second']:>8,.1f} a second")
-        note(f"decode  {found['tokens']:>6} tokens, {found['decode_tokens_per_second']:>8,.1f} a second")
+        note(
+            f"prompt  {many(found['prompt_tokens'], 'token'):>13}, {found['prompt_tokens_per_second']:>8,.1f} a second"
+        )
+        note(f"decode  {many(found['tokens'], 'token'):>13}, {found['decode_tokens_per_second']:>8,.1f} a second")
     else:
-        note(f"{found['tokens']} tokens, {found['tokens_per_second']:,.1f} a second")
+        note(f"{many(found['tokens'], 'token')}, {found['tokens_per_second']:,.1f} a second")
 
 
 def _load(what: str, dtype: str | None) -> tuple[Any, Any, Path | None]:

@@ -28,12 +28,14 @@ an error that nobody foresaw ends in one line as well, with code 3, and ``LOWTRI
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -56,6 +58,7 @@ VERBS = {
     "bench": "How fast attention is here, beside torch and the CPU's limit.",
     "doctor": "What this machine has, what is missing, and what follows.",
 }
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # writing fails so, and Python does not say where
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed; print would take None for stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:
+        _say("stdout is closed, so the result has nowhere to go. Fix: > /dev/null")
+        return 2
     _survive_narrow_encodings()
     try:
         command = get_command(_app)
@@ -81,17 +89,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(error: BaseException) -> int:
     """Say in one line what ended the run, and give the exit code."""
+    lost = _emptied(sys.stdout)
     if isinstance(error, typer.Exit):
-        return error.exit_code
+        if lost is None:
+            return error.exit_code
+        error = lost
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 2
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted")
         return 130
     if isinstance(error, BrokenPipeError):
-        # The reader went away (`lowtri generate ... | head`): nothing to say, and nobody to say it to. What is still
-        # buffered goes to the null device, or the interpreter would complain at its own end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader went away (`lowtri generate ... | head`): nothing to say, and nobody to say it to.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
     if isinstance(error, LowtriError):
         _say(str(error))
@@ -104,6 +113,9 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror or error}")
         return 2
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        _say(f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere")
+        return 2
     # str(error) may be pages long (torch prints C++ frames): its first line says what happened.
     first_line = (str(error).strip() or "no message").splitlines()[0]
     _say(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
@@ -111,7 +123,20 @@ def _answer(error: BaseException) -> int:
 
 
 def _say(message: str) -> None:
-    print(f"lowtri: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full stderr: the exit code says it alone
+        print(f"lowtri: {message}", file=sys.stderr, flush=True)
+    _emptied(sys.stderr)
+
+
+def _emptied(stream: TextIO) -> OSError | None:
+    """What a full disk, or a reader that went away, does not take goes to the null device, or the interpreter would complain
+    about it at its own end."""
+    try:
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None
 
 
 def _survive_narrow_encodings() -> None:

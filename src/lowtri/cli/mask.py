@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, note, print_json
+from lowtri.cli.options import Json, note, print_json, writable
 
 _MOST = 10_000_000  # positions: beyond it the counting takes minutes
 _MOST_CELLS = 64  # positions each way up to which --json holds the table
@@ -31,7 +31,8 @@ def command(
         int | None, typer.Option("--head", min=0, help="Only this head, where the mask differs by head.")
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option("--svg", "--out", metavar="FILE", help="Write the picture there as SVG, too.")
+        Path | None,
+        typer.Option("--svg", "--out", metavar="FILE", help="Write the picture there as SVG, too.", callback=writable),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Json", "MaskText", "Out", "Seed", "Threads", "note", "print_json", "use_threads"]
+__all__ = ["Json", "MaskText", "Out", "Seed", "Threads", "many", "note", "print_json", "use_threads", "writable"]
+
+
+def writable(path: Path | None) -> Path | None:
+    """The callback of every option that names a file to write: what cannot be is said before the work, not after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder. Fix: the name of a file in it")
+    return path
+
 
 MaskText = Annotated[
     str, typer.Option("--mask", metavar="TEXT", help='Who may see whom, as text: "causal", "causal & window(64)", ...')
@@ -22,7 +32,10 @@ Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads to compute with.", show_default="torch's own choice")
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="PATH", help="Where to write. A file is replaced whole or not at all.")
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Where to write; an old file is replaced whole or not at all.", callback=writable
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -30,6 +43,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 def note(message: str) -> None:
     """A line for the person who watches; the result stays alone on stdout."""
     print(message, file=sys.stderr, flush=True)
+
+
+def many(n: int, thing: str) -> str:
+    """A number of things in words.
+
+    >>> many(1, "token"), many(2000, "token")
+    ('1 token', '2,000 tokens')
+    """
+    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
 def print_json(result: Any) -> None:

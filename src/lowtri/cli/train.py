@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, MaskText, Seed, Threads, note, print_json, use_threads
+from lowtri.cli.options import Json, MaskText, Seed, Threads, many, note, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.run import Outcome
@@ -131,7 +131,7 @@ def _line(step: Step) -> str:
 def _report(outcome: Outcome, json: bool) -> None:
     history = outcome.history
     recent = history.losses[-50:]
-    result = {
+    result: dict[str, Any] = {
         "out": str(outcome.folder),
         "parameters": outcome.parameters,
         "tokens": outcome.tokens,
@@ -145,6 +145,9 @@ def _report(outcome: Outcome, json: bool) -> None:
         return
     held_out = f"{result['held_out_loss']:.4f} on held-out rows" if history.validations else "no rows held out"
     print(
-        f"{outcome.folder}: {outcome.parameters:,} parameters, {result['steps']} steps, {outcome.tokens:,} tokens of text"
+        f"{outcome.folder}: {outcome.parameters:,} parameters, {many(result['steps'], 'step')}, "
+        f"{many(outcome.tokens, 'token')} of text"
     )
-    print(f"loss {result['loss']:.4f} (last {len(recent)} steps), {held_out}; {result['tokens_per_second']:,} tokens/s")
+    print(
+        f"loss {result['loss']:.4f} (last {many(len(recent), 'step')}), {held_out}; {result['tokens_per_second']:,} tokens/s"
+    )

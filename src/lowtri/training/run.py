@@ -122,7 +122,7 @@ def run(
     documents = read_files(plan.files) if plan.files else python_text(note)
     tokenizer = load_tokenizer(folder) if standing is not None else None
     if tokenizer is None:
-        note(f"learning {plan.vocabulary} tokens from {len(documents)} documents")
+        note(f"learning {plan.vocabulary} tokens from {len(documents)} document{'s' * (len(documents) != 1)}")
         tokenizer = learn((document.text for document in documents), plan.vocabulary)
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
     corpus.require(plan.recipe.context)
