@@ -7,6 +7,7 @@ in float64 must agree with it to rounding, and in float32 be as near to it as tr
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,32 @@ def test_shards_are_put_together(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(DataError, match="has no weight_map, which says in which file each weight stands"):
         Decoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "parts/../../{}", "..\\{}", "C:{}", "", ".", 3])
+def test_an_index_names_no_file_outside_of_its_folder(folders: Any, tmp_path: Path, name: str | int) -> None:
+    _, folder = folders("qwen2")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    shutil.copy(folder / "model.safetensors", tmp_path / "all.safetensors")
+    shutil.copy(folder / "config.json", inside)
+    part = name.format("all.safetensors", folder=tmp_path) if isinstance(name, str) else name
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": part}}))
+    words = re.escape(f"index.json names {part!r}, which is no file of its folder. Fix: weights from another source")
+    with pytest.raises(DataError, match=words):
+        Decoder.from_pretrained(inside)
+
+
+def test_an_index_may_name_a_folder_within(folders: Any, tmp_path: Path) -> None:
+    _, folder = folders("qwen2")
+    (tmp_path / "parts").mkdir()
+    shutil.copy(folder / "model.safetensors", tmp_path / "parts" / "all.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    named = json.dumps({"weight_map": {"lm_head.weight": "parts/all.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(named)
+    ids = ids_of(1, 10)
+    with torch.no_grad():
+        assert torch.equal(Decoder.from_pretrained(tmp_path)(ids), Decoder.from_pretrained(folder)(ids))
 
 
 def test_gpt2_files_of_old_are_read(folders: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,11 +203,19 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
         listed = read_json(index)
         if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
             raise DataError(f"{index} has no weight_map, which says in which file each weight stands")
-        parts = sorted(set(listed["weight_map"].values()))
+        parts = sorted({_inside(part, index) for part in listed["weight_map"].values()})
         tensors = {name: tensor for part in parts for name, tensor in _read_file(folder / part).items()}
     if not tensors:
         raise DataError(f"{whole} has no weights in it")
     return tensors
+
+
+def _inside(part: Any, index: Path) -> str:
+    """A file that an index names. A folder from elsewhere must not choose what else is read on this machine."""
+    named = PureWindowsPath(part if isinstance(part, str) else "")  # knows slashes of both kinds, and drives
+    if not named.parts or named.anchor or ".." in named.parts:
+        raise DataError(f"{index} names {part!r}, which is no file of its folder. Fix: weights from another source")
+    return str(part)
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
