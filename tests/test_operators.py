@@ -37,6 +37,10 @@ CASES: dict[str, Callable[..., Any]] = {
         attention(q, k, v, (causal() - window(3)) | first(2))
         + attention(q, k, v, heads([causal(), full(), window(3), first(3)]))
     ),
+    "texts read inside": lambda q, k, v, ids, bias, sinks: (
+        attention(q, k, v, heads(["causal", "full", window(3), "causal & documents(lengths=[9, 31])"]))
+        + attention(q, k, v, lowtri.mask("window(5)") & keys(ids > 0))
+    ),
     "masks of tensors": lambda q, k, v, ids, bias, sinks: (
         attention(q, k, v, causal() & documents(ids), engine="cpu")
         + attention(q, k, v, causal() & keys(ids > 0))
@@ -251,6 +255,23 @@ def test_wrong_arguments_are_told_as_outside() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported) as told:
         compiled(lambda q, k, v, n: attention(q, k, v, documents(lengths=n)))(*x, torch.tensor([20, 20]))
     assert "where it cannot be looked into" in str(told.value) + str(told.value.__cause__)
+
+
+@pytest.mark.parametrize("make", [lowtri.mask, lambda text: heads(["causal", text])])
+def test_a_text_that_cannot_be_read_is_told_while_the_program_is_traced(make: Any) -> None:
+    with pytest.raises(Exception, match="MaskError: mask: there is no mask 'casual'"):
+        compiled(lambda q, k, v: attention(q, k, v, make("causal & casual")))(*inputs())
+
+
+def test_a_text_is_read_anew_for_each_program() -> None:
+    """What a traced text leaves behind is a mask like any other, and another text finds another."""
+    q, k, v = inputs()
+    for text in ("window(2)", "window(3)", "window(2)", "causal & documents(lengths=[10, 30])"):
+
+        def fn(q: Any, k: Any, v: Any, text: str = text) -> Any:
+            return attention(q, k, v, lowtri.mask(text))
+
+        assert torch.equal(compiled(fn, "eager")(q, k, v), fn(q, k, v)), text
 
 
 def test_gradients_of_gradients_are_refused() -> None:

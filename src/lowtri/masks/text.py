@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -54,6 +55,9 @@ def mask(text: str | Mask) -> Mask:
         raise MaskError(
             f"mask: a text is expected, but {type(text).__name__} came. Fix: lowtri.table(bools) for a table."
         )
+    if _is_traced():
+        found: Mask = getattr(_READ, _read_apart(text))
+        return found
     return _parsed(text) if "[" in text else _formula(text)
 
 
@@ -72,6 +76,30 @@ def _parsed(text: str) -> Mask:
         if isinstance(error, MaskError):
             raise
         raise MaskError(f"mask: {_short(text)} cannot be read. Fix: write e.g. 'causal & window(256)'.") from None
+
+
+class _Read:
+    """Masks of texts that stand in programs which torch.compile traced, an attribute for each."""
+
+
+_READ = _Read()
+
+
+def _read_apart(text: str) -> str:
+    """Read a text, and say under which name the mask lies in ``_READ``."""
+    name = "_" + text.encode(errors="surrogatepass").hex()
+    setattr(_READ, name, _parsed(text))
+    return name
+
+
+# torch.compile follows ordinary Python, but not the parser: it calls what is marked so, takes the string that comes for a
+# constant, and then finds an ordinary object. torch has a decorator that does no more, but masks come without torch.
+_read_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_traced() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 _formula = lru_cache(64)(_parsed)  # a text without lists holds no arrays: small enough to keep
