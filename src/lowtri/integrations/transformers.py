@@ -10,7 +10,8 @@
 transformers asks two things of an attention implementation: to make the mask of a forward from a mask function
 (:mod:`~lowtri.integrations.transformers_masks`), and to attend under it in every layer
 (:mod:`~lowtri.integrations.transformers_attend`). Between the two the mask travels as a tensor that holds no table
-(:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read by :mod:`~lowtri.integrations.transformers_given`.
+(:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read by :mod:`~lowtri.integrations.transformers_given`,
+and in programs of torch.compile and torch.export :mod:`~lowtri.integrations.transformers_traced` attends.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import inspect
 from functools import partial
 from typing import Any
 
-import torch
-
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_attend import attend
+from lowtri.integrations.transformers_traced import attend_or_trace
 
 __all__ = ["attend", "register", "switch"]
 
@@ -64,7 +64,7 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
         raise EngineError(
             "register: this transformers makes masks in another way than lowtri was written for. Fix: pip install -U transformers."
         )
-    AttentionInterface.register(name, torch.compiler.disable(partial(attend, engine=engine)))
+    AttentionInterface.register(name, partial(attend_or_trace, engine=engine))
     AttentionMaskInterface.register(name, make_mask)
 
 

@@ -14,7 +14,7 @@ from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_seen import Seen
 from lowtri.masks.atoms import causal, full
 
-__all__ = ["attend"]
+__all__ = ["after", "attend", "refuse", "wants_weights"]
 
 _log = logging.getLogger("lowtri.integrations.transformers")
 _said: set[str] = set()
@@ -61,7 +61,7 @@ def attend(
     Raises:
         CallError: for what cannot be expressed; nothing is left out in silence.
     """
-    _refuse(cache, others)
+    refuse(cache, others)
     if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
         query = query.expand(key.shape[0], *query.shape[1:])
     nq, nk = query.shape[-2], key.shape[-2]
@@ -78,7 +78,7 @@ def attend(
         seen, _ = given(chosen & seen_table(seen, query.device), nq, nk, query.dtype)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    weighted = _wants_weights(output_attentions)
+    weighted = wants_weights(output_attentions)
     if not weighted and seen.trimmed is not seen:
         cut = slice(seen.trimmed.k0 - seen.k0, seen.trimmed.k0 - seen.k0 + seen.trimmed.nk)
         key, value = key[..., cut, :], value[..., cut, :]
@@ -103,7 +103,7 @@ def attend(
         engine=engine,
         **seen.positions,
     )
-    output, weights = _after(found, weighted, sinks)
+    output, weights = after(found, weighted, sinks)
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -129,7 +129,7 @@ def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Te
     return (places if places.ndim > 1 else places[None]).expand(query.shape[0], -1)
 
 
-def _after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output and weights; a sink for each query takes its share afterwards, from the log-sum-exp."""
     if not weighted and sinks is None:
         return found, None
@@ -142,7 +142,7 @@ def _after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Te
     return output, weights
 
 
-def _wants_weights(output_attentions: bool | None) -> bool:
+def wants_weights(output_attentions: bool | None) -> bool:
     """Whether somebody asked for weights: the model said so, or transformers collects them from the layers."""
     if output_attentions is not None:
         return bool(output_attentions)
@@ -154,7 +154,8 @@ def _wants_weights(output_attentions: bool | None) -> bool:
     return collected is not None and any("attentions" in name for name in collected)
 
 
-def _refuse(cache: Any, others: dict[str, Any]) -> None:
+def refuse(cache: Any, others: dict[str, Any]) -> None:
+    """Refuse what would have to be left out."""
     if cache is not None:
         raise CallError(
             "transformers: a paged cache came (continuous batching), which lowtri's attention does not read.\n"

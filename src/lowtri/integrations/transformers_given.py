@@ -20,7 +20,7 @@ from lowtri.masks.atoms import causal, full, table
 from lowtri.masks.held import Held, Keys
 from lowtri.masks.mask import Mask
 
-__all__ = ["Given", "given"]
+__all__ = ["Given", "fitting", "given", "least"]
 
 
 class Given(NamedTuple):
@@ -54,7 +54,7 @@ def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
         if (mask.seen.nq, mask.seen.nk) == (nq, nk):
             return Given(mask.seen, None)
         mask = mask.written()
-    shape = _shape(mask, nq, nk)
+    shape = fitting(mask, nq, nk)
     key = (mask._version, nq, nk, dtype)
     known = _read.get(mask)
     if known is None or known[0] != key:
@@ -63,7 +63,8 @@ def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
     return Given(seen, None if plain and not mask.requires_grad else mask.reshape(shape))
 
 
-def _shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
+def fitting(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
+    """The mask's shape in four dimensions."""
     shape = (*(1,) * (4 - mask.ndim), *mask.shape)
     if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
         raise CallError(
@@ -82,9 +83,13 @@ def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[Seen, boo
     """Who sees whom, and whether that is all that the tensor says."""
     if mask.dtype == torch.bool:
         return _placed(mask, nq, nk), True
-    # The least number of either dtype hides: a table of float32 may have been made for half types.
-    hidden = mask <= max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+    hidden = mask <= least(mask.dtype, dtype)
     return _placed(~hidden, nq, nk), bool(((mask == 0) | hidden).all())
+
+
+def least(of_mask: torch.dtype, of_queries: torch.dtype) -> float:
+    """The greatest number that hides: the least of either dtype, since a table of float32 may have been made for half types."""
+    return max(torch.finfo(of_mask).min, torch.finfo(of_queries).min)
 
 
 def _placed(visible: Tensor, nq: int, nk: int) -> Seen:

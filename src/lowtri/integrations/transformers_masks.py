@@ -20,6 +20,7 @@ from torch import Tensor
 from lowtri.errors import MaskError
 from lowtri.integrations.transformers_asked import Asked, Moved, Shifted
 from lowtri.integrations.transformers_seen import Seen, SeenTensor
+from lowtri.integrations.transformers_traced import goes_without_saying
 from lowtri.masks.atoms import band, causal, chunks, full
 from lowtri.masks.formulas import Band
 from lowtri.masks.held import Documents, Held, Keys
@@ -44,8 +45,10 @@ def make_mask(
     dtype: torch.dtype = torch.float32,
     config: Any = None,
     **options: Any,
-) -> Tensor:
+) -> Tensor | None:
     """What transformers' mask interface asks for: who sees whom, as a tensor (B, 1, Nq, Nk) that holds no table.
+
+    While torch.compile or torch.export traces it is the table, or None where the layers know without being told.
 
     Args:
         batch_size, q_length, kv_length: B, Nq and Nk.
@@ -58,13 +61,15 @@ def make_mask(
         options: when a mask may be left out: here it never is.
     """
     numbers = getattr(config, "model_type", None) in _WANT_NUMBERS
-    if numbers or torch.compiler.is_compiling():  # a graph cannot hold a mask either: it holds the table
+    if numbers or torch.compiler.is_compiling():  # a program cannot hold a mask either: it holds the table
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
         make: Any = partial(eager_mask, dtype=dtype) if numbers else partial(sdpa_mask, allow_is_causal_skip=False)
         function = causal_mask_function if mask_function is None else mask_function
-        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        return make(*sizes, function, attention_mask, use_vmap=use_vmap, device=device)
+        sizes = (q_length, kv_length, q_offset, kv_offset)
+        if not numbers and function is causal_mask_function and attention_mask is None and goes_without_saying(*sizes):
+            return None
+        return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
     mask = causal() if mask_function is None else read_function(mask_function, batch_size, use_vmap, str(device))
     if attention_mask is not None:

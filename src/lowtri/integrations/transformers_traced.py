@@ -1,0 +1,131 @@
+"""The attention of a transformers model in a program that torch.compile or torch.export writes down.
+
+Such a program can neither hold a mask without a table nor look at values. So there the mask is nothing at all, where it is
+causal and nobody is padding, or else the table of pairs as a tensor; and a layer's attention is one operator,
+``lowtri::attention``. What that operator does not do runs outside of the program where the compiler leaves room for it, and
+raises where it does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtri.engines.attend import attention
+from lowtri.errors import CallError
+from lowtri.integrations.transformers_attend import after, attend, refuse, wants_weights
+from lowtri.integrations.transformers_given import fitting, least
+from lowtri.integrations.transformers_seen import SeenTensor
+from lowtri.masks.atoms import table
+from lowtri.masks.mask import Mask
+
+__all__ = ["attend_or_trace", "goes_without_saying"]
+
+
+def goes_without_saying(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
+    """Whether a causal mask is what a layer takes for granted without any: from the first place on, or for the newest alone.
+
+    Sizes may be symbols, but a tensor (the place in a static cache) holds its number back.
+    """
+    if any(isinstance(place, Tensor) for place in (q_offset, kv_offset)) or kv_offset != 0:
+        return False
+    return bool(kv_length == q_length + q_offset and (q_offset == 0 or q_length == 1))
+
+
+def attend_or_trace(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls in every layer: :func:`~lowtri.integrations.transformers_attend.attend`, or its traced twin.
+
+    Raises:
+        CallError: while torch.export traces, for what the program cannot hold.
+    """
+    arguments = (module, query, key, value, attention_mask, dropout, scaling)
+    if not torch.compiler.is_compiling():
+        return attend(*arguments, **options)
+    refuse(options.pop("cache", None), options)
+    by_query = options.get("indices") is not None or options.get("block_indices") is not None
+    weighted = wants_weights(options.get("output_attentions"))
+    if not (dropout or by_query or weighted or isinstance(attention_mask, SeenTensor)):
+        return _traced(*arguments, **options)
+    if torch.compiler.is_dynamo_compiling():
+        return _outside(*arguments, **options)
+    raise CallError(
+        f"transformers: lowtri's attention with {_NO_OPERATOR} is no operator that an exported program could hold.\n"
+        'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
+    )
+
+
+_NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
+_REASON = {"reason": f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"}
+_SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
+_outside: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _SAYS else {}))
+
+
+def _traced(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    engine: str = "auto",
+    **others: Any,
+) -> tuple[Tensor, None]:
+    if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
+        query = query.expand(key.shape[0], *query.shape[1:])
+    nq, nk = query.shape[-2], key.shape[-2]
+    mask: Mask | str
+    bias = position_bias
+    if attention_mask is None:
+        goes_on = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = "causal" if goes_on and nq > 1 else "full"
+    else:
+        shown, added = _table(attention_mask, query, nq, nk)
+        mask = table(shown)
+        if added is not None:
+            bias = added if bias is None else bias + added
+    # No mask means causal from the top left; a table has its first query there where there are more queries than keys.
+    top_left = nq > nk or (attention_mask is None and nq != nk)
+    found = attention(
+        query,
+        key,
+        value,
+        mask,
+        scale=scaling,
+        softcap=softcap,
+        bias=bias,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+        q_positions=torch.arange(nq, device=query.device) if top_left else None,
+        return_lse=sinks is not None,
+        engine=engine,
+    )
+    output, _ = after(found, False, sinks)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _table(mask: Tensor, query: Tensor, nq: int, nk: int) -> tuple[Tensor, Tensor | None]:
+    """Who sees whom, (Nq, Nk) or with (B,) or (B, H) in front, and what is added to the scores, four dimensions or None."""
+    mask = mask.reshape(fitting(mask, nq, nk))
+    shown = mask if mask.dtype == torch.bool else mask > least(mask.dtype, query.dtype)
+    shown = shown.expand(*shown.shape[:2], nq, nk)
+    if shown.shape[1] == 1:
+        shown = shown[0, 0] if shown.shape[0] == 1 else shown[:, 0]
+    return shown, None if mask.dtype == torch.bool else mask
