@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -289,6 +290,26 @@ def test_packed_and_unpacked_a_mask_is_the_same(case: Case) -> None:
     assert (text is None) == ("where(" in repr(case.mask))
     if text is not None:
         assert unpack(text, arrays) == case.mask and unpack(text, arrays) is unpack(text, [a.copy() for a in arrays])
+
+
+def test_unpacking_in_turns_mixes_nothing_up() -> None:
+    """The last masks are known again by their content, which may have changed in place."""
+    ids = np.array([0, 0, 1, 1])
+    turns = [("documents(_0)", ids), ("documents(_0)", 1 - ids), ("causal & documents(_0)", ids), ("keys(_0)", ids > 0)]
+    for text, array in turns * 2:
+        assert unpack(text, [array]) == unpack(text, [array.copy()]) == read(text, array)
+    before = unpack("documents(_0)", [ids])
+    ids[0] = 7
+    assert unpack("documents(_0)", [ids]) == documents(ids) != before
+    with pytest.raises(MaskError, match="it takes bools"):
+        unpack("keys(_0)", [(ids > 0).astype(int)])
+    with pytest.raises(MaskError, match="is not what pack writes"):
+        unpack("documents(_0, _1)", [ids])
+
+
+def read(text: str, array: Any) -> Any:
+    made = keys(array) if "keys" in text else documents(array)
+    return causal() & made if "causal" in text else made
 
 
 def test_packed_masks_in_words() -> None:
