@@ -33,7 +33,8 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "integrations",
     "cli",
 ]
-IN_MASKS = ["mask", "joins", "formulas", "held", "atoms", "text", "packed", "plan", "panels", "svg", "draw"]
+IN_MASKS = ["mask", "joins", "formulas", "held", "arguments", "atoms", "holders", "text", "packed"]
+IN_MASKS += ["plan", "panels", "svg", "draw"]
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

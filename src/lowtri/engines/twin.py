@@ -9,7 +9,8 @@ import numpy as np
 
 from lowtri.engines.attend import attention
 from lowtri.errors import CallError
-from lowtri.masks.atoms import causal, full, table
+from lowtri.masks.atoms import causal, full
+from lowtri.masks.holders import table
 from lowtri.masks.mask import Mask
 
 __all__ = ["scaled_dot_product_attention"]

@@ -16,8 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_seen import Seen, SeenTensor
-from lowtri.masks.atoms import causal, full, table
+from lowtri.masks.atoms import causal, full
 from lowtri.masks.held import Held, Keys
+from lowtri.masks.holders import table
 from lowtri.masks.mask import Mask
 
 __all__ = ["Given", "fitting", "given", "least"]

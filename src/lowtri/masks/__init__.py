@@ -1,31 +1,22 @@
 """Who may see whom: formulas over positions, and what follows from them. NumPy only.
 
-mask      Mask: the call, the three-answer tile question, & | ~ -, dense and additive tables
-formulas  causal, window, first, ...: one short formula each
-held      documents, keys, table, where, heads: what holds an array, a function, other masks
-atoms     the public doors to both
-text      a mask from text, and back
-plan      what kernels read: runs of tiles, and the bits of the partial ones
-panels    what a picture shows, before it is text or SVG
-svg       the picture as a file
-draw      the picture as text
+mask       Mask: the call, the three-answer tile question, & | ~ -, dense and additive tables
+joins      masks joined: the minimum, the maximum and the opposite of answers
+formulas   causal, window, first, ...: one short formula each
+held       documents, keys, table, where, heads: what holds an array, a function, other masks
+arguments  what the public doors take, checked
+atoms      the public doors to the formulas
+holders    the public doors to what is held
+text       a mask from text, and back
+packed     a mask as a text and its arrays, for programs
+plan       what kernels read: runs of tiles, and the bits of the partial ones
+panels     what a picture shows, before it is text or SVG
+svg        the picture as a file
+draw       the picture as text
 """
 
-from lowtri.masks.atoms import (
-    band,
-    causal,
-    chunks,
-    documents,
-    first,
-    full,
-    heads,
-    hidden,
-    keys,
-    strided,
-    table,
-    where,
-    window,
-)
+from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
+from lowtri.masks.holders import documents, heads, hidden, keys, table, where
 from lowtri.masks.mask import EMPTY, END, FULL, PARTIAL, Mask, Tile
 from lowtri.masks.text import as_mask, mask
 

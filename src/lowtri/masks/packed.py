@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import MaskError
-from lowtri.masks.atoms import documents, keys, table
 from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
 from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table
+from lowtri.masks.holders import documents, keys, table
 from lowtri.masks.joins import And, Join, Not
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import mask, read

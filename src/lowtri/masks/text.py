@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from lowtri.errors import MaskError
-from lowtri.masks import atoms
+from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
+from lowtri.masks.holders import documents, heads, keys
 from lowtri.masks.mask import Mask
 
 __all__ = ["as_mask", "mask", "read"]
@@ -23,8 +24,7 @@ LONGEST = 65_536  # characters: enough for the lengths of ten thousand documents
 DEEPEST = 100  # nested operators
 
 _ATOMS: dict[str, Callable[..., Mask]] = {
-    name: getattr(atoms, name)
-    for name in ("full", "causal", "window", "band", "first", "documents", "chunks", "strided", "keys", "heads")
+    make.__name__: make for make in (full, causal, window, band, first, documents, chunks, strided, keys, heads)
 }
 _ARRAYS = ("table", "hidden", "where")
 _JOINS: dict[type[ast.operator], Callable[[Mask, Mask], Mask]] = {

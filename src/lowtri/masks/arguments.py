@@ -1,0 +1,79 @@
+"""What the doors to masks take, checked: whole numbers, integers and bools; and what they say when something else comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import MaskError
+from lowtri.masks.held import is_traced
+from lowtri.masks.mask import END
+
+__all__ = ["bool_array", "integer_array", "whole_number"]
+
+
+def whole_number(mask: str, name: str, value: Any, least: int) -> int:
+    """A number of tokens."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise MaskError(f"{mask}: {name} is {value!r}, but it counts tokens: a whole number, at least {least}.")
+    if not least <= value <= END:
+        raise MaskError(f"{mask}: {name} is {value}, but it must lie in {least} .. END (2**62).")
+    return int(value)
+
+
+def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
+    """Integers of one of these ranks, from lists, arrays or tensors."""
+    if is_traced(value):
+        return _traced(mask, name, value, ranks)
+    array = _array(value)
+    if array.size == 0:
+        raise MaskError(f"{mask}: {name} is empty.")
+    if array.dtype.kind not in "iu" or array.ndim not in ranks:
+        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
+    return array.astype(np.int64)
+
+
+def bool_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Bools of one of these ranks. Numbers are refused: nobody can say which way round they are."""
+    if is_traced(value):
+        return _traced(mask, name, value, ranks)
+    array = _array(value)
+    if array.size == 0:
+        raise MaskError(f"{mask}: {name} is empty.")
+    if array.dtype != bool or array.ndim not in ranks:
+        fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
+        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
+    return array
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """NumPy's view of lists, arrays and torch tensors (on any device)."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError:  # rows of different lengths
+        return np.asarray(None)
+
+
+def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:
+    """A tensor whose numbers come when the program runs; they are checked then."""
+    if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in ranks:
+        raise MaskError(
+            f"{mask}: {name} is a tensor of a program that is being traced, where it cannot be looked into. "
+            "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
+        )
+    return value
+
+
+def _came(array: NDArray[Any]) -> str:
+    return "no array" if array.dtype == object else f"{array.dtype} {array.shape}"
+
+
+def _shapes(ranks: tuple[int, ...]) -> str:
+    names = {1: "(N,)", 2: "(B, N)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
+    if ranks[0] == 2:
+        names[2] = "(Nq, Nk)"
+    return " or ".join(names[rank] for rank in ranks)
