@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.kernels.passes import QUERIES
-from lowtri.kernels.product import product, product_pairs
+from lowtri.kernels.product import product
 from lowtri.kernels.simd import add, fetch_add, load, splat, store
 from lowtri.kernels.target import BF16
 from lowtri.kernels.workers import run_team
@@ -35,7 +35,7 @@ def _multiplying(descriptor: Any) -> None:
     t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
-        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
+        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH, QUERIES, None)
 
 
 def _multiplying_pairs(descriptor: Any) -> None:
@@ -43,7 +43,7 @@ def _multiplying_pairs(descriptor: Any) -> None:
     t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
-        product_pairs(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH)
+        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH, QUERIES, 1)
 
 
 def _reading(descriptor: Any) -> None:

@@ -55,7 +55,7 @@ def is_decoding(q: Any, k: Any, v: Any) -> bool:
     if dtype_name(q.dtype) == "float64":
         return False
     whole = 32 if _is_half(q) else 16
-    if q.shape[2] >= FEW_QUERIES or q.shape[3] % whole or v.shape[3] % 16:
+    if q.shape[2] >= FEW_QUERIES or q.shape[3] % whole or v.shape[3] % whole:
         return False
     return bool(
         k.strides[3] == v.strides[3] == k.itemsize if isinstance(k, np.ndarray) else k.stride(3) == v.stride(3) == 1
@@ -84,7 +84,7 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
     else:
         fields["lse"] = address(lse)
     code = kernel.decode_half if _is_half(q) else kernel.decode
-    _launch(code, kernel.FIELDS, fields, kernel.room(stacked, dv), threads, scratch, zeros="joined")
+    _launch(code, kernel.FIELDS, fields, kernel.room(stacked, q.shape[3], dv), threads, scratch, zeros="joined")
     return output, lse
 
 

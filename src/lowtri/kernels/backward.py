@@ -35,16 +35,17 @@ from lowtri.kernels.passes import (
     cap,
     fill,
     halve_rows,
+    in_words,
     mix_broken,
     pair_rows,
     pair_values,
-    shown,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import product, product_add, product_pairs, product_pairs_add
-from lowtri.kernels.simd import bits_float, fetch_add, read, read_int32, read_int64, write
+from lowtri.kernels.product import product, product_add
+from lowtri.kernels.simd import bits_float, fetch_add, read, read_int32, write
+from lowtri.kernels.walk import tiles
 
 __all__ = ["FIELDS", "backward", "backward_half", "padded", "room"]
 
@@ -113,12 +114,13 @@ def backward_tile(t, here, part, b, h, r, half):
     from_do = t[DO] + wide * (b * t[DO_B] + h * t[DO_H] + r * QUERIES * t[DO_N])
     finite = rows_in(from_q, t[Q_N], t[Q_D], n, d, t[LSE] + 4 * line, q_rows, d_row, half)
     finite = rows_in(from_do, t[DO_N], t[DO_D], n, dv, t[LSE] + 4 * line, do_rows, dv_row, half) and finite
+    d_words, dv_words = in_words(d, dv, half)
     if half is None:
         turn_in(q_rows, d_row, 1, n, d, queries)
         turn_in(do_rows, dv_row, 1, n, dv, d_out)
     else:
-        turn_in(from_q, t[Q_N] // 2, 1, n, d // 2, queries)
-        turn_in(from_do, t[DO_N] // 2, 1, n, dv // 2, d_out)
+        turn_in(from_q, t[Q_N] // 2, 1, n, d_words, queries)
+        turn_in(from_do, t[DO_N] // 2, 1, n, dv_words, d_out)
         pair_rows(q_rows, n, d, q_pairs)
         pair_rows(do_rows, n, dv, do_pairs)
         fill(zeros, d, np.float32(0.0))
@@ -133,73 +135,60 @@ def backward_tile(t, here, part, b, h, r, half):
     head_row = ((part * t[BATCH] + b) * (t[HEADS] // t[GROUP]) + kv) * nk
     sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
     row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
-    for run in range(read_int64(row), read_int64(row + 8)):
-        at = t[RUNS] + 16 * run
-        first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
-        for tile in range(first, last):
-            most = min(KEYS, nk - tile * KEYS)
-            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
-            keys, key0 = end - begin, tile * KEYS + begin
-            k_n, k_d = t[K_N], t[K_D]
-            from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
-            from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-            if half is None:
-                product(from_k, k_n, k_d, queries, scores, keys, d)
-                product(from_v, t[V_N], t[V_D], d_out, moves, keys, dv)
-            else:
-                product_pairs(from_k, k_n // 2, 1, queries, scores, keys, d // 2)
-                product_pairs(from_v, t[V_N] // 2, 1, d_out, moves, keys, dv // 2)
-            unit = scale * LOG2E
-            if softcap > 0 or t[BIAS]:  # these work on scaled scores
-                times(scores, QUERIES * keys, unit)
-                unit = np.float32(1.0)
-            if softcap > 0:
-                cap(scores, keys, softcap)
-                keep_slope(scores, slopes, keys, softcap)
-            if t[BIAS]:
-                start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
-                add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
-            weigh(scores, moves, unit, words, keys, lse, delta)
-            if t[DBIAS]:
-                start = (
-                    part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
-                )
-                bias_out(moves, t[DBIAS] + 4 * start, t[DBIAS_Q], t[DBIAS_K], n, keys)
-            if softcap > 0:
-                times_slope(moves, slopes, words, keys)
-            to_dk = t[DK] + 4 * (head_row + key0) * d_row
-            to_dv = t[DVALUE] + 4 * (head_row + key0) * dv_row
-            some_q, some_do = q_rows, do_rows
+    for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
+        k_n, k_d = t[K_N], t[K_D]
+        from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
+        from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
+        key_step, value_step = in_words(k_n, t[V_N], half)
+        product(from_k, key_step, k_d, queries, scores, keys, d_words, QUERIES, half)
+        product(from_v, value_step, t[V_D], d_out, moves, keys, dv_words, QUERIES, half)
+        unit = scale * LOG2E
+        if softcap > 0 or t[BIAS]:  # these work on scaled scores
+            times(scores, QUERIES * keys, unit)
+            unit = np.float32(1.0)
+        if softcap > 0:
+            cap(scores, keys, softcap)
+            keep_slope(scores, slopes, keys, softcap)
+        if t[BIAS]:
+            start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
+            add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
+        weigh(scores, moves, unit, words, keys, lse, delta)
+        if t[DBIAS]:
+            start = part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
+            bias_out(moves, t[DBIAS] + 4 * start, t[DBIAS_Q], t[DBIAS_K], n, keys)
+        if softcap > 0:
+            times_slope(moves, slopes, words, keys)
+        to_dk = t[DK] + 4 * (head_row + key0) * d_row
+        to_dv = t[DVALUE] + 4 * (head_row + key0) * dv_row
+        some_q, some_do = q_rows, do_rows
+        if half is not None:
+            some_q, some_do = q_pairs, do_pairs
+        if words != 0 and not (finite and keys_finite(from_k, k_n, k_d, keys, d, half)):
+            # A row of Q, dO or K is not finite, and some pairs are hidden: it reaches those that see it, row by row.
+            spread_broken(scores, words, keys, do_rows, n, dv_row, to_dv)
+            spread_broken(moves, words, keys, q_rows, n, d_row, to_dk)
+            clean_rows(q_rows, n, d_row, clean_q)
+            clean_rows(do_rows, n, dv_row, clean_do)
+            mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_k, half)
+            some_q, some_do = clean_q, clean_do
             if half is not None:
-                some_q, some_do = q_pairs, do_pairs
-            broken = words != 0 and not (finite and keys_finite(from_k, k_n, k_d, keys, d, half))
-            if (
-                broken
-            ):  # a row of Q, dO or K is not finite, and some pairs are hidden: it reaches those that see it, row by row
-                spread_broken(scores, words, keys, do_rows, n, dv_row, to_dv)
-                spread_broken(moves, words, keys, q_rows, n, d_row, to_dk)
-                clean_rows(q_rows, n, d_row, clean_q)
-                clean_rows(do_rows, n, dv_row, clean_do)
-                mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_k, half)
-                some_q, some_do = clean_q, clean_do
-                if half is not None:
-                    pair_rows(clean_q, n, d, clean_q)
-                    pair_rows(clean_do, n, dv, clean_do)
-                    pair_rows(clean_k, keys, d, clean_k)
-                from_k, k_n, k_d = clean_k, d, 1
-            elif half is not None:
-                pair_values(from_k, k_n, keys, d, zeros, clean_k, 0)
-            if half is None:
-                product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, n, dv_row)
-                product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, n, d_row)
-                product_add(from_k, k_d, k_n, moves, QUERIES, dq, QUERIES, d, keys, QUERIES)
-            else:
-                pair_rows(moves, keys, QUERIES, slopes)
-                halve_rows(scores, keys)
-                halve_rows(moves, keys)
-                product_pairs_add(scores, QUERIES, 1, some_do, dv, to_dv, dv, keys, (n + 1) // 2, dv)
-                product_pairs_add(moves, QUERIES, 1, some_q, d, to_dk, d, keys, (n + 1) // 2, d)
-                product_pairs_add(clean_k, 1, d, slopes, QUERIES, dq, QUERIES, d, (keys + 1) // 2, QUERIES)
+                pair_rows(clean_q, n, d, clean_q)
+                pair_rows(clean_do, n, dv, clean_do)
+                pair_rows(clean_k, keys, d, clean_k)
+            from_k, k_n, k_d = clean_k, d, 1
+        elif half is not None:
+            pair_values(from_k, k_n, keys, d, zeros, clean_k)
+            from_k, k_n, k_d = clean_k, d, 1
+        key_moves = moves
+        if half is not None:
+            key_moves = slopes  # their room: softcap is done with
+            pair_rows(moves, keys, QUERIES, key_moves)
+            halve_rows(scores, keys)
+            halve_rows(moves, keys)
+        some_n, some_keys = in_words(n, keys, half)
+        product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, some_n, dv_row, half)
+        product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, some_n, d_row, half)
+        product_add(from_k, k_d, k_n, key_moves, QUERIES, dq, QUERIES, d, some_keys, QUERIES, half)
     times(dq, QUERIES * d, scale)
     turn_out(dq, n, d, t[DQ] + 4 * line * d, d)
 

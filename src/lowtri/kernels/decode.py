@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.exponent import exp2
+from lowtri.kernels.few import FOUR, dots, in_fours, mix
 from lowtri.kernels.halves import store_halves
 from lowtri.kernels.inner import inlined, inner
-from lowtri.kernels.lanes import dots, dots_of_four, dots_pairs, dots_pairs_of_four, greatest_lane, sum_lanes
+from lowtri.kernels.lanes import greatest_lane, sum_lanes
 from lowtri.kernels.passes import (
-    ALL,
     LN2,
     LOG2E,
     ROW,
@@ -26,12 +26,9 @@ from lowtri.kernels.passes import (
     halve,
     in_log2,
     number,
-    pair_values,
     times,
 )
-from lowtri.kernels.product import product_few, product_few_pairs
 from lowtri.kernels.simd import (
-    AHEAD,
     bits_float,
     fetch_add,
     fma,
@@ -45,6 +42,7 @@ from lowtri.kernels.simd import (
     store,
     write,
 )
+from lowtri.kernels.walk import ALL
 
 __all__ = ["FIELDS", "KEYS", "decode", "decode_half", "part_floats", "room"]
 
@@ -69,9 +67,9 @@ FIELDS = (
 # fmt: on
 
 
-def room(rows: int, dv: int) -> int:
-    """Bytes that one thread works in: scores and their pairs, and one block of value pairs."""
-    return 4 * rows * (KEYS + KEYS // 2) + 4 * (PORTION // 2 + 1) * dv
+def room(rows: int, d: int, dv: int) -> int:
+    """Bytes that one thread works in: scores and their pairs, a row of zeros, and queries in fours."""
+    return 4 * rows * (KEYS + KEYS // 2) + 4 * dv + 4 * -(-rows // FOUR) * FOUR * d
 
 
 def part_floats(rows: int, dv: int) -> int:
@@ -86,36 +84,19 @@ def sees(t, b, h, i, j):
 
 
 @inner
-def score_block(t, b, kv, key0, keys, scores, half):
+def score_block(t, b, kv, key0, keys, queries, scores, half):
     """Scores (rows, KEYS) of one block in units of log 2; -inf where hidden and past the end. Rows are (head of the group, query)."""
     group, nq, d = t[GROUP], t[NQ], t[D]
-    rows, size = group * nq, 4 if half is None else 2
-    hidden, scale, softcap = (
-        splat(np.float32(-np.inf)),
-        np.float32(bits_float(t[SCALE])) * LOG2E,
-        np.float32(bits_float(t[SOFTCAP])),
-    )
-    queries = t[Q] + size * (b * t[HEADS] + kv * group) * nq * d
+    rows, size, hidden = group * nq, 4 if half is None else 2, splat(np.float32(-np.inf))
+    scale, softcap = np.float32(bits_float(t[SCALE])) * LOG2E, np.float32(bits_float(t[SOFTCAP]))
     from_k = t[K] + size * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
     for j in range(0, keys, 16):
         last = min(keys - j, 16) - 1
         real = ALL >> np.uint64(63 - last)
         at = from_k + size * j * t[K_N]
-        row = 0
-        while row + 4 <= rows:
-            to = scores + 4 * (row * KEYS + j)
-            if half is None:
-                dots_of_four(at, 4 * t[K_N], last, queries + 4 * row * d, 4 * d, d // 16, to, 4 * KEYS)
-            else:
-                dots_pairs_of_four(at, 2 * t[K_N], last, queries + 2 * row * d, 2 * d, d // 32, to, 4 * KEYS)
-            row += 4
-        while row < rows:
-            to = scores + 4 * (row * KEYS + j)
-            if half is None:
-                dots(at, 4 * t[K_N], last, queries + 4 * row * d, 4 * d, d // 16, to, 4 * KEYS)
-            else:
-                dots_pairs(at, 2 * t[K_N], last, queries + 2 * row * d, 2 * d, d // 32, to, 4 * KEYS)
-            row += 1
+        for row in range(0, rows, FOUR):
+            to, others = scores + 4 * (row * KEYS + j), min(FOUR, rows - row) - 1
+            dots(at, size * t[K_N], last, queries + size * row * d, others, size * d // 64, to, 4 * KEYS, half)
         for row in range(rows):
             to = scores + 4 * (row * KEYS + j)
             store(to, only(real, np.uint64(0), mul(load(to), splat(scale)), hidden))
@@ -161,17 +142,15 @@ def weigh_block(scores, rows, m, l, output, dv):
 
 
 @inner
-def mix_block(weights, from_v, v_n, keys, rows, dv, output, pairs, values, zeros, half):
+def mix_block(weights, from_v, v_n, keys, rows, dv, output, pairs, zeros, half):
     """Output += weights x values, in portions that stay in the first cache while all the rows use them."""
     if half is not None:
         halve(weights, rows * KEYS, pairs)
+    size = 4 if half is None else 2
+    from_weights, step = (weights, 4 * KEYS) if half is None else (pairs, 2 * KEYS)
     for key in range(0, keys, PORTION):
-        some, at = min(PORTION, keys - key), from_v + (4 if half is None else 2) * key * v_n
-        if half is None:
-            product_few(weights + 4 * key, KEYS, at, v_n, output, rows, some, dv)
-        else:
-            pair_values(at, v_n, some, dv, zeros, values, AHEAD)
-            product_few_pairs(pairs + 2 * key, KEYS // 2, values, dv, output, rows, (some + 1) // 2, dv)
+        some = min(PORTION, keys - key)
+        mix(from_weights + size * key, step, rows, from_v + size * key * v_n, size * v_n, some, zeros, output, dv, half)
 
 
 @inner
@@ -193,8 +172,8 @@ def attend_part(t, here, b, kv, part, careful, half):
     rows, nk, dv, size = t[GROUP] * t[NQ], t[NK], t[DV], 4 if half is None else 2
     scores = here
     pairs = scores + 4 * rows * KEYS
-    values = pairs + 4 * rows * (KEYS // 2)
-    zeros = values + 4 * (PORTION // 2) * dv
+    zeros = pairs + 4 * rows * (KEYS // 2)
+    queries = zeros + 4 * dv
     lead = -(-2 * rows // 16) * 16
     m = t[RESULTS] + 4 * ((b * (t[HEADS] // t[GROUP]) + kv) * t[PARTS] + part) * (lead + rows * dv)
     l, output = m + 4 * rows, m + 4 * lead
@@ -203,17 +182,19 @@ def attend_part(t, here, b, kv, part, careful, half):
         write(l + 4 * row, np.float32(0.0))
     fill(output, rows * dv, np.float32(0.0))
     fill(zeros, dv, np.float32(0.0))
+    d = t[D]
+    in_fours(t[Q] + size * (b * t[HEADS] + kv * t[GROUP]) * t[NQ] * d, rows, size * d // 4, queries)
     blocks = -(-nk // KEYS)
     for block in range(blocks * part // t[PARTS], blocks * (part + 1) // t[PARTS]):
         key0 = block * KEYS
         keys = min(KEYS, nk - key0)
-        score_block(t, b, kv, key0, keys, scores, half)
+        score_block(t, b, kv, key0, keys, queries, scores, half)
         weigh_block(scores, rows, m, l, output, dv)
         from_v = t[V] + size * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
         if careful:
             add_seen(t, b, kv, key0, keys, from_v, scores, output, half)
         else:
-            mix_block(scores, from_v, t[V_N], keys, rows, dv, output, pairs, values, zeros, half)
+            mix_block(scores, from_v, t[V_N], keys, rows, dv, output, pairs, zeros, half)
     return output, rows * dv
 
 

@@ -15,9 +15,10 @@ from numba.extending import intrinsic
 from lowtri.kernels import forward as table
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.inner import inlined, inner
-from lowtri.kernels.passes import ALL, QUERIES, shown
+from lowtri.kernels.passes import QUERIES
 from lowtri.kernels.product import product_doubles_add
-from lowtri.kernels.simd import bits_float, fetch_add, read_int32, read_int64, read_word
+from lowtri.kernels.simd import bits_float, fetch_add, read_int32, read_word
+from lowtri.kernels.walk import ALL, tiles
 
 __all__ = [
     "LINE",
@@ -176,26 +177,20 @@ def attend_tile(t, here, b, h, r):
     fill(total, QUERIES, 1.0 if sink > NOTHING else 0.0)
     sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
     row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
-    for run in range(read_int64(row), read_int64(row + 8)):
-        at = t[RUNS] + 16 * run
-        first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
-        for tile in range(first, last):
-            most = min(KEYS, nk - tile * KEYS)
-            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
-            keys, key0 = end - begin, tile * KEYS + begin
-            from_k = t[K] + 8 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
-            from_v, v_n, v_d = t[V] + 8 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N]), t[V_N], t[V_D]
-            bias = 0
-            if t[BIAS]:
-                start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
-                bias = t[BIAS] + 8 * start
-            steps = (t[BIAS_Q], t[BIAS_K])
-            scores_of(from_k, t[K_N], t[K_D], queries, scores, keys, d, scale, softcap, bias, *steps, n, words, 0)
-            soften(scores, keys, shift, total, output, dv)
-            if words:
-                add_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean)
-                from_v, v_n, v_d = clean, dv, 1
-            product_doubles_add(from_v, v_d, v_n, scores, QUERIES, output, QUERIES, dv, keys, QUERIES)
+    for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
+        from_k = t[K] + 8 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
+        from_v, v_n, v_d = t[V] + 8 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N]), t[V_N], t[V_D]
+        bias = 0
+        if t[BIAS]:
+            start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
+            bias = t[BIAS] + 8 * start
+        steps = (t[BIAS_Q], t[BIAS_K])
+        scores_of(from_k, t[K_N], t[K_D], queries, scores, keys, d, scale, softcap, bias, *steps, n, words, 0)
+        soften(scores, keys, shift, total, output, dv)
+        if words:
+            add_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean)
+            from_v, v_n, v_d = clean, dv, 1
+        product_doubles_add(from_v, v_d, v_n, scores, QUERIES, output, QUERIES, dv, keys, QUERIES)
     to = numbers_at(t[O] + 8 * (b * t[O_B] + h * t[O_H] + r * QUERIES * t[O_N]))
     for i in range(n):
         whole = numbers_at(total)[i]

@@ -21,9 +21,10 @@ from lowtri.kernels.double import (
 )
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.inner import inlined, inner
-from lowtri.kernels.passes import QUERIES, shown
+from lowtri.kernels.passes import QUERIES
 from lowtri.kernels.product import product_doubles_add
-from lowtri.kernels.simd import bits_float, fetch_add, read_int32, read_int64
+from lowtri.kernels.simd import bits_float, fetch_add, read_int32
+from lowtri.kernels.walk import tiles
 
 __all__ = ["backward_double", "padded", "room"]
 
@@ -133,36 +134,30 @@ def backward_tile(t, here, part, b, h, r):
     head_row = ((part * t[BATCH] + b) * (t[HEADS] // t[GROUP]) + kv) * nk
     sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
     row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
-    for run in range(read_int64(row), read_int64(row + 8)):
-        at = t[RUNS] + 16 * run
-        first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
-        for tile in range(first, last):
-            most = min(KEYS, nk - tile * KEYS)
-            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
-            keys, key0 = end - begin, tile * KEYS + begin
-            from_k, k_n, k_d = t[K] + 8 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N]), t[K_N], t[K_D]
-            from_v = t[V] + 8 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-            bias, q_step, k_step = 0, t[BIAS_Q], t[BIAS_K]
-            if t[BIAS]:
-                bias = t[BIAS] + 8 * (b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * q_step + key0 * k_step)
-            options = (scale, softcap, bias, q_step, k_step)
-            scores_of(from_k, k_n, k_d, queries, scores, keys, d, *options, n, words, slopes)
-            fill(moves, keys * QUERIES, 0.0)
-            product_doubles_add(from_v, t[V_N], t[V_D], d_out, QUERIES, moves, QUERIES, keys, dv, QUERIES)
-            weigh(scores, moves, words, keys, n, lse, delta)
-            if t[DBIAS]:
-                to = part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
-                bias_out(moves, t[DBIAS] + 8 * to, t[DBIAS_Q], t[DBIAS_K], n, keys)
-            if softcap > 0:
-                for i in range(keys * QUERIES):
-                    if numbers_at(moves)[i] != 0.0:
-                        numbers_at(moves)[i] *= numbers_at(slopes)[i]
-            spread(scores, words, keys, do_rows, n, dv_row, t[DVALUE] + 8 * (head_row + key0) * dv_row)
-            spread(moves, words, keys, q_rows, n, d_row, t[DK] + 8 * (head_row + key0) * d_row)
-            if words:
-                add_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean)
-                from_k, k_n, k_d = clean, d, 1
-            product_doubles_add(from_k, k_d, k_n, moves, QUERIES, dq, QUERIES, d, keys, QUERIES)
+    for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
+        from_k, k_n, k_d = t[K] + 8 * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N]), t[K_N], t[K_D]
+        from_v = t[V] + 8 * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
+        bias, q_step, k_step = 0, t[BIAS_Q], t[BIAS_K]
+        if t[BIAS]:
+            bias = t[BIAS] + 8 * (b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * q_step + key0 * k_step)
+        options = (scale, softcap, bias, q_step, k_step)
+        scores_of(from_k, k_n, k_d, queries, scores, keys, d, *options, n, words, slopes)
+        fill(moves, keys * QUERIES, 0.0)
+        product_doubles_add(from_v, t[V_N], t[V_D], d_out, QUERIES, moves, QUERIES, keys, dv, QUERIES)
+        weigh(scores, moves, words, keys, n, lse, delta)
+        if t[DBIAS]:
+            to = part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
+            bias_out(moves, t[DBIAS] + 8 * to, t[DBIAS_Q], t[DBIAS_K], n, keys)
+        if softcap > 0:
+            for i in range(keys * QUERIES):
+                if numbers_at(moves)[i] != 0.0:
+                    numbers_at(moves)[i] *= numbers_at(slopes)[i]
+        spread(scores, words, keys, do_rows, n, dv_row, t[DVALUE] + 8 * (head_row + key0) * dv_row)
+        spread(moves, words, keys, q_rows, n, d_row, t[DK] + 8 * (head_row + key0) * d_row)
+        if words:
+            add_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean)
+            from_k, k_n, k_d = clean, d, 1
+        product_doubles_add(from_k, k_d, k_n, moves, QUERIES, dq, QUERIES, d, keys, QUERIES)
     for i in range(n):
         for e in range(d):
             numbers_at(t[DQ])[(line + i) * d + e] = numbers_at(dq)[e * QUERIES + i] * scale

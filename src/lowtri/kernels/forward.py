@@ -29,23 +29,15 @@ from lowtri.kernels.passes import (
     cap,
     fill,
     halves_out,
+    in_words,
     mix_broken,
     pair_rows,
     pair_values,
-    shown,
-    sides,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import (
-    product,
-    product_add,
-    product_pairs,
-    product_pairs_add,
-    product_pairs_side,
-    product_side,
-)
+from lowtri.kernels.product import product, product_add
 from lowtri.kernels.simd import (
     above_or,
     bits_float,
@@ -55,12 +47,12 @@ from lowtri.kernels.simd import (
     mul,
     read,
     read_int32,
-    read_int64,
     splat,
     store,
     write,
 )
 from lowtri.kernels.softmax import hide, softmax_tile
+from lowtri.kernels.walk import sides, tiles
 
 __all__ = ["FIELDS", "KEYS", "forward", "forward_half", "room"]
 
@@ -91,47 +83,28 @@ def room(d: int, dv: int) -> int:
 
 
 @inner
-def score_tile(t, from_k, queries, scores, spans, half):
-    """Scores of one tile: of all 64 queries, or of the first and the last 32 with the keys in their own spans."""
-    d, (a, b, c, e) = t[D], spans
-    if half is None:
-        k_n, k_d, keys = t[K_N], t[K_D], t[K] + 4 * from_k
-        if e == 0:
-            product(keys, k_n, k_d, queries, scores, b, d)
-        else:
-            product_side(keys + 4 * a * k_n, k_n, k_d, queries, scores + ROW * a, b - a, d)
-            product_side(keys + 4 * c * k_n, k_n, k_d, queries + SIDE, scores + ROW * c + SIDE, e - c, d)
+def score_tile(keys, k_n, k_d, queries, scores, d, spans, half):
+    """Scores of one tile: of all 64 queries, or of the first and the last 32 with the keys in their own spans. Steps in words."""
+    a, b, c, e = spans
+    if e == 0:
+        product(keys, k_n, k_d, queries, scores, b, d, QUERIES, half)
     else:
-        k_n, keys = t[K_N] // 2, t[K] + 2 * from_k
-        if e == 0:
-            product_pairs(keys, k_n, 1, queries, scores, b, d // 2)
-        else:
-            product_pairs_side(keys + 4 * a * k_n, k_n, 1, queries, scores + ROW * a, b - a, d // 2)
-            product_pairs_side(keys + 4 * c * k_n, k_n, 1, queries + SIDE, scores + ROW * c + SIDE, e - c, d // 2)
+        product(keys + 4 * a * k_n, k_n, k_d, queries, scores + ROW * a, b - a, d, QUERIES // 2, half)
+        keys, scores = keys + 4 * c * k_n, scores + ROW * c
+        product(keys, k_n, k_d, queries + SIDE, scores + SIDE, e - c, d, QUERIES // 2, half)
 
 
 @inner
 def mix_tile(values, v_d, v_n, weights, output, dv, spans, half):
-    """Output += values^T weights, of all 64 queries or side by side; of bf16, values and weights are pairs of keys."""
-    a, b, c, e = spans
-    if half is None:
-        if e == 0:
-            product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES)
-        else:
-            left, right = values + 4 * a * v_n, values + 4 * c * v_n
-            product_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, QUERIES // 2)
-            product_add(
-                right, v_d, v_n, weights + ROW * c + SIDE, QUERIES, output + SIDE, QUERIES, dv, e - c, QUERIES // 2
-            )
+    """Output += values^T weights, of all 64 queries or side by side. Of bf16, values and weights are pairs of keys."""
+    (a, b), (c, e) = in_words(spans[0], spans[1], half), in_words(spans[2], spans[3], half)
+    if e == 0:
+        product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES, half)
     else:
-        a, b, c, e = a // 2, (b + 1) // 2, c // 2, (e + 1) // 2
-        if e == 0:
-            product_pairs_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES)
-        else:
-            left, right = values + 4 * a * v_n, values + 4 * c * v_n
-            product_pairs_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, QUERIES // 2)
-            at = weights + ROW * c + SIDE
-            product_pairs_add(right, v_d, v_n, at, QUERIES, output + SIDE, QUERIES, dv, e - c, QUERIES // 2)
+        side, left, right = QUERIES // 2, values + 4 * a * v_n, values + 4 * c * v_n
+        product_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, side, half)
+        weights, output = weights + ROW * c + SIDE, output + SIDE
+        product_add(right, v_d, v_n, weights, QUERIES, output, QUERIES, dv, e - c, side, half)
 
 
 @inner
@@ -152,11 +125,12 @@ def attend_tile(t, here, b, h, r, careful, half):
     zeros = clean + 4 * KEYS * dv
     n = min(QUERIES, t[NQ] - r * QUERIES)
     scale, softcap = np.float32(bits_float(t[SCALE])) * LOG2E, np.float32(bits_float(t[SOFTCAP]))
-    from_q = b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N]
-    if half is None:
-        turn_in(t[Q] + 4 * from_q, t[Q_N], t[Q_D], n, d, queries)
-    else:
-        turn_in(t[Q] + 2 * from_q, t[Q_N] // 2, 1, n, d // 2, queries)
+    wide = 4 if half is None else 2
+    from_q = t[Q] + wide * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N])
+    q_n, words_d = in_words(t[Q_N], d, half)
+    k_n, _ = in_words(t[K_N], 0, half)
+    turn_in(from_q, q_n, t[Q_D], n, words_d, queries)
+    if half is not None:
         fill(zeros, dv, np.float32(0.0))
     # A sink is a key that has been seen before the first one, with no value.
     start_m, start_l = np.float32(-np.inf), np.float32(0.0)
@@ -168,43 +142,36 @@ def attend_tile(t, here, b, h, r, careful, half):
     fill(output, QUERIES * dv, np.float32(0.0))
     sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
     row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
-    for run in range(read_int64(row), read_int64(row + 8)):
-        at = t[RUNS] + 16 * run
-        first, last, kind, place = read_int32(at), read_int32(at + 4), read_int32(at + 8), read_int32(at + 12)
-        for tile in range(first, last):
-            most = min(KEYS, nk - tile * KEYS)
-            begin, end, words = shown(kind, t[BITS], t[TILE_BITS], place + tile - first, KEYS, most)
-            keys, key0 = end - begin, tile * KEYS + begin
-            from_k = b * t[K_B] + kv * t[K_H] + key0 * t[K_N]
-            from_v = b * t[V_B] + kv * t[V_H] + key0 * t[V_N]
-            spans = sides(words, keys)
-            score_tile(t, from_k, queries, scores, spans, half)
-            unit = scale
-            if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
-                times(scores, QUERIES * keys, scale)
-                unit = np.float32(1.0)
-            if softcap > 0:
-                cap(scores, keys, softcap)
-            if t[BIAS]:
-                start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
-                add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
-            if words:
-                hide(scores, words, keys)
-            softmax_tile(scores, unit, keys, m, l, output, dv)
-            if half is None:
-                at, v_n, v_d = t[V] + 4 * from_v, t[V_N], t[V_D]
-                if careful:
-                    mix_broken(at, v_n, v_d, scores, words, keys, output, dv, clean, half)
-                    at, v_n, v_d = clean, dv, 1
-                mix_tile(at, v_d, v_n, scores, output, dv, spans, half)
+    for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
+        from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
+        from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
+        spans = sides(words, keys)
+        score_tile(from_k, k_n, t[K_D], queries, scores, words_d, spans, half)
+        unit = scale
+        if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
+            times(scores, QUERIES * keys, scale)
+            unit = np.float32(1.0)
+        if softcap > 0:
+            cap(scores, keys, softcap)
+        if t[BIAS]:
+            start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
+            add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
+        if words:
+            hide(scores, words, keys)
+        softmax_tile(scores, unit, keys, m, l, output, dv)
+        weights, v_n, v_d = scores, t[V_N], t[V_D]
+        if careful:
+            mix_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean, half)
+        if half is not None:
+            if careful:
+                pair_rows(clean, keys, dv, clean)
             else:
-                if careful:
-                    mix_broken(t[V] + 2 * from_v, t[V_N], 1, scores, words, keys, output, dv, clean, half)
-                    pair_rows(clean, keys, dv, clean)
-                else:
-                    pair_values(t[V] + 2 * from_v, t[V_N], keys, dv, zeros, clean, 0)
-                pair_rows(scores, keys, QUERIES, pairs)
-                mix_tile(clean, 1, dv, pairs, output, dv, spans, half)
+                pair_values(from_v, v_n, keys, dv, zeros, clean)
+            pair_rows(scores, keys, QUERIES, pairs)
+            weights = pairs
+        if careful or half is not None:
+            from_v, v_n, v_d = clean, dv, 1
+        mix_tile(from_v, v_d, v_n, weights, output, dv, spans, half)
     return output, m, l, n
 
 
@@ -217,9 +184,8 @@ def forward_tile(t, here, b, h, r, half):
         output, m, l, n = attend_tile(t, here, b, h, r, careful, half)
         if careful or all_finite(output, QUERIES * dv):
             break
-        careful = (
-            True  # somebody met a NaN or inf among the values; what was hidden must leave no trace: again, row by row
-        )
+        # Somebody met a NaN or inf among the values; what was hidden must leave no trace: again, row by row.
+        careful = True
     zero, one = splat(np.float32(0.0)), splat(np.float32(1.0))
     for lane in range(0, ROW, 64):
         total = load(l + lane)

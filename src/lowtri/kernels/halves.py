@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.simd import F32, I16, I32, INTS, VECTOR, at, call, vector
+from lowtri.kernels.simd import F32, I16, I32, I64, INTS, VECTOR, at, call, vector
 from lowtri.kernels.target import LANES
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "pair_up",
     "read_half",
     "store_halves",
+    "zipped_rows",
 ]
 
 
@@ -55,6 +56,19 @@ def _zipped(builder: Any, low: Any, high: Any) -> Any:
     """Two vectors of 16-bit ints as one vector of pairs."""
     high = builder.shl(builder.zext(high, INTS), ir.Constant(INTS, [16] * LANES))
     return builder.bitcast(builder.or_(builder.zext(low, INTS), high), VECTOR)
+
+
+def zipped_rows(builder: Any, low: Any, high: Any, count: int) -> list[Any]:
+    """Two rows of bf16 in memory, 32 numbers ``count`` times, as vectors of pairs."""
+    row = ir.VectorType(I16, 2 * LANES)
+    zipped = []
+    for offset in (ir.Constant(I64, 64 * n) for n in range(count)):
+        both = [builder.load(at(builder, builder.add(address, offset), row), align=2) for address in (low, high)]
+        for first in (0, LANES):
+            lanes = [n for lane in range(first, first + LANES) for n in (lane, lane + 2 * LANES)]
+            pairs = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, 2 * LANES), lanes))
+            zipped.append(builder.bitcast(pairs, VECTOR))
+    return zipped
 
 
 @intrinsic

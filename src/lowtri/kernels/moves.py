@@ -10,8 +10,9 @@ import numpy as np
 
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.inner import inner
-from lowtri.kernels.passes import ALL, LOG2E, ROW, all_finite, fill, number, numbers
+from lowtri.kernels.passes import LOG2E, ROW, all_finite, fill, number, numbers
 from lowtri.kernels.simd import above_or, fma, load, mul, only, read, read_word, splat, store, sub, where_finite, write
+from lowtri.kernels.walk import ALL
 
 __all__ = [
     "bias_out",
@@ -61,9 +62,8 @@ def weigh(scores, moves, unit, words, keys, lse, delta):
         for lane in range(0, ROW, 64):
             place, to = scores + ROW * j + lane, moves + ROW * j + lane
             power = fma(load(place), unit, sub(zero, load(lse + lane)))
-            weight = exp2(
-                above_or(power, zero, zero, power)
-            )  # at most 1, also where scores are so large that rounding says more
+            # At most 1, also where scores are so large that rounding says more.
+            weight = exp2(above_or(power, zero, zero, power))
             move = mul(weight, sub(load(to), load(delta + lane)))
             if word != ALL:
                 weight = only(word, np.uint64(lane // 4), weight, zero)

@@ -14,23 +14,20 @@ from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import (
     above_or,
     add,
-    ask_for,
     div,
     load,
     mul,
     only,
     read,
-    read_int32,
     read_word,
     splat,
     store,
     where_finite,
     write,
 )
+from lowtri.kernels.walk import ALL
 
 __all__ = [
-    "ALL",
-    "FULL",
     "LN2",
     "LOG2E",
     "QUERIES",
@@ -44,14 +41,12 @@ __all__ = [
     "halve_rows",
     "halves_out",
     "in_log2",
+    "in_words",
     "mix_broken",
     "number",
     "numbers",
     "pair_rows",
     "pair_values",
-    "seen_range",
-    "shown",
-    "sides",
     "times",
     "turn_in",
     "turn_out",
@@ -61,9 +56,6 @@ QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of b
 ROW = 4 * QUERIES  # bytes in a row
 LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 GREATEST = np.finfo(np.float32).max
-FULL = 2  # of a plan's three kinds of tiles, the one without hidden pairs
-ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
-FIRST = np.uint64(0xFFFFFFFF)  # the first 32 of them
 SIDE = ROW // 2  # bytes in half a row
 
 
@@ -153,51 +145,19 @@ def add_bias(scores, bias, q_step, k_step, n, keys):
 
 
 @inner
-def seen_range(words, keys, lanes):
-    """The first key and one past the last that any of the queries in ``lanes`` (a word) sees."""
-    start, stop = 0, keys
-    while start < stop and read_word(words + 8 * start) & lanes == 0:
-        start += 1
-    while stop > start and read_word(words + 8 * (stop - 1)) & lanes == 0:
-        stop -= 1
-    return start, stop
-
-
-@inner
-def sides(words, keys):
-    """The ranges of keys that the first 32 queries and the last 32 see, where going through each alone saves a tenth or more.
-
-    Otherwise the second range is empty and the first one is all keys, for all 64. Ranges begin at even keys, so that pairs stay pairs.
-    """
-    if words == 0:
-        return 0, keys, 0, 0
-    a, b = seen_range(words, keys, FIRST)
-    c, d = seen_range(words, keys, ALL ^ FIRST)
-    a, c = a & -2, c & -2
-    if 10 * (b - a + d - c) > 18 * keys:
-        return 0, keys, 0, 0
-    return a, b, c, d
-
-
-@inner
-def shown(kind, bits, tile_bits, index, size, most):
-    """Of a tile's ``most`` keys the first that anyone sees, one past the last, and the words from that first one on.
-
-    There is a word for each of ``size`` keys; 0 stands for them where everybody sees everything (a FULL tile).
-    """
-    if kind == FULL:
-        return 0, most, 0
-    words = bits + 8 * size * read_int32(tile_bits + 4 * index)
-    begin, end = seen_range(words, most, ALL)
-    return begin, end, words + 8 * begin
-
-
-@inner
 def number(address, half):
     """A float32, or (where ``half`` is not None) a bf16."""
     if half is None:
         return read(address)
     return read_half(address)
+
+
+@inner
+def in_words(one, two, half):
+    """Two counts of numbers as counts of words: floats, or pairs of bf16, an odd last one beside 0."""
+    if half is None:
+        return one, two
+    return (one + 1) // 2, (two + 1) // 2
 
 
 @inner
@@ -253,18 +213,11 @@ def halve_rows(rows, n):
 
 
 @inner
-def pair_values(values, v_n, keys, dv, zeros, pairs, ahead):
-    """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0.
-
-    ``ahead``: rows that are asked for before they are read, one by one between the others; 0 where the values lie in a cache.
-    """
+def pair_values(values, v_n, keys, dv, zeros, pairs):
+    """Rows of bf16 values (keys, dv) as pairs (keys / 2, dv); steps in bf16 numbers, ``zeros`` a row of 0."""
     for j in range(0, keys, 2):
         low = values + 2 * j * v_n
         high = low + 2 * v_n if j + 1 < keys else zeros
-        if ahead:
-            for d in range(0, dv, 32):
-                ask_for(low + 2 * (ahead * v_n + d))
-                ask_for(low + 2 * ((ahead + 1) * v_n + d))
         for d in range(0, dv, 16):
             store(pairs + 4 * (j // 2 * dv + d), pair_up(low + 2 * d, high + 2 * d))
 

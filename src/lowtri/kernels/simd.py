@@ -27,7 +27,6 @@ __all__ = [
     "above_or",
     "add",
     "any_above",
-    "ask_for",
     "at",
     "bits_float",
     "broadcast",
@@ -108,7 +107,7 @@ def at(builder: Any, address: Any, kind: Any) -> Any:
 
 
 # Rows of a cache that are asked for before they are read. The CPU looks ahead by itself, but not past the end of a 4 KB page.
-AHEAD = 16
+AHEAD = 32
 
 
 def prefetch(builder: Any, address: Any) -> None:
@@ -260,17 +259,6 @@ def where_finite(typing, x):
         return b.icmp_unsigned("==", b.bitcast(broken, I16), ir.Constant(I16, 0))
 
     return types.boolean(vector), emit
-
-
-@intrinsic
-def ask_for(typing, address):
-    """Bring the line at an address into the second cache, some day."""
-
-    def emit(c, b, s, a):
-        prefetch(b, a[0])
-        return c.get_dummy_value()
-
-    return types.void(types.intp), emit
 
 
 @intrinsic

@@ -13,8 +13,9 @@ import numpy as np
 
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.inner import inner
-from lowtri.kernels.passes import ALL, QUERIES, ROW
+from lowtri.kernels.passes import QUERIES, ROW
 from lowtri.kernels.simd import above_or, add, any_above, fma, load, maximum, mul, only, read_word, splat, store, sub
+from lowtri.kernels.walk import ALL
 
 __all__ = ["hide", "softmax_tile"]
 

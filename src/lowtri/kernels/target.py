@@ -12,7 +12,7 @@ import platform
 
 import llvmlite.binding as llvm
 
-__all__ = ["BF16", "FEW_ROWS", "FEW_VECTORS", "FMA", "LANES", "NAME", "ROWS", "SCALES", "VECTORS", "features"]
+__all__ = ["BF16", "FEW_KEYS", "FEW_VECTORS", "FMA", "LANES", "NAME", "ROWS", "SCALES", "VECTORS", "features"]
 
 LANES = 16  # floats in a vector; LLVM cuts it up where the registers are smaller
 
@@ -33,7 +33,7 @@ _ARM = platform.machine().lower() in ("arm64", "aarch64")
 
 if "avx512f" in _HAS:
     NAME, ROWS, VECTORS = "avx512", 6, 4
-    FEW_ROWS, FEW_VECTORS = 2, 8  # for few rows: all of a head of 128 at once, so that B is read in the order of memory
+    FEW_KEYS, FEW_VECTORS = 8, 4
 elif "avx2" in _HAS and "fma" in _HAS:
     NAME, ROWS, VECTORS = "avx2", 6, 1
 elif _ARM:
@@ -42,7 +42,7 @@ else:
     NAME, ROWS, VECTORS = "baseline", 2, 1
 
 if NAME != "avx512":
-    FEW_ROWS, FEW_VECTORS = ROWS, VECTORS
+    FEW_KEYS, FEW_VECTORS = 4, 1
 FMA = _ARM or "fma" in _HAS or "avx512f" in _HAS  # without the instruction llvm.fma is a slow library call
 BF16 = "avx512bf16" in _HAS  # dot products of bf16 pairs
 SCALES = NAME == "avx512"  # multiplies by a power of two, safely at both ends, in one instruction
