@@ -1,33 +1,24 @@
 """A key/value cache that asks the mask what is dead.
 
-The tensors stand here, one buffer of keys and one of values for each layer; which slot holds which token is written in one
-:class:`~lowtri.decoding.book.Book` for all layers. Nothing here knows a window from a prefix: the mask answers, the book
-gives slots, the layers follow.
+Each layer has a buffer of keys and one of values (:class:`~lowtri.decoding.buffers.Layer`); which slot holds which token is
+written in one :class:`~lowtri.decoding.book.Book` for all layers. Nothing here knows a window from a prefix: the mask answers,
+the book gives slots, the layers follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.book import Book
-from lowtri.decoding.buffers import describe, empty, front, kind, moved, places, write
+from lowtri.decoding.buffers import Layer, describe, places
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 
 __all__ = ["KVCache"]
-
-
-@dataclass(slots=True)
-class _Layer:
-    keys: Any  # (..., capacity, D)
-    values: Any  # (..., capacity, Dv)
-    step: int = 0  # how many appends it has seen
-    last: Any = None  # shapes and kinds of the last append: what equals them needs no second check
 
 
 class KVCache:
@@ -68,13 +59,11 @@ class KVCache:
             raise CallError(f"KVCache: rewind is {rewind}; it counts tokens, from 0.")
         self.mask = as_mask(mask)
         self._book = Book(self.mask, capacity, block, rewind)
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
         self._given: Any = None  # the positions it came with
-        self.straight = (
-            False  # whether the last append gave keys at 0 .. S-1 in order, the new ones last, as attention assumes
-        )
         self._told: Any = None  # the positions that were handed out for the next append, which need no check
+        self.straight = False  # whether the last append gave keys at 0 .. S-1 in order, the new ones last
 
     @property
     def capacity(self) -> int:
@@ -130,13 +119,10 @@ class KVCache:
         Raises:
             CallError: if shapes, dtypes, positions or the order of layers do not fit.
         """
-        came = (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
         entry = self._layers.get(layer)
         if entry is None:
             entry = self._join(k, v, layer)
-        elif came != entry.last and (
-            kind(k) != kind(entry.keys) or kind(v) != kind(entry.values) or v.shape[-2] != k.shape[-2]
-        ):
+        elif not entry.takes(k, v):
             raise CallError(
                 f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
                 f"whose keys are {describe(entry.keys)} and values {describe(entry.values)} in (..., H, slots, D)."
@@ -160,15 +146,12 @@ class KVCache:
             )
         self._layers[layer] = entry
         entry.step += 1
-        entry.last = came
         self._arrived += 1
         if book.moved is not None:
-            entry.keys = moved(entry.keys, book.moved, book.capacity)
-            entry.values = moved(entry.values, book.moved, book.capacity)
-        write(entry.keys, book.slots, k.detach() if getattr(k, "requires_grad", False) else k)
-        write(entry.values, book.slots, v.detach() if getattr(v, "requires_grad", False) else v)
+            entry.move(book.moved, book.capacity)
+        entry.write(book.slots, k, v)
         held = book.positions[:, : book.top]
-        return front(entry.keys, book.top), front(entry.values, book.top), held[0] if len(held) == 1 else held
+        return (*entry.front(book.top), held[0] if len(held) == 1 else held)
 
     def reorder(self, index: Any) -> None:
         """Row ``i`` goes on from what row ``index[i]`` has seen, as beam search asks; the batch may grow or shrink.
@@ -192,7 +175,7 @@ class KVCache:
         self._together("reorder")
         for layer in self._layers.values():
             if layer.keys.ndim == 4:
-                layer.keys, layer.values, layer.last = layer.keys[rows], layer.values[rows], None
+                layer.pick(rows)
             elif rows.tolist() != [0]:
                 raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(layer.keys)} have no batch.")
         self._book.reorder(rows)
@@ -249,13 +232,13 @@ class KVCache:
         if turn is None or not moved.any():
             return
         for name, layer in self._layers.items():
-            held = front(layer.keys, self._book.top)
+            held, _ = layer.front(self._book.top)
             held[...] = turn(held, moved[0] if len(moved) == 1 else moved, name)
 
     def _rows(self) -> int:
         return next((layer.keys.shape[0] for layer in self._layers.values() if layer.keys.ndim == 4), 1)
 
-    def _join(self, k: Any, v: Any, layer: int) -> _Layer:
+    def _join(self, k: Any, v: Any, layer: int) -> Layer:
         """A layer that appends for the first time."""
         if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
             raise CallError(
@@ -268,7 +251,7 @@ class KVCache:
         if self._book.step > 1:
             raise CallError(f"append: layer {layer} comes late: the other layers have seen {self._book.step} appends.")
         capacity = 0 if self._book.moved is not None else self._book.capacity
-        return _Layer(empty(k, capacity), empty(v, capacity))
+        return Layer.like(k, v, capacity)
 
     def _together(self, what: str) -> None:
         self._told = None
