@@ -275,7 +275,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
         (["--mask", "casual"], "casual"),
         (["--model", "nowhere"], "nowhere"),
         (["--heads", "0"], "--heads"),
-        (["--html", "no/such/folder/x.html"], "No such file or directory"),
+        (["--html", "no/such/folder/x.html"], "there is no folder no/such/folder. Fix: make it first"),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
