@@ -523,13 +523,13 @@ def try_one(kind: str, classes: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"type": kind, "class": classes[0]}
     calls = [0]
-    attend = door.attend
+    attend = door.attend_or_trace
 
     def counted(*args: Any, **options: Any) -> Any:
         calls[0] += 1
         return attend(*args, **options)
 
-    door.attend = counted
+    door.attend_or_trace = counted
     door.register()
     door.register("lowtri-cpu", engine="cpu")
     door.register("lowtri-formula", engine="formula")
