@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.engines import cpu, launch, plans
+from lowtri.engines import cpu, decode, plans
 from lowtri.engines.worth import worth_a_kernel
 from lowtri.kernels import workers
 from lowtri.ops.call import describe
@@ -209,13 +209,13 @@ def test_why_not_is_said_in_words() -> None:
 
 
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
-    read, real = [], launch._launch
+    read, real = [], decode.Launch
 
     def launched(code, names, fields, *rest, **named):
         read.append(dict(fields))
-        real(code, names, fields, *rest, **named)
+        return real(code, names, fields, *rest, **named)
 
-    monkeypatch.setattr(launch, "_launch", launched)
+    monkeypatch.setattr(decode, "Launch", launched)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
         found = lowtri.attention(q, k, v, mask, engine="cpu")

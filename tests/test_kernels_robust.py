@@ -102,7 +102,7 @@ INTERRUPTED = """
         [rng.normal(size=(1, 4, n, 64)).astype(np.float32) for _ in range(3)] for n in (64, {n})
     )
     {convert}
-    launch._threads = lambda q: 2
+    launch.threads_of = lambda q: 2
     right = lowtri.attention(*small, "full", engine="cpu")
     real, seen = workers.run_team, []
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.engines.choice import Choice, answers, choose, load
+from lowtri.engines.decode import again
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, Result, describe
@@ -93,6 +94,11 @@ def attention(
         }
         places = {"q_positions": q_positions, "k_positions": k_positions}
         return traced(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options, **places)
+    plain = q_positions is k_positions is bias is sinks is device is None
+    if plain and not (dropout or return_weights or return_lse):
+        output = again(q, k, v, mask, scale, softcap, engine)
+        if output is not None:
+            return output
     call = describe(
         q,
         k,

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.engines.launch import decode, forward, in_pairs, is_decoding
+from lowtri.engines.decode import decode, is_decoding
+from lowtri.engines.launch import forward, in_pairs
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]

@@ -100,13 +100,17 @@ class Table:
         self._memory = ctypes.create_string_buffer(8 * 128)
         self.address = ctypes.addressof(self._memory)
 
-    def fill(self, names: tuple[str, ...], fields: Fields) -> None:
-        """Write the fields in the kernel's order."""
-        values = _zeros(names) | fields
-        values["self"] = self.address
-        if len(values) != len(names):
-            raise KeyError(f"the kernel has no fields {sorted(set(values) - set(names))}")
-        _layout(len(names)).pack_into(self._memory, 0, *values.values())
+    def values(self, names: tuple[str, ...], fields: Fields) -> list[int]:
+        """The fields in the kernel's order."""
+        found = _zeros(names) | fields
+        found["self"] = self.address
+        if len(found) != len(names):
+            raise KeyError(f"the kernel has no fields {sorted(set(found) - set(names))}")
+        return list(found.values())
+
+    def write(self, values: list[int]) -> None:
+        """Write them all: the counters begin at 0 again."""
+        _layout(len(values)).pack_into(self._memory, 0, *values)
 
 
 @cache

@@ -252,6 +252,7 @@ def take_tasks(t, half):
             careful = True  # somebody met a NaN or inf among the values; what was hidden must leave no trace: again, pair by pair
         if fetch_add(t[JOINED] + 8 * head, 1) == t[PARTS] - 1:
             join(t, b, kv, half)
+            fetch_add(t[JOINED] + 8 * head, -t[PARTS])  # 0 again, for the next launch
 
 
 def decode(descriptor):
