@@ -249,6 +249,8 @@ def test_wrong_arguments_are_told_as_outside() -> None:
     x = inputs()
     with pytest.raises(MaskError, match="there is no mask 'casual'"):
         compiled(lambda q, k, v: attention(q, k, v, "casual"))(*x)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="who may see whom is always said"):
+        compiled(lambda q, k, v: attention(q, k, v, None))(*x)
     with pytest.raises(lowtri.CallError, match="k and v differ in length"):
         compiled(lambda q, k, v: attention(q, k, v[:, :, :8], "causal"))(*x)
     with pytest.raises(MaskError, match="ids is float32"):

@@ -69,7 +69,7 @@ def attention(
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the program, ``lowtri::attention``. Its mask may come
     from outside, with any arrays, or be made inside: of formulas and ``& | -``, and of ``documents``, ``keys`` and ``table`` of
-    tensors. Masks of lists, ``lowtri.mask`` and ``~`` stand outside. Weights, dropout and ``where`` run outside of the program.
+    tensors. Masks of lists and ``~`` stand outside, or are said as text. Weights, dropout and ``where`` run outside of the program.
 
     Raises:
         CallError: if the arguments do not fit together.

@@ -40,9 +40,9 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
 
     Weights, dropout and masks with a Python formula (``where``) are left to a graph break.
     """
+    if not isinstance(mask, (Mask, str)):
+        as_mask(mask, "attention: mask")  # raises with the fix
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
-    if text is not None and not isinstance(text, str):
-        as_mask(mask)  # raises with the fix
     if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
         raise MaskError(
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
