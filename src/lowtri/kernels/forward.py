@@ -23,7 +23,6 @@ from lowtri.kernels.passes import (
     LOG2E,
     QUERIES,
     ROW,
-    SIDE,
     add_bias,
     all_finite,
     cap,
@@ -52,7 +51,7 @@ from lowtri.kernels.simd import (
     write,
 )
 from lowtri.kernels.softmax import hide, softmax_tile
-from lowtri.kernels.walk import sides, tiles
+from lowtri.kernels.walk import spans_of, tiles
 
 __all__ = ["FIELDS", "KEYS", "forward", "forward_half", "room"]
 
@@ -83,28 +82,27 @@ def room(d: int, dv: int) -> int:
 
 
 @inner
-def score_tile(keys, k_n, k_d, queries, scores, d, spans, half):
-    """Scores of one tile: of all 64 queries, or of the first and the last 32 with the keys in their own spans. Steps in words."""
-    a, b, c, e = spans
-    if e == 0:
-        product(keys, k_n, k_d, queries, scores, b, d, QUERIES, half)
-    else:
-        product(keys + 4 * a * k_n, k_n, k_d, queries, scores + ROW * a, b - a, d, QUERIES // 2, half)
-        keys, scores = keys + 4 * c * k_n, scores + ROW * c
-        product(keys, k_n, k_d, queries + SIDE, scores + SIDE, e - c, d, QUERIES // 2, half)
+def score_tile(keys, k_n, k_d, queries, scores, d, spans, parted, half):
+    """Scores of one tile, of all 64 queries or of each 16 with the keys in their span. Steps in words."""
+    if not parted:
+        product(keys, k_n, k_d, queries, scores, spans[1], d, QUERIES, half)
+        return
+    for part in range(4):
+        a, b, lane = spans[2 * part], spans[2 * part + 1], 64 * part
+        product(keys + 4 * a * k_n, k_n, k_d, queries + lane, scores + ROW * a + lane, b - a, d, 16, half)
 
 
 @inner
-def mix_tile(values, v_d, v_n, weights, output, dv, spans, half):
-    """Output += values^T weights, of all 64 queries or side by side. Of bf16, values and weights are pairs of keys."""
-    (a, b), (c, e) = in_words(spans[0], spans[1], half), in_words(spans[2], spans[3], half)
-    if e == 0:
-        product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, b, QUERIES, half)
-    else:
-        side, left, right = QUERIES // 2, values + 4 * a * v_n, values + 4 * c * v_n
-        product_add(left, v_d, v_n, weights + ROW * a, QUERIES, output, QUERIES, dv, b - a, side, half)
-        weights, output = weights + ROW * c + SIDE, output + SIDE
-        product_add(right, v_d, v_n, weights, QUERIES, output, QUERIES, dv, e - c, side, half)
+def mix_tile(values, v_d, v_n, weights, output, dv, spans, parted, half):
+    """Output += values^T weights, of all 64 queries or 16 by 16. Of bf16, values and weights are pairs of keys."""
+    if not parted:
+        _, depth = in_words(0, spans[1], half)
+        product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, depth, QUERIES, half)
+        return
+    for part in range(4):
+        (a, b), lane = in_words(spans[2 * part], spans[2 * part + 1], half), 64 * part
+        some, from_v = weights + ROW * a + lane, values + 4 * a * v_n
+        product_add(from_v, v_d, v_n, some, QUERIES, output + lane, QUERIES, dv, b - a, 16, half)
 
 
 @inner
@@ -145,8 +143,8 @@ def attend_tile(t, here, b, h, r, careful, half):
     for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
         from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
         from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        spans = sides(words, keys)
-        score_tile(from_k, k_n, t[K_D], queries, scores, words_d, spans, half)
+        spans, parted = spans_of(words, keys)
+        score_tile(from_k, k_n, t[K_D], queries, scores, words_d, spans, parted, half)
         unit = scale
         if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
             times(scores, QUERIES * keys, scale)
@@ -157,8 +155,8 @@ def attend_tile(t, here, b, h, r, careful, half):
             start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
             add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
         if words:
-            hide(scores, words, keys)
-        softmax_tile(scores, unit, keys, m, l, output, dv)
+            hide(scores, words, spans)
+        softmax_tile(scores, unit, spans, m, l, output, dv)
         weights, v_n, v_d = scores, t[V_N], t[V_D]
         if careful:
             mix_broken(from_v, v_n, v_d, scores, words, keys, output, dv, clean, half)
@@ -171,7 +169,7 @@ def attend_tile(t, here, b, h, r, careful, half):
             weights = pairs
         if careful or half is not None:
             from_v, v_n, v_d = clean, dv, 1
-        mix_tile(from_v, v_d, v_n, weights, output, dv, spans, half)
+        mix_tile(from_v, v_d, v_n, weights, output, dv, spans, parted, half)
     return output, m, l, n
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "LOG2E",
     "QUERIES",
     "ROW",
-    "SIDE",
     "add_bias",
     "all_finite",
     "cap",
@@ -56,7 +55,6 @@ QUERIES = 64  # queries in a tile: four vectors of 16, and one machine word of b
 ROW = 4 * QUERIES  # bytes in a row
 LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 GREATEST = np.finfo(np.float32).max
-SIDE = ROW // 2  # bytes in half a row
 
 
 @inner

@@ -17,18 +17,16 @@ from numba.extending import intrinsic
 from lowtri.kernels.halves import fused_pairs
 from lowtri.kernels.inner import inner
 from lowtri.kernels.simd import DOUBLES, I64, VECTOR, broadcast, fused
-from lowtri.kernels.target import LANES, ROWS, VECTORS
+from lowtri.kernels.target import LANES, NARROW_ROWS, ROWS, VECTORS
 
 __all__ = ["product", "product_add", "product_doubles_add"]
 
 COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
-HALF_VECTORS = max(1, VECTORS // 2)
-HALF = HALF_VECTORS * LANES
 
 
-def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: Any, kind: Any) -> None:
-    """One register tile, ROWS x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
+def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, multiply: Any, kind: Any) -> None:
+    """One register tile, ``rows`` x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
     a, b, c = (builder.inttoptr(p, kind.element.as_pointer()) for p in (a, b, c))
 
@@ -36,9 +34,9 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
         place = builder.add(offset, ir.Constant(I64, j * kind.count))
         return builder.bitcast(builder.gep(base, [place]), kind.as_pointer())
 
-    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(ROWS)]
+    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
-    for r in range(ROWS):
+    for r in range(rows):
         number = ir.Constant(I64, r)
         clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
         a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
@@ -49,22 +47,22 @@ def _panel(builder: Any, args: Any, vectors: int, accumulate: bool, multiply: An
     with cgutils.for_range(builder, depth) as loop:
         from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
-        for r in range(ROWS):
+        for r in range(rows):
             one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4))
             for j in range(vectors):
                 builder.store(multiply(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
-    for r in range(ROWS):
+    for r in range(rows):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
 
 
-def _tile(vectors: int, accumulate: bool, kind: Any = VECTOR) -> Any:
+def _tile(rows: int, vectors: int, accumulate: bool, kind: Any = VECTOR) -> Any:
     @intrinsic
     def tile(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last, half):
         multiply = fused if half == types.none else fused_pairs
 
         def emit(context, builder, signature, args):
-            _panel(builder, args[:-1], vectors, accumulate, multiply, kind)
+            _panel(builder, args[:-1], rows, vectors, accumulate, multiply, kind)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9, half), emit
@@ -72,43 +70,41 @@ def _tile(vectors: int, accumulate: bool, kind: Any = VECTOR) -> Any:
     return tile
 
 
-_wide_set, _half_set = _tile(VECTORS, accumulate=False), _tile(HALF_VECTORS, accumulate=False)
-_wide_add, _half_add, _narrow_add = (_tile(vectors, accumulate=True) for vectors in (VECTORS, HALF_VECTORS, 1))
-_doubles_add = _tile(VECTORS, accumulate=True, kind=DOUBLES)
+_wide_set, _wide_add = _tile(ROWS, VECTORS, accumulate=False), _tile(ROWS, VECTORS, accumulate=True)
+_narrow_set, _narrow_add = _tile(NARROW_ROWS, 1, accumulate=False), _tile(NARROW_ROWS, 1, accumulate=True)
+_doubles_add = _tile(ROWS, VECTORS, accumulate=True, kind=DOUBLES)
 
 
 @inner
 def product(a, row_step, depth_step, b, c, rows, depth, columns, half):
-    """C = A B for all 64 columns or the first 32.  A (rows, depth); rows of B (depth, columns) and C are 64 columns apart.
+    """C = A B for all 64 columns or 16 of them.  A (rows, depth); rows of B (depth, columns) and C are 64 columns apart.
 
     Addresses in bytes, steps in words: A[r, d] stands at ``a + 4 * (r * row_step + d * depth_step)``. A word is a float or,
     where ``half`` is not None, a pair of bf16, and ``depth`` counts pairs.
     """
     whole = columns - columns % WIDTH
-    for r in range(0, rows, ROWS):
-        last = min(ROWS, rows - r) - 1
-        from_a, to = a + 4 * r * row_step, c + 4 * r * COLUMNS
-        for j in range(0, 4 * whole, 4 * WIDTH):
-            _wide_set(from_a, row_step, depth_step, b + j, COLUMNS, to + j, COLUMNS, depth, last, half)
-        for j in range(4 * whole, 4 * columns, 4 * HALF):
-            _half_set(from_a, row_step, depth_step, b + j, COLUMNS, to + j, COLUMNS, depth, last, half)
+    for j in range(0, 4 * whole, 4 * WIDTH):
+        for r in range(0, rows, ROWS):
+            last, from_a, to = min(ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * COLUMNS + j
+            _wide_set(from_a, row_step, depth_step, b + j, COLUMNS, to, COLUMNS, depth, last, half)
+    for j in range(4 * whole, 4 * columns, 4 * LANES):
+        for r in range(0, rows, NARROW_ROWS):
+            last, from_a, to = min(NARROW_ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * COLUMNS + j
+            _narrow_set(from_a, row_step, depth_step, b + j, COLUMNS, to, COLUMNS, depth, last, half)
 
 
 @inner
 def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns, half):
     """C += A B for ``columns`` columns, a multiple of 16; rows of B and C as far apart as told. Otherwise as :func:`product`."""
-    for r in range(0, rows, ROWS):
-        last = min(ROWS, rows - r) - 1
-        from_a, to, j = a + 4 * r * row_step, c + 4 * r * c_row, 0
-        while j + WIDTH <= columns:
-            _wide_add(from_a, row_step, depth_step, b + 4 * j, b_row, to + 4 * j, c_row, depth, last, half)
-            j += WIDTH
-        while j + HALF <= columns:
-            _half_add(from_a, row_step, depth_step, b + 4 * j, b_row, to + 4 * j, c_row, depth, last, half)
-            j += HALF
-        while j < columns:
-            _narrow_add(from_a, row_step, depth_step, b + 4 * j, b_row, to + 4 * j, c_row, depth, last, half)
-            j += LANES
+    whole = columns - columns % WIDTH
+    for j in range(0, 4 * whole, 4 * WIDTH):
+        for r in range(0, rows, ROWS):
+            last, from_a, to = min(ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
+            _wide_add(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
+    for j in range(4 * whole, 4 * columns, 4 * LANES):
+        for r in range(0, rows, NARROW_ROWS):
+            last, from_a, to = min(NARROW_ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
+            _narrow_add(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
 
 
 @inner

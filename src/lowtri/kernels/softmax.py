@@ -13,9 +13,9 @@ import numpy as np
 
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.inner import inner
-from lowtri.kernels.passes import QUERIES, ROW
+from lowtri.kernels.passes import ROW
 from lowtri.kernels.simd import above_or, add, any_above, fma, load, maximum, mul, only, read_word, splat, store, sub
-from lowtri.kernels.walk import ALL
+from lowtri.kernels.walk import SIXTEEN
 
 __all__ = ["hide", "softmax_tile"]
 
@@ -26,38 +26,39 @@ _RISE = np.float32(8.0)  # rescale only when the maximum rose by more: weights t
 
 
 @inner
-def hide(scores, words, keys):
+def hide(scores, words, spans):
     """Set the scores of hidden pairs to -inf: one machine word says which of 64 queries see a key."""
     hidden = splat(_HIDDEN)
-    for j in range(keys):
-        word = read_word(words + 8 * j)
-        if word != ALL:
-            row = scores + ROW * j
-            for lane in range(0, QUERIES, 16):
-                place = row + 4 * lane
-                store(place, only(word, np.uint64(lane), load(place), hidden))
+    for part in range(4):
+        lane, column = np.uint64(16 * part), scores + _VECTOR * part
+        for j in range(spans[2 * part], spans[2 * part + 1]):
+            word = read_word(words + 8 * j)
+            if (word >> lane) & SIXTEEN != SIXTEEN:
+                store(column + ROW * j, only(word, lane, load(column + ROW * j), hidden))
 
 
 @inner
-def softmax_tile(scores, unit, keys, m, l, output, size):
+def softmax_tile(scores, unit, spans, m, l, output, size):
     """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are brought to the new shift.
 
     Args:
-        scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.  m, l: addresses of 64 floats.
-        output: address of (size, 64).
+        scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.
+        spans: the first key and one past the last for each of four vectors of queries; what lies outside is not touched.
+        m, l: addresses of 64 floats.  output: address of (size, 64).
     """
     zero, unit = splat(np.float32(0.0)), splat(unit)
-    for lane in range(0, ROW, _VECTOR):
+    for part in range(4):
+        lane, first, last = _VECTOR * part, spans[2 * part], spans[2 * part + 1]
         # Four chains of maxima at once: each waits for itself only.
         a = splat(_HIDDEN)
         b, c, d = a, a, a
-        j = 0
-        while j + 4 <= keys:
+        j = first
+        while j + 4 <= last:
             row = scores + ROW * j + lane
             a, b = maximum(load(row), a), maximum(load(row + ROW), b)
             c, d = maximum(load(row + 2 * ROW), c), maximum(load(row + 3 * ROW), d)
             j += 4
-        while j < keys:
+        while j < last:
             a = maximum(load(scores + ROW * j + lane), a)
             j += 1
         greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
@@ -76,12 +77,12 @@ def softmax_tile(scores, unit, keys, m, l, output, size):
         by = unit
         if any_above(maximum(shift, sub(zero, shift)), splat(_LARGE)):
             # The product inside fma is not rounded and the shift is: here that would be more than a unit. Round both.
-            for j in range(keys):
+            for j in range(first, last):
                 store(scores + ROW * j + lane, mul(load(scores + ROW * j + lane), unit))
             by = splat(np.float32(1.0))
         a, b, c, d = zero, zero, zero, zero
-        j = 0
-        while j + 4 <= keys:
+        j = first
+        while j + 4 <= last:
             row = scores + ROW * j + lane
             e, f = exp2(fma(load(row), by, shift)), exp2(fma(load(row + ROW), by, shift))
             g, h = exp2(fma(load(row + 2 * ROW), by, shift)), exp2(fma(load(row + 3 * ROW), by, shift))
@@ -91,7 +92,7 @@ def softmax_tile(scores, unit, keys, m, l, output, size):
             store(row + 3 * ROW, h)
             a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
             j += 4
-        while j < keys:
+        while j < last:
             row = scores + ROW * j + lane
             e = exp2(fma(load(row), by, shift))
             store(row, e)

@@ -12,7 +12,19 @@ import platform
 
 import llvmlite.binding as llvm
 
-__all__ = ["BF16", "FEW_KEYS", "FEW_VECTORS", "FMA", "LANES", "NAME", "ROWS", "SCALES", "VECTORS", "features"]
+__all__ = [
+    "BF16",
+    "FEW_KEYS",
+    "FEW_VECTORS",
+    "FMA",
+    "LANES",
+    "NAME",
+    "NARROW_ROWS",
+    "ROWS",
+    "SCALES",
+    "VECTORS",
+    "features",
+]
 
 LANES = 16  # floats in a vector; LLVM cuts it up where the registers are smaller
 
@@ -33,6 +45,7 @@ _ARM = platform.machine().lower() in ("arm64", "aarch64")
 
 if "avx512f" in _HAS:
     NAME, ROWS, VECTORS = "avx512", 6, 4
+    NARROW_ROWS = 16  # of a tile of one vector
     FEW_KEYS, FEW_VECTORS = 8, 4
 elif "avx2" in _HAS and "fma" in _HAS:
     NAME, ROWS, VECTORS = "avx2", 6, 1
@@ -42,6 +55,7 @@ else:
     NAME, ROWS, VECTORS = "baseline", 2, 1
 
 if NAME != "avx512":
+    NARROW_ROWS = ROWS
     FEW_KEYS, FEW_VECTORS = 4, 1
 FMA = _ARM or "fma" in _HAS or "avx512f" in _HAS  # without the instruction llvm.fma is a slow library call
 BF16 = "avx512bf16" in _HAS  # dot products of bf16 pairs

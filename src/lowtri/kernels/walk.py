@@ -10,11 +10,11 @@ import numpy as np
 from lowtri.kernels.inner import inner
 from lowtri.kernels.simd import read_int32, read_int64, read_word
 
-__all__ = ["ALL", "sides", "tiles"]
+__all__ = ["ALL", "SIXTEEN", "spans_of", "tiles"]
 
 FULL = 2  # of a plan's three kinds of tiles, the one without hidden pairs
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)  # every query sees the key
-FIRST = np.uint64(0xFFFFFFFF)  # the first 32 of them
+SIXTEEN = np.uint64(0xFFFF)  # the first 16 of them
 
 
 @inner
@@ -29,19 +29,28 @@ def seen_range(words, keys, lanes):
 
 
 @inner
-def sides(words, keys):
-    """The ranges of keys that the first 32 queries and the last 32 see, where going through each alone saves a tenth or more.
+def span(words, keys, lane):
+    """The range of keys that the 16 queries from ``lane`` on see: whole pairs, as far as there are keys."""
+    begin, end = seen_range(words, keys, SIXTEEN << np.uint64(lane))
+    return begin & -2, min((end + 1) & -2, keys)
 
-    Otherwise the second range is empty and the first one is all keys, for all 64. Ranges begin at even keys, so that pairs stay pairs.
+
+@inner
+def spans_of(words, keys):
+    """For each of a tile's four vectors of queries the range of keys that it goes through, and whether these differ.
+
+    They do where that saves a tenth of the pairs or more.
     """
-    if words == 0:
-        return 0, keys, 0, 0
-    a, b = seen_range(words, keys, FIRST)
-    c, d = seen_range(words, keys, ALL ^ FIRST)
-    a, c = a & -2, c & -2
-    if 10 * (b - a + d - c) > 18 * keys:
-        return 0, keys, 0, 0
-    return a, b, c, d
+    if words:
+        (a, b), (c, d), (e, f), (g, h) = (
+            span(words, keys, 0),
+            span(words, keys, 16),
+            span(words, keys, 32),
+            span(words, keys, 48),
+        )
+        if 10 * (b - a + d - c + f - e + h - g) <= 36 * keys:
+            return (a, b, c, d, e, f, g, h), True
+    return (0, keys, 0, keys, 0, keys, 0, keys), False
 
 
 @inner
