@@ -114,7 +114,7 @@ def backward_tile(t, here, part, b, h, r, half):
     from_do = t[DO] + wide * (b * t[DO_B] + h * t[DO_H] + r * QUERIES * t[DO_N])
     finite = rows_in(from_q, t[Q_N], t[Q_D], n, d, t[LSE] + 4 * line, q_rows, d_row, half)
     finite = rows_in(from_do, t[DO_N], t[DO_D], n, dv, t[LSE] + 4 * line, do_rows, dv_row, half) and finite
-    d_words, dv_words = in_words(d, dv, half)
+    d_words, dv_words = in_words(d, half), in_words(dv, half)
     if half is None:
         turn_in(q_rows, d_row, 1, n, d, queries)
         turn_in(do_rows, dv_row, 1, n, dv, d_out)
@@ -139,9 +139,8 @@ def backward_tile(t, here, part, b, h, r, half):
         k_n, k_d = t[K_N], t[K_D]
         from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
         from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        key_step, value_step = in_words(k_n, t[V_N], half)
-        product(from_k, key_step, k_d, queries, scores, keys, d_words, QUERIES, half)
-        product(from_v, value_step, t[V_D], d_out, moves, keys, dv_words, QUERIES, half)
+        product(from_k, in_words(k_n, half), k_d, queries, scores, keys, d_words, QUERIES, half)
+        product(from_v, in_words(t[V_N], half), t[V_D], d_out, moves, keys, dv_words, QUERIES, half)
         unit = scale * LOG2E
         if softcap > 0 or t[BIAS]:  # these work on scaled scores
             times(scores, QUERIES * keys, unit)
@@ -185,7 +184,7 @@ def backward_tile(t, here, part, b, h, r, half):
             pair_rows(moves, keys, QUERIES, key_moves)
             halve_rows(scores, keys)
             halve_rows(moves, keys)
-        some_n, some_keys = in_words(n, keys, half)
+        some_n, some_keys = in_words(n, half), in_words(keys, half)
         product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, some_n, dv_row, half)
         product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, some_n, d_row, half)
         product_add(from_k, k_d, k_n, key_moves, QUERIES, dq, QUERIES, d, some_keys, QUERIES, half)

@@ -82,27 +82,20 @@ def room(d: int, dv: int) -> int:
 
 
 @inner
-def score_tile(keys, k_n, k_d, queries, scores, d, spans, parted, half):
+def score_tile(keys, k_n, k_d, queries, scores, d, spans, parts, half):
     """Scores of one tile, of all 64 queries or of each 16 with the keys in their span. Steps in words."""
-    if not parted:
-        product(keys, k_n, k_d, queries, scores, spans[1], d, QUERIES, half)
-        return
-    for part in range(4):
+    for part in range(parts):
         a, b, lane = spans[2 * part], spans[2 * part + 1], 64 * part
-        product(keys + 4 * a * k_n, k_n, k_d, queries + lane, scores + ROW * a + lane, b - a, d, 16, half)
+        product(keys + 4 * a * k_n, k_n, k_d, queries + lane, scores + ROW * a + lane, b - a, d, QUERIES // parts, half)
 
 
 @inner
-def mix_tile(values, v_d, v_n, weights, output, dv, spans, parted, half):
+def mix_tile(values, v_d, v_n, weights, output, dv, spans, parts, half):
     """Output += values^T weights, of all 64 queries or 16 by 16. Of bf16, values and weights are pairs of keys."""
-    if not parted:
-        _, depth = in_words(0, spans[1], half)
-        product_add(values, v_d, v_n, weights, QUERIES, output, QUERIES, dv, depth, QUERIES, half)
-        return
-    for part in range(4):
-        (a, b), lane = in_words(spans[2 * part], spans[2 * part + 1], half), 64 * part
-        some, from_v = weights + ROW * a + lane, values + 4 * a * v_n
-        product_add(from_v, v_d, v_n, some, QUERIES, output + lane, QUERIES, dv, b - a, 16, half)
+    for part in range(parts):
+        a, b, lane = in_words(spans[2 * part], half), in_words(spans[2 * part + 1], half), 64 * part
+        at, some, to = values + 4 * a * v_n, weights + ROW * a + lane, output + lane
+        product_add(at, v_d, v_n, some, QUERIES, to, QUERIES, dv, b - a, QUERIES // parts, half)
 
 
 @inner
@@ -125,9 +118,8 @@ def attend_tile(t, here, b, h, r, careful, half):
     scale, softcap = np.float32(bits_float(t[SCALE])) * LOG2E, np.float32(bits_float(t[SOFTCAP]))
     wide = 4 if half is None else 2
     from_q = t[Q] + wide * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N])
-    q_n, words_d = in_words(t[Q_N], d, half)
-    k_n, _ = in_words(t[K_N], 0, half)
-    turn_in(from_q, q_n, t[Q_D], n, words_d, queries)
+    words_d, k_n = in_words(d, half), in_words(t[K_N], half)
+    turn_in(from_q, in_words(t[Q_N], half), t[Q_D], n, words_d, queries)
     if half is not None:
         fill(zeros, dv, np.float32(0.0))
     # A sink is a key that has been seen before the first one, with no value.
@@ -143,8 +135,8 @@ def attend_tile(t, here, b, h, r, careful, half):
     for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
         from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
         from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        spans, parted = spans_of(words, keys)
-        score_tile(from_k, k_n, t[K_D], queries, scores, words_d, spans, parted, half)
+        spans, parts = spans_of(words, keys)
+        score_tile(from_k, k_n, t[K_D], queries, scores, words_d, spans, parts, half)
         unit = scale
         if softcap > 0 or t[BIAS] or scale <= 0:  # these work on scaled scores
             times(scores, QUERIES * keys, scale)
@@ -169,7 +161,7 @@ def attend_tile(t, here, b, h, r, careful, half):
             weights = pairs
         if careful or half is not None:
             from_v, v_n, v_d = clean, dv, 1
-        mix_tile(from_v, v_d, v_n, weights, output, dv, spans, parted, half)
+        mix_tile(from_v, v_d, v_n, weights, output, dv, spans, parts, half)
     return output, m, l, n
 
 

@@ -151,11 +151,9 @@ def number(address, half):
 
 
 @inner
-def in_words(one, two, half):
-    """Two counts of numbers as counts of words: floats, or pairs of bf16, an odd last one beside 0."""
-    if half is None:
-        return one, two
-    return (one + 1) // 2, (two + 1) // 2
+def in_words(count, half):
+    """A count of numbers as a count of words: floats, or pairs of bf16, an odd last one beside 0."""
+    return count if half is None else (count + 1) // 2
 
 
 @inner
