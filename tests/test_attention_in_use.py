@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtri
 from attention_cases import ENGINES, EPS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, keys, window
-from lowtri.engines import formula
+from lowtri.engines import formula, sdpa
 
 
 def fresh(program: str) -> str:
@@ -104,6 +104,30 @@ def test_a_long_window_is_read_tile_by_tile():
 
 
 # Threads.
+
+
+def test_layers_share_one_table_and_other_calls_do_not(monkeypatch):
+    looked, real = [], sdpa._look
+    monkeypatch.setattr(sdpa, "_look", lambda call: looked.append(call) or real(call))
+    sdpa._newest.clear()
+    q, k, v = (torch.randn(2, 2, 12, 16) for _ in range(3))
+    packed = causal() & documents([0] * 5 + [1] * 7)
+    shifted = [*range(3, 12), -1, -1, -1]
+    calls = (
+        ((q, k, v, packed), {}),
+        ((q, k, v, packed), {"q_positions": shifted, "k_positions": shifted}),
+        ((q[:, :1], k[:, :1], v[:, :1], packed), {}),
+        ((q[:, :, 9:], k, v, packed), {}),
+        ((q, k[:, :1], v[:, :1], packed), {}),  # two query heads to a key/value head
+        ((q, k, v, window(4)), {}),
+    )
+    for number, (arrays, options) in enumerate(calls):
+        for layer in range(3):
+            found = attention(*arrays, engine="sdpa", **options)
+            right = attention(*arrays, engine="reference", **options)
+            torch.testing.assert_close(found, right, atol=1e-5, rtol=0, msg=f"call {number}, layer {layer}")
+    assert len(looked) == 5  # the third asks what the first asked
+    assert len(sdpa._newest) == sdpa._KEPT
 
 
 def test_eight_threads_at_once():

@@ -10,7 +10,7 @@ from lowtri.engines.descriptor import Fields, of_plan
 from lowtri.masks.plan import Plan, plan
 from lowtri.ops.call import Call
 
-__all__ = ["Kept", "plan_of"]
+__all__ = ["Kept", "asked", "plan_of"]
 
 _PLAN_BYTES = 64 * 2**20
 _plans: OrderedDict[Any, Kept] = OrderedDict()
@@ -22,13 +22,17 @@ class Kept(NamedTuple):
     fields: Fields  # what a descriptor says of it
 
 
+def asked(call: Call) -> Any:
+    """The mask and the positions: what a plan, or a table of who sees whom, depends on."""
+    if not call.positions_given:
+        return call.mask, call.q.shape[2], call.k.shape[2]
+    q, k = call.q_positions, call.k_positions
+    return call.mask, q.shape, q.tobytes(), k.shape, k.tobytes()
+
+
 def plan_of(call: Call, tile_k: int) -> Kept:
     """The plan of a call, from the cache where the same mask and positions came before."""
-    places: Any = (call.q.shape[2], call.k.shape[2])
-    if call.positions_given:
-        q, k = call.q_positions, call.k_positions
-        places = (q.shape, q.tobytes(), k.shape, k.tobytes())
-    key = (call.mask, places, tile_k)
+    key = (asked(call), tile_k)
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)

@@ -6,12 +6,16 @@ from *everyone* (pads, cache tails) it is set to 0 before the call. Queries that
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowtri.engines.plans import asked
 from lowtri.masks.atoms import causal
 from lowtri.masks.mask import FULL
 from lowtri.ops.call import Call, Result
@@ -42,26 +46,20 @@ def run(call: Call) -> Result:
         return Result(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
     if call.bias is None and _everybody_sees_everything(call):
         return Result(scaled_dot_product_attention(q, k, v, **options))
-    visible, bias = call.visible(), call.bias  # visible (B|1, Hq|1, Nq, Nk)
-    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
-    if (
-        0 < len(some) < len(visible[0, 0, 0])
-    ):  # a new token under a window, the tail of a cache: only the keys in between
-        between = slice(some[0], some[-1] + 1)
-        k, v, visible = k[:, :, between], v[:, :, between], visible[..., between]
-        bias = bias[..., between] if bias is not None and bias.shape[3] > 1 else bias
-    if bias is None and visible.all():
+    seen, bias = _seen(call), call.bias
+    if seen.between is not None:  # a new token under a window, the tail of a cache
+        k, v = k[:, :, seen.between], v[:, :, seen.between]
+        bias = bias[..., seen.between] if bias is not None and bias.shape[3] > 1 else bias
+    if bias is None and seen.all:
         return Result(scaled_dot_product_attention(q, k, v, **options))
-    sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
-    seen = _by_kv_head(call, visible.any(axis=2))[..., None]  # (B|1, Hkv|1, Nk, 1)
-    nothing = None if sees.all() else torch.from_numpy(~sees).to(q.device)
     # Hidden from everyone: set to 0, so that 0 * NaN never happens. A query that sees nothing looks at all, and is set to 0 after.
+    nothing = None if seen.nothing is None else torch.from_numpy(seen.nothing).to(q.device)
     if nothing is not None:
         q = q.masked_fill(nothing, 0)
-    if not seen.all():
-        unseen = torch.from_numpy(~seen).to(q.device)
+    if seen.unseen is not None:
+        unseen = torch.from_numpy(seen.unseen).to(q.device)
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    table = torch.from_numpy(visible if nothing is None else visible | ~sees).to(q.device)
+    table = torch.from_numpy(seen.table).to(q.device)
     if bias is not None:
         bias = bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes float32 beside half types too
         table = torch.where(table, bias, -torch.inf)
@@ -70,6 +68,51 @@ def run(call: Call) -> Result:
         table = table.masked_fill(nothing, 0)
     output = scaled_dot_product_attention(q, k, v, attn_mask=table, **options)
     return Result(output if nothing is None else output.masked_fill(nothing, 0))
+
+
+class _Seen(NamedTuple):
+    """What the call's mask says, as torch's function is told it."""
+
+    table: NDArray[np.bool_]  # (B|1, Hq|1, Nq, keys); a query that sees nothing sees all
+    nothing: NDArray[np.bool_] | None  # (B|1, Hq|1, Nq, 1), the queries that see nothing
+    unseen: NDArray[np.bool_] | None  # (B|1, Hkv|1, keys, 1), the keys that nobody sees
+    between: slice | None  # the keys of the table, where it leaves some out at the ends
+    all: bool  # whether everybody sees everything between
+
+
+_newest: OrderedDict[Any, _Seen] = OrderedDict()  # the layers of a model ask for the same one
+_KEPT = 2  # of at most 16 MB each
+_lock = Lock()
+
+
+def _seen(call: Call) -> _Seen:
+    """What the mask says, from the newest where the same mask and positions came before."""
+    key = (asked(call), call.group)
+    with _lock:
+        if key in _newest:
+            _newest.move_to_end(key)
+            return _newest[key]
+    found = _look(call)
+    if found.table.nbytes <= 2**24:
+        with _lock:
+            _newest[key] = found
+            while len(_newest) > _KEPT:
+                _newest.popitem(last=False)
+    return found
+
+
+def _look(call: Call) -> _Seen:
+    visible, between = call.visible(), None  # visible (B|1, Hq|1, Nq, Nk)
+    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    if 0 < len(some) < visible.shape[3]:
+        between = slice(int(some[0]), int(some[-1]) + 1)
+        visible = visible[..., between]
+    sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
+    seen = _by_kv_head(call, visible.any(axis=2))[..., None]  # (B|1, Hkv|1, keys, 1)
+    everything = bool(visible.all())
+    nothing = None if sees.all() else np.logical_not(sees)
+    unseen = None if seen.all() else np.logical_not(seen)
+    return _Seen(visible if nothing is None else np.logical_or(visible, nothing), nothing, unseen, between, everything)
 
 
 def _is_torch_causal(call: Call) -> bool:

@@ -45,8 +45,8 @@ _ARM = platform.machine().lower() in ("arm64", "aarch64")
 
 if "avx512f" in _HAS:
     NAME, ROWS, VECTORS = "avx512", 6, 4
-    NARROW_ROWS = 16  # of a tile of one vector
-    FEW_KEYS, FEW_VECTORS = 8, 4
+    NARROW_ROWS = 16  # of a tile that is one vector wide
+    FEW_KEYS, FEW_VECTORS = 8, 4  # for few queries: keys that meet four of them at once; vectors of a value row
 elif "avx2" in _HAS and "fma" in _HAS:
     NAME, ROWS, VECTORS = "avx2", 6, 1
 elif _ARM:
