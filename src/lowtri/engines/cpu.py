@@ -77,14 +77,13 @@ def _trouble_with_tensors(call: Call) -> str | None:
     """A kernel reads memory: what has none (fake tensors, those inside torch.func) must take another road."""
     if call.is_numpy:
         return None
-    import torch
+    from lowtri.engines.memory import is_plain, why_not_now
 
-    for x in (call.q, call.k, call.v):
-        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
-            return f"q, k or v is a {type(x).__name__}, not a plain tensor"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "inside a transform of torch.func"
-    return None
+    for name in ("q", "k", "v", "bias", "sinks"):
+        x = getattr(call, name)
+        if x is not None and not is_plain(x):
+            return f"{name} is a {type(x).__name__}, or a view, whose numbers do not lie in memory as they are"
+    return why_not_now()
 
 
 def _cast(x: Any, dtype: str) -> Any:

@@ -72,15 +72,16 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
 
 def again(q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, engine: str) -> Any:
     """The output (B, Hq, Nq, Dv) of a call that only its arrays tell from one before, or None where there is none like it."""
-    if not _ready or not isinstance(mask, Mask):
+    plain = type(scale) in _PLAIN and type(softcap) in _PLAIN and isinstance(mask, Mask)
+    if not _ready or not plain:
         return None
     import torch
 
-    if not type(q) is type(k) is type(v) is torch.Tensor or not (q.is_cpu and k.is_cpu and v.is_cpu):
+    from lowtri.engines.memory import is_plain, why_not_now
+
+    if not (is_plain(q) and is_plain(k) and is_plain(v) and q.ndim == 4 and q.shape[3]) or why_not_now() is not None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     key = _key(q, k, v, mask, scale, softcap)
     found = _ready.pop(key, None)  # in one thread at a time
@@ -110,6 +111,7 @@ class _Ready:
         self.launch.run()
 
 
+_PLAIN = (type(None), float)
 _KEPT = 8  # the newest: a model has one kind of call a token, or a few
 _SMALL = 2**22  # bytes that each may hold
 _ready: dict[Key, _Ready] = {}

@@ -40,7 +40,11 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         raise CallError(
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
-    rank, numpys = q.ndim, isinstance(q, np.ndarray)
+    numpys = isinstance(q, np.ndarray)
+    if not numpys:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _check_layout(name, x)
+    rank = q.ndim
     if numpys and kind == "bfloat16":  # another library's type, which NumPy multiplies one number at a time
         raise CallError("attention: q is NumPy's foreign bfloat16. Fix: a torch tensor, or q.astype(np.float32).")
     if rank < 2:
@@ -73,6 +77,13 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     return rank, tuple(of_q[:-3])
 
 
+def _check_layout(name: str, x: Any) -> None:
+    """A tensor of torch has a place in memory for each of its numbers."""
+    if _is_tensor(x) and (x.is_nested or x.layout is not sys.modules["torch"].strided):
+        kind, fix = ("nested", "pad it") if x.is_nested else (str(x.layout), f"{name}.to_dense()")
+        raise CallError(f"attention: {name} is a {kind} tensor, but attention takes dense ones. Fix: {fix}.")
+
+
 def _check_kind(name: str, x: Any, q: Any) -> None:
     """x is of the same library as q, and on the same device."""
     numpys = isinstance(q, np.ndarray)
@@ -97,6 +108,7 @@ def check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
 def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
     """The bias in four dimensions that broadcast against ``shape``, (B, Hq, Nq, Nk)."""
     _check_kind("bias", bias, q)
+    _check_layout("bias", bias)
     kind = _dtype(bias)
     if kind not in _FLOATS:
         fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
@@ -119,6 +131,7 @@ def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...])
 def check_sinks(sinks: Any, q: Any, heads: int) -> None:
     """A logit for each query head."""
     _check_kind("sinks", sinks, q)
+    _check_layout("sinks", sinks)
     kind = _dtype(sinks)
     if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
         raise CallError(
