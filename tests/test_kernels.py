@@ -275,3 +275,33 @@ def test_huge_scores_give_the_mean_of_equals_and_gradients_that_are_numbers(dtyp
         assert all(torch.isfinite(d).all() for d in torch.autograd.grad(output.sum(), (x, v)))
         one = lowtri.attention(sign * x[:, :, :1].detach(), x.detach(), v.detach(), "full", engine="cpu")
         assert (one - 1).abs().max() <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("nq", [1, 7, 40], ids=["one query", "few", "a tile"])
+@pytest.mark.parametrize("mean", [0, 10])
+def test_long_sums_lose_no_more_digits_than_the_plain_formula(nq: int, mean: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 8, n, 64, generator=generator) for n in (nq, 8192, 8192))
+    v += mean
+    exact = torch.softmax(q.double() @ k.double().mT / 8, -1) @ v.double()
+    plain = torch.softmax(q @ k.mT / 8, -1) @ v
+
+    def error(x: torch.Tensor) -> float:
+        return float((x.double() - exact).pow(2).mean().sqrt())
+
+    assert error(lowtri.attention(q, k, v, "full", engine="cpu")) <= 2 * error(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e8])
+def test_what_neighbours_see_changes_no_bit(dtype: torch.dtype, poison: float) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(118, 64, 1))
+
+    def early(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # queries that never see key 60
+        return lowtri.attention(q, k, v, "window(17)", engine="cpu")[:, :, :60]
+
+    right = early(k, v)
+    for place in (0, 1):
+        arrays = [k.clone(), v.clone()]
+        arrays[place][0, 0, 60, 3] = poison
+        assert torch.equal(early(*arrays), right)

@@ -465,3 +465,9 @@ def test_the_public_doors_are_the_rooms_own() -> None:
 def test_a_text_is_read_once_unless_it_may_stand_for_an_array():
     assert lowtri.mask("causal & window(4)") is lowtri.mask("causal & window(4)")
     assert lowtri.mask("documents(lengths=[2])") is not lowtri.mask("documents(lengths=[2])")
+
+
+def test_a_table_of_few_rows_can_be_printed():
+    few = table(np.ones((8, 112), bool))
+    assert str(few) == repr(few)
+    assert str(table(np.tri(12, dtype=bool))).splitlines()[0] == repr(table(np.tri(12, dtype=bool)))

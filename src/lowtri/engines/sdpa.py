@@ -2,6 +2,7 @@
 
 torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; where it is hidden
 from *everyone* (pads, cache tails) it is set to 0 before the call. Queries that see nothing give 0 here, whatever torch does.
+In half types torch may swallow an infinity that a query does see.
 """
 
 from __future__ import annotations

@@ -117,9 +117,8 @@ def _mixed(builder: Any, args: Any, count: int, vectors: int, half: Any) -> None
     def place(address: Any, vector: int) -> Any:
         return at(builder, builder.add(address, ir.Constant(I64, 64 * vector)), VECTOR)
 
-    for r in range(count):
-        for j in range(vectors):
-            builder.store(builder.load(place(to[r], j), align=4), tile[r][j])
+    for total in (total for row in tile for total in row):
+        builder.store(ir.Constant(VECTOR, None), total)
     steps = builder.lshr(builder.add(keys, one), one) if pairs else keys
     with cgutils.for_range(builder, steps) as loop:
         if pairs:
@@ -139,6 +138,10 @@ def _mixed(builder: Any, args: Any, count: int, vectors: int, half: Any) -> None
             weight = broadcast(builder, builder.load(at(builder, weight_at, F32), align=4))
             for total, column in zip(tile[r], columns, strict=True):
                 builder.store((fused_pairs if pairs else fused)(builder, weight, column, builder.load(total)), total)
+    for r in range(count):  # before any store, since rows may repeat
+        for j in range(vectors):
+            so_far = builder.load(place(to[r], j), align=4)
+            builder.store(builder.fadd(so_far, builder.load(tile[r][j])), tile[r][j])
     for r in range(count):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), place(to[r], j), align=4)

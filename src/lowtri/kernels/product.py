@@ -42,8 +42,7 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, m
         a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
         c_rows.append(builder.mul(clamped, c_row))
         for j in range(vectors):
-            start = builder.load(vector_at(c, c_rows[r], j), align=4) if accumulate else ir.Constant(kind, None)
-            builder.store(start, tile[r][j])
+            builder.store(ir.Constant(kind, None), tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
         from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
@@ -51,6 +50,13 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, m
             one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4))
             for j in range(vectors):
                 builder.store(multiply(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
+    if (
+        accumulate
+    ):  # at the end: a sum of sums loses fewer digits than one long sum; before any store, since rows may repeat
+        for r in range(rows):
+            for j in range(vectors):
+                so_far = builder.load(vector_at(c, c_rows[r], j), align=4)
+                builder.store(builder.fadd(so_far, builder.load(tile[r][j])), tile[r][j])
     for r in range(rows):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)

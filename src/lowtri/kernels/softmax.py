@@ -63,8 +63,10 @@ def softmax_tile(scores, unit, spans, m, l, output, size):
             j += 1
         greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
         old = load(m + lane)
-        if any_above(greatest, add(old, splat(_RISE))):
-            new = maximum(greatest, old)
+        limit = add(old, splat(_RISE))
+        if any_above(greatest, limit):
+            # Each lane for itself: what its neighbours met leaves no trace, not even in the last digit.
+            new = above_or(greatest, limit, maximum(greatest, old), old)
             factor = exp2(sub(old, above_or(new, splat(_HIDDEN), new, zero)))
             store(m + lane, new)
             store(l + lane, mul(load(l + lane), factor))
@@ -75,11 +77,13 @@ def softmax_tile(scores, unit, spans, m, l, output, size):
         # A query that has seen nothing yet has no shift: 0 serves, and 2 ** -inf is 0.
         shift = sub(zero, above_or(old, splat(_HIDDEN), old, zero))
         by = unit
-        if any_above(maximum(shift, sub(zero, shift)), splat(_LARGE)):
+        amount, large = maximum(shift, sub(zero, shift)), splat(_LARGE)
+        if any_above(amount, large):
             # The product inside fma is not rounded and the shift is: here that would be more than a unit. Round both.
             for j in range(first, last):
-                store(scores + ROW * j + lane, mul(load(scores + ROW * j + lane), unit))
-            by = splat(np.float32(1.0))
+                place = scores + ROW * j + lane
+                store(place, above_or(amount, large, mul(load(place), unit), load(place)))
+            by = above_or(amount, large, splat(np.float32(1.0)), unit)
         a, b, c, d = zero, zero, zero, zero
         j = first
         while j + 4 <= last:

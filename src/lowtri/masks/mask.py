@@ -268,7 +268,10 @@ class Mask:
         save(self, path, nq, nk, **options)
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.draw(12)}"
+        try:
+            return f"{self!r}\n{self.draw(12)}"
+        except MaskError:  # a table that is asked about places of its own only
+            return repr(self)
 
     # Set operations.
 
