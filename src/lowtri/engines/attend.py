@@ -204,6 +204,8 @@ def _autocast_device(q: Any) -> str | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return None
+    if q.is_cpu:  # asked before each token of each layer
+        return "cpu" if torch.is_autocast_enabled("cpu") else None
     kind = q.device.type
     return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
