@@ -134,19 +134,13 @@ class Launch:
     def run(self) -> None:
         """Run it, from the first task on."""
         self.desk.table.write(self.values)
-        _workers().run_team(self.kernel, self.desk.table.address, self.threads)
+        kernel_file("workers").run_team(self.kernel, self.desk.table.address, self.threads)
 
     def run_once(self) -> None:
         """Run it and hand its memory on."""
         self.run()
         if self.desk.size <= _KEPT:
             _desks.append(self.desk)
-
-
-@cache
-def _workers() -> Any:
-    """The threads; loaded late, since Numba is."""
-    return importlib.import_module("lowtri.kernels.workers")
 
 
 class _Desk:
