@@ -35,7 +35,7 @@ def _multiplying(descriptor: Any) -> None:
     t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
-        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH, QUERIES, None)
+        product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, None)
 
 
 def _multiplying_pairs(descriptor: Any) -> None:
@@ -43,7 +43,7 @@ def _multiplying_pairs(descriptor: Any) -> None:
     t = descriptor
     a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
-        product(a, _DEPTH, 1, a + _A, a + _A + _B, _ROWS, _DEPTH, QUERIES, 1)
+        product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, 1)
 
 
 def _reading(descriptor: Any) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 
 from lowtri.engines.descriptor import address, of_call
 from lowtri.engines.launch import Launch, empty, is_half, kernel_file, room_for_lse, threads_of
+from lowtri.engines.plans import all_seen, between
 from lowtri.engines.worth import FEW_QUERIES, worth_a_kernel
-from lowtri.masks.mask import FULL, Mask
+from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, dtype_name
 
 __all__ = ["again", "decode", "is_decoding"]
@@ -38,8 +39,8 @@ def is_decoding(q: Any, k: Any, v: Any) -> bool:
 def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
     """Output and log-sum-exp as of ``forward``, for few queries; no plan: one question, or a table of few rows."""
     kernel = kernel_file("decode")
-    all_seen = _all_seen(call)
-    visible = None if all_seen else call.visible()  # (B|1, Hq|1, Nq, Nk)
+    everything = all_seen(call)
+    visible = None if everything else call.visible()  # (B|1, Hq|1, Nq, Nk)
     if visible is not None:
         visible, k, v, bias = _between(visible, k, v, bias)
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
@@ -60,7 +61,7 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
     code = kernel.decode_half if is_half(q) else kernel.decode
     launch = Launch(code, kernel.FIELDS, fields, kernel.room(stacked, d, dv), threads, scratch, zeros="joined")
     plain = (
-        all_seen and bias is None and sinks is None and not (want_lse or call.return_weights or call.positions_given)
+        everything and bias is None and sinks is None and not (want_lse or call.return_weights or call.positions_given)
     )
     if plain and q is call.q and not call.is_numpy and launch.desk.size <= _SMALL:
         launch.run()
@@ -132,23 +133,8 @@ def _keep(call: Call, launch: Launch) -> None:
 
 def _between(visible: Any, k: Any, v: Any, bias: Any) -> tuple[Any, ...]:
     """Only the keys between the first and the last that anybody sees, and no table where all of these are seen: a window."""
-    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
-    if len(some) and len(some) < visible.shape[3]:
-        here = slice(int(some[0]), int(some[-1]) + 1)
+    here = between(visible)
+    if here is not None:
         visible, k, v = visible[..., here], k[:, :, here], v[:, :, here]
         bias = bias[..., here] if bias is not None and bias.shape[3] > 1 else bias
     return None if visible.all() else np.ascontiguousarray(visible), k, v, bias
-
-
-def _all_seen(call: Call) -> bool:
-    """Whether every query sees every key, by one question about the box of positions around them."""
-    if call.mask.batch:
-        return False
-    if not call.positions_given:
-        nq, nk = call.q.shape[2], call.k.shape[2]
-        start = max(nk - nq, 0)
-        return call.mask.tile(start, start + nq, 0, nk) is FULL
-    q, k = call.q_positions, call.k_positions
-    if q.min() < 0 or k.min() < 0:
-        return False
-    return bool(call.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)

@@ -6,11 +6,15 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowtri.engines.descriptor import Fields, of_plan
+from lowtri.masks.mask import FULL
 from lowtri.masks.plan import Plan, plan
 from lowtri.ops.call import Call
 
-__all__ = ["Kept", "asked", "plan_of"]
+__all__ = ["Kept", "all_seen", "asked", "between", "plan_of"]
 
 _PLAN_BYTES = 64 * 2**20
 _plans: OrderedDict[Any, Kept] = OrderedDict()
@@ -28,6 +32,28 @@ def asked(call: Call) -> Any:
         return call.mask, call.q.shape[2], call.k.shape[2]
     q, k = call.q_positions, call.k_positions
     return call.mask, q.shape, q.tobytes(), k.shape, k.tobytes()
+
+
+def all_seen(call: Call) -> bool:
+    """Whether every query sees every key, by one question about the box of positions around them."""
+    if call.mask.batch:
+        return False
+    if not call.positions_given:
+        nq, nk = call.q.shape[2], call.k.shape[2]
+        start = max(nk - nq, 0)
+        return call.mask.tile(start, start + nq, 0, nk) is FULL
+    q, k = call.q_positions, call.k_positions
+    if q.min() < 0 or k.min() < 0:
+        return False
+    return bool(call.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)
+
+
+def between(visible: NDArray[np.bool_]) -> slice | None:
+    """The keys from the first to the last that anybody sees in a table (B|1, Hq|1, Nq, Nk), where that leaves some out."""
+    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    if not 0 < len(some) < visible.shape[3]:
+        return None
+    return slice(int(some[0]), int(some[-1]) + 1)
 
 
 def plan_of(call: Call, tile_k: int) -> Kept:

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowtri.engines.plans import asked
+from lowtri.engines.plans import all_seen, asked, between
 from lowtri.masks.atoms import causal
-from lowtri.masks.mask import FULL
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -45,7 +44,7 @@ def run(call: Call) -> Result:
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "enable_gqa": call.group > 1}
     if call.bias is None and _is_torch_causal(call):
         return Result(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
-    if call.bias is None and _everybody_sees_everything(call):
+    if call.bias is None and not call.positions_given and all_seen(call):
         return Result(scaled_dot_product_attention(q, k, v, **options))
     seen, bias = _seen(call), call.bias
     if seen.between is not None:  # a new token under a window, the tail of a cache
@@ -103,32 +102,22 @@ def _seen(call: Call) -> _Seen:
 
 
 def _look(call: Call) -> _Seen:
-    visible, between = call.visible(), None  # visible (B|1, Hq|1, Nq, Nk)
-    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
-    if 0 < len(some) < visible.shape[3]:
-        between = slice(int(some[0]), int(some[-1]) + 1)
-        visible = visible[..., between]
+    visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
+    here = between(visible)
+    if here is not None:
+        visible = visible[..., here]
     sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
     seen = _by_kv_head(call, visible.any(axis=2))[..., None]  # (B|1, Hkv|1, keys, 1)
     everything = bool(visible.all())
     nothing = None if sees.all() else np.logical_not(sees)
     unseen = None if seen.all() else np.logical_not(seen)
-    return _Seen(visible if nothing is None else np.logical_or(visible, nothing), nothing, unseen, between, everything)
+    return _Seen(visible if nothing is None else np.logical_or(visible, nothing), nothing, unseen, here, everything)
 
 
 def _is_torch_causal(call: Call) -> bool:
     """torch's is_causal means key index <= query index: ours, when both stand at the same places."""
     same = not call.positions_given and call.q.shape[2] == call.k.shape[2]
     return same and call.mask == causal()
-
-
-def _everybody_sees_everything(call: Call) -> bool:
-    """A new token that sees its whole cache, or no mask at all: one question instead of a table."""
-    if call.positions_given or call.mask.batch:
-        return False
-    nq, nk = call.q.shape[2], call.k.shape[2]
-    start = max(nk - nq, 0)
-    return bool(call.mask.tile(start, start + nq, 0, nk) == FULL)
 
 
 def _by_kv_head(call: Call, seen: Any) -> Any:

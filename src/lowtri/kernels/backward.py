@@ -139,8 +139,8 @@ def backward_tile(t, here, part, b, h, r, half):
         k_n, k_d = t[K_N], t[K_D]
         from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
         from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        product(from_k, in_words(k_n, half), k_d, queries, scores, keys, d_words, QUERIES, half)
-        product(from_v, in_words(t[V_N], half), t[V_D], d_out, moves, keys, dv_words, QUERIES, half)
+        product(from_k, in_words(k_n, half), k_d, queries, QUERIES, scores, QUERIES, keys, d_words, QUERIES, half)
+        product(from_v, in_words(t[V_N], half), t[V_D], d_out, QUERIES, moves, QUERIES, keys, dv_words, QUERIES, half)
         unit = scale * LOG2E
         if softcap > 0 or t[BIAS]:  # these work on scaled scores
             times(scores, QUERIES * keys, unit)

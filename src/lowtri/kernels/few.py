@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.halves import fused_pairs, zipped_rows
 from lowtri.kernels.inner import inner
-from lowtri.kernels.simd import AHEAD, F32, I64, INTS, VECTOR, at, broadcast, fused, prefetch, read, write
+from lowtri.kernels.simd import AHEAD, F32, I64, INTS, VECTOR, at, broadcast, clamped, fused, prefetch, read, write
 from lowtri.kernels.target import FEW_KEYS, FEW_VECTORS, LANES
 
 __all__ = ["FOUR", "dots", "in_fours", "mix"]
@@ -32,12 +32,6 @@ def in_fours(rows, count, words, target):
             for j in range(FOUR):
                 to = target + 4 * (row * words + (word // 4 * FOUR + j) * 4 + word % 4)
                 write(to, read(rows + 4 * (min(row + j, count - 1) * words + word)))
-
-
-def _clamped(builder: Any, number: int, last: Any) -> Any:
-    """The number of a row, or of the last one where there are fewer."""
-    own = ir.Constant(I64, number)
-    return builder.select(builder.icmp_signed("<", own, last), own, last)
 
 
 def _picked(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
@@ -73,7 +67,7 @@ def dots(typing, keys, key_step, last, four, others_last, chunks, target, target
         for first in range(0, LANES, FEW_KEYS):
             places = []
             for number in range(first, first + FEW_KEYS):
-                places.append(builder.add(keys, builder.mul(_clamped(builder, number, last), key_step)))
+                places.append(builder.add(keys, builder.mul(clamped(builder, number, last), key_step)))
             totals = [cgutils.alloca_once(builder, VECTOR) for _ in places]
             for total in totals:
                 builder.store(ir.Constant(VECTOR, None), total)
@@ -95,7 +89,7 @@ def dots(typing, keys, key_step, last, four, others_last, chunks, target, target
         for j in range(FOUR):  # the quarters j of the four sums, side by side
             lanes = [4 * j, 4 * j + 1, 4 * j + 2, 4 * j + 3, *(LANES + 4 * j + n for n in range(4))]
             low, high = (_picked(builder, *two, lanes) for two in (sums[:2], sums[2:]))
-            to = builder.add(target, builder.mul(_clamped(builder, j, others_last), target_step))
+            to = builder.add(target, builder.mul(clamped(builder, j, others_last), target_step))
             builder.store(_picked(builder, low, high, list(range(LANES))), at(builder, to, VECTOR), align=4)
         return context.get_dummy_value()
 
@@ -110,7 +104,7 @@ def _mixed(builder: Any, args: Any, count: int, vectors: int, half: Any) -> None
     tile = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(count)]
     from_weights, to = [], []
     for r in range(count):
-        row = _clamped(builder, r, last)
+        row = clamped(builder, r, last)
         from_weights.append(builder.add(weights, builder.mul(row, weight_step)))
         to.append(builder.add(output, builder.mul(row, output_step)))
 

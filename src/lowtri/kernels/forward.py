@@ -86,7 +86,8 @@ def score_tile(keys, k_n, k_d, queries, scores, d, spans, parts, half):
     """Scores of one tile, of all 64 queries or of each 16 with the keys in their span. Steps in words."""
     for part in range(parts):
         a, b, lane = spans[2 * part], spans[2 * part + 1], 64 * part
-        product(keys + 4 * a * k_n, k_n, k_d, queries + lane, scores + ROW * a + lane, b - a, d, QUERIES // parts, half)
+        at, to = keys + 4 * a * k_n, scores + ROW * a + lane
+        product(at, k_n, k_d, queries + lane, QUERIES, to, QUERIES, b - a, d, QUERIES // parts, half)
 
 
 @inner

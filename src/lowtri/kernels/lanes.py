@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.simd import F32, I32, I64, INTS, VECTOR, at, call, vector
+from lowtri.kernels.simd import F32, I32, I64, INTS, VECTOR, at, call, clamped, vector
 from lowtri.kernels.target import LANES
 
 __all__ = [
@@ -41,9 +41,8 @@ def transpose(typing, source, source_row, last, target, target_row):
         source, source_row, last, target, target_row = a
         rows = []
         for i in range(LANES):
-            number = ir.Constant(I64, i)
-            clamped = b.select(b.icmp_signed("<", number, last), number, last)
-            rows.append(b.load(at(b, b.add(source, b.mul(clamped, source_row)), VECTOR), align=4))
+            row = clamped(b, i, last)
+            rows.append(b.load(at(b, b.add(source, b.mul(row, source_row)), VECTOR), align=4))
         for i, column in enumerate(_transposed(b, rows)):
             b.store(column, at(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), VECTOR), align=4)
         return c.get_dummy_value()

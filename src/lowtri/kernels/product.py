@@ -16,12 +16,11 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.halves import fused_pairs
 from lowtri.kernels.inner import inner
-from lowtri.kernels.simd import DOUBLES, I64, VECTOR, broadcast, fused
+from lowtri.kernels.simd import DOUBLES, I64, VECTOR, broadcast, clamped, fused
 from lowtri.kernels.target import LANES, NARROW_ROWS, ROWS, VECTORS
 
 __all__ = ["product", "product_add", "product_doubles_add"]
 
-COLUMNS = 64  # queries in a tile
 WIDTH = VECTORS * LANES  # columns in a register tile
 
 
@@ -37,10 +36,9 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, m
     tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
     for r in range(rows):
-        number = ir.Constant(I64, r)
-        clamped = builder.select(builder.icmp_signed("<", number, last), number, last)
-        a_rows.append(builder.gep(a, [builder.mul(clamped, row_step)]))
-        c_rows.append(builder.mul(clamped, c_row))
+        row = clamped(builder, r, last)
+        a_rows.append(builder.gep(a, [builder.mul(row, row_step)]))
+        c_rows.append(builder.mul(row, c_row))
         for j in range(vectors):
             builder.store(ir.Constant(kind, None), tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
@@ -81,36 +79,26 @@ _narrow_set, _narrow_add = _tile(NARROW_ROWS, 1, accumulate=False), _tile(NARROW
 _doubles_add = _tile(ROWS, VECTORS, accumulate=True, kind=DOUBLES)
 
 
-@inner
-def product(a, row_step, depth_step, b, c, rows, depth, columns, half):
-    """C = A B for all 64 columns or 16 of them.  A (rows, depth); rows of B (depth, columns) and C are 64 columns apart.
+def _over_tiles(wide: Any, narrow: Any) -> Any:
+    @inner
+    def product(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns, half):
+        whole = columns - columns % WIDTH
+        for j in range(0, 4 * whole, 4 * WIDTH):
+            for r in range(0, rows, ROWS):
+                last, from_a, to = min(ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
+                wide(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
+        for j in range(4 * whole, 4 * columns, 4 * LANES):
+            for r in range(0, rows, NARROW_ROWS):
+                last, from_a, to = min(NARROW_ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
+                narrow(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
 
-    Addresses in bytes, steps in words: A[r, d] stands at ``a + 4 * (r * row_step + d * depth_step)``. A word is a float or,
-    where ``half`` is not None, a pair of bf16, and ``depth`` counts pairs.
-    """
-    whole = columns - columns % WIDTH
-    for j in range(0, 4 * whole, 4 * WIDTH):
-        for r in range(0, rows, ROWS):
-            last, from_a, to = min(ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * COLUMNS + j
-            _wide_set(from_a, row_step, depth_step, b + j, COLUMNS, to, COLUMNS, depth, last, half)
-    for j in range(4 * whole, 4 * columns, 4 * LANES):
-        for r in range(0, rows, NARROW_ROWS):
-            last, from_a, to = min(NARROW_ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * COLUMNS + j
-            _narrow_set(from_a, row_step, depth_step, b + j, COLUMNS, to, COLUMNS, depth, last, half)
+    return product
 
 
-@inner
-def product_add(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns, half):
-    """C += A B for ``columns`` columns, a multiple of 16; rows of B and C as far apart as told. Otherwise as :func:`product`."""
-    whole = columns - columns % WIDTH
-    for j in range(0, 4 * whole, 4 * WIDTH):
-        for r in range(0, rows, ROWS):
-            last, from_a, to = min(ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
-            _wide_add(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
-    for j in range(4 * whole, 4 * columns, 4 * LANES):
-        for r in range(0, rows, NARROW_ROWS):
-            last, from_a, to = min(NARROW_ROWS, rows - r) - 1, a + 4 * r * row_step, c + 4 * r * c_row + j
-            _narrow_add(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, half)
+# C = A B, and C += A B.  A (rows, depth); rows of B (depth, columns) and C (rows, columns) stand ``b_row`` and ``c_row`` words
+# apart; columns are a multiple of 16. Addresses in bytes, steps in words: A[r, d] is at ``a + 4 * (r * row_step + d * depth_step)``.
+# A word is a float or, where ``half`` is not None, a pair of bf16, and ``depth`` counts pairs.
+product, product_add = _over_tiles(_wide_set, _narrow_set), _over_tiles(_wide_add, _narrow_add)
 
 
 @inner

@@ -31,6 +31,7 @@ __all__ = [
     "bits_float",
     "broadcast",
     "call",
+    "clamped",
     "constant",
     "div",
     "fetch_add",
@@ -100,6 +101,12 @@ def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once where the CPU can."""
     kind = f"v{x.type.count}f{64 if x.type == DOUBLES else 32}"
     return call(builder, f"llvm.{'fma' if FMA else 'fmuladd'}.{kind}", x.type, [x, y, z])
+
+
+def clamped(builder: Any, number: int, last: Any) -> Any:
+    """The number of a row, or of the last one where there are fewer: it stands in for those past it."""
+    own = ir.Constant(I64, number)
+    return builder.select(builder.icmp_signed("<", own, last), own, last)
 
 
 def at(builder: Any, address: Any, kind: Any) -> Any:
