@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.engines.choice import ENGINES
+from lowtri.backends import BACKENDS as ENGINES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TRACELESS = tuple(name for name in ENGINES if name != "sdpa")  # torch's own cannot keep what is hidden from some apart

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtri
 from attention_cases import ENGINES, EPS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, keys, window
-from lowtri.engines import formula, sdpa
+from lowtri.backends.formula import tiles
 
 
 def fresh(program: str) -> str:
@@ -60,9 +60,9 @@ def test_the_formula_takes_memory_by_the_tile():
     """4,096 queries and keys, 4 heads: one table of scores is 268 MB. Forward and backward together stay far below."""
     program = """
 import resource, torch, lowtri
-from lowtri.engines import formula
+from lowtri.backends.formula import tiles
 torch.set_num_threads(1)
-formula._AT_ONCE = 2**19
+tiles._SCORES_IN_TILE = 2**19
 def peak(n):
     q, k, v = (torch.randn(1, 4, n, 16, requires_grad=True) for _ in range(3))
     lowtri.attention(q, k, v, "causal", engine="formula").sum().backward()
@@ -74,7 +74,7 @@ print(peak(4096) - first)
 
 
 def test_the_formula_keeps_no_tables_for_its_gradient(monkeypatch):
-    monkeypatch.setattr(formula, "_AT_ONCE", 2**17)
+    monkeypatch.setattr(tiles, "_SCORES_IN_TILE", 2**17)
     q, k, v = (x.requires_grad_() for x in draw(b=1, hq=1, hkv=1, nq=2048, nk=2048))
     saved: dict[int, int] = {}  # bytes of each storage, however many views of it are kept
 
@@ -104,30 +104,6 @@ def test_a_long_window_is_read_tile_by_tile():
 
 
 # Threads.
-
-
-def test_layers_share_one_table_and_other_calls_do_not(monkeypatch):
-    looked, real = [], sdpa._look
-    monkeypatch.setattr(sdpa, "_look", lambda call: looked.append(call) or real(call))
-    sdpa._newest.clear()
-    q, k, v = (torch.randn(2, 2, 12, 16) for _ in range(3))
-    packed = causal() & documents([0] * 5 + [1] * 7)
-    shifted = [*range(3, 12), -1, -1, -1]
-    calls = (
-        ((q, k, v, packed), {}),
-        ((q, k, v, packed), {"q_positions": shifted, "k_positions": shifted}),
-        ((q[:, :1], k[:, :1], v[:, :1], packed), {}),
-        ((q[:, :, 9:], k, v, packed), {}),
-        ((q, k[:, :1], v[:, :1], packed), {}),  # two query heads to a key/value head
-        ((q, k, v, window(4)), {}),
-    )
-    for number, (arrays, options) in enumerate(calls):
-        for layer in range(3):
-            found = attention(*arrays, engine="sdpa", **options)
-            right = attention(*arrays, engine="reference", **options)
-            torch.testing.assert_close(found, right, atol=1e-5, rtol=0, msg=f"call {number}, layer {layer}")
-    assert len(looked) == 5  # the third asks what the first asked
-    assert len(sdpa._newest) == sdpa._KEPT
 
 
 def test_eight_threads_at_once():

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtri
 from lowtri import attention
+from lowtri.dispatch.prepared import PREPARED
 
 CAUSAL = lowtri.causal()
 
@@ -21,10 +22,10 @@ def arrays(nq: int = 1, nk: int = 8192) -> list[torch.Tensor]:
 @pytest.fixture(params=["first", "again"])
 def known(request) -> None:
     """Both when no call like it came before and when one did, which then would be launched again."""
-    lowtri.engines.decode._ready.clear()
+    PREPARED.clear()
     if request.param == "again":
         attention(*arrays(), CAUSAL)
-        assert lowtri.engines.decode._ready
+        assert len(PREPARED)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

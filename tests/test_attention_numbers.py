@@ -12,7 +12,8 @@ import torch
 import lowtri
 from attention_cases import DTYPES, ENGINES, EPS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, window
-from lowtri.engines import formula
+from lowtri.backends.formula import tiles
+from lowtri.dispatch.prepared import PREPARED
 
 SEEDS = (0, 1, 2)
 
@@ -137,7 +138,8 @@ def test_tiles_of_the_formula_change_rounding_only(at_once, dtype, monkeypatch):
         whole = attention(*inputs, mask, engine="formula", return_weights=True, return_lse=True, **chosen)
         moved = with_gradients("formula", inputs, mask, **dict(chosen))[1]
         with monkeypatch.context() as patched:
-            patched.setattr(formula, "_AT_ONCE", at_once)
+            patched.setattr(tiles, "_SCORES_IN_TILE", at_once)
+            PREPARED.clear()
             tiled = attention(*inputs, mask, engine="formula", return_weights=True, return_lse=True, **chosen)
             # Without weights each tile takes only the keys that it may see.
             out = attention(*inputs, mask, engine="formula", **chosen)

@@ -12,7 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 import lowtri
 from attention_cases import ENGINES, TRACELESS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, keys, table, window
-from lowtri.engines import formula
+from lowtri.backends.formula import tiles
+from lowtri.dispatch.prepared import PREPARED
 
 MASKS = {
     "causal": causal(),
@@ -83,7 +84,8 @@ def test_the_formula_can_be_differentiated_twice(mask, options):
 
 def test_the_formula_can_be_differentiated_twice_tile_by_tile(monkeypatch):
     """Two tiles of queries, the second computed again for its gradient, and for the gradient of that."""
-    monkeypatch.setattr(formula, "_AT_ONCE", 1)
+    monkeypatch.setattr(tiles, "_SCORES_IN_TILE", 1)
+    PREPARED.clear()
     q, k, v = (x.requires_grad_() for x in draw(b=1, hq=1, hkv=1, nq=66, nk=66, d=2, dv=1, dtype="float64"))
 
     def run(*x: Any) -> Any:

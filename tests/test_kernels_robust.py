@@ -94,7 +94,7 @@ INTERRUPTED = """
     import numpy as np
     {imports}
     import lowtri
-    from lowtri.engines import launch
+    from lowtri.backends.cpu import launch
     from lowtri.kernels import forward, workers
 
     rng = np.random.default_rng(0)

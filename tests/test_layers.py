@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import lowtri
+from lowtri.backends import BACKENDS
 
 SOURCE = Path(lowtri.__file__).parent
 
@@ -23,7 +24,8 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "plain",
     "ops",
     "kernels",
-    "engines",
+    "backends",
+    "dispatch",
     "decoding",
     "nn",
     "training",
@@ -90,7 +92,7 @@ def room_of(file: str) -> str:
 def test_every_room_stands_in_the_list() -> None:
     found = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
     assert found <= set(ROOMS), f"rooms without a place: {sorted(found - set(ROOMS))}"
-    assert {"errors", "masks", "ops", "engines", "cli"} <= found
+    assert {"errors", "masks", "ops", "backends", "dispatch", "cli"} <= found
 
 
 def test_imports_run_upward() -> None:
@@ -123,17 +125,15 @@ def test_masks_know_numpy_only() -> None:
                 assert top in ("lowtri", "numpy") or top in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
-def test_no_engine_imports_another() -> None:
-    """An engine is a file with ``why_not``; attend.py knows them all, and none of them knows it."""
-    engines = {path.stem for path in (SOURCE / "engines").glob("*.py") if "\ndef why_not(" in path.read_text("utf-8")}
-    assert {"reference", "formula", "sdpa"} <= engines and "attend" not in engines
-    wrong = [
-        str(one)
-        for one in IMPORTS
-        if one.file.startswith("engines/") and (stem := Path(one.file).stem) in engines
-        if one.module.startswith("lowtri.engines.") and one.module.split(".")[2] in (engines | {"attend"}) - {stem}
-    ]
+def test_no_backend_imports_another() -> None:
+    """A backend is a file or a folder that knows the call, the masks and the kernels; dispatch knows them all by name."""
+    wrong = []
+    for one in IMPORTS:
+        parts = one.file.removesuffix(".py").split("/")
+        if parts[0] == "backends" and parts[1] in BACKENDS and one.module.startswith("lowtri.backends."):
+            wrong += [str(one)] if one.module.split(".")[2] not in (parts[1], "base") else []
     assert wrong == []
+    assert {path.stem for path in (SOURCE / "backends").iterdir()} >= {*BACKENDS, "base"}
 
 
 def test_only_declared_names_cross_a_border() -> None:

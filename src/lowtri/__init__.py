@@ -7,7 +7,8 @@ The rooms, in the order of reading (imports run upward in this list only):
     plain         attention as it is taught, under the names that notebooks use
     ops           what attention is: one checked call, and its float64 definition
     kernels       the CPU kernels
-    engines       ways to run a call, and `attention` itself
+    backends      ways to run a call
+    dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     decoding      the cache that asks the mask what is dead, and the generating loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
@@ -38,8 +39,9 @@ _ROOMS = {
         *("causal", "full", "window", "band", "first", "documents", "chunks", "strided", "keys", "table", "hidden"),
         *("where", "heads"),
     ),
-    "lowtri.engines.attend": ("attention", "merge", "which_engine"),
-    "lowtri.engines.twin": ("scaled_dot_product_attention",),
+    "lowtri.dispatch.attend": ("attention", "which_engine"),
+    "lowtri.dispatch.merge": ("merge",),
+    "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.decoding.cache": ("KVCache",),
     "lowtri.decoding.generate": ("generate",),
     "lowtri.auditing.audit": ("audit", "assert_causal"),

@@ -113,7 +113,7 @@ def _speed(torch: Any) -> dict[str, float]:
     import numpy as np
 
     from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
-    from lowtri.engines.attend import attention
+    from lowtri.dispatch.attend import attention
     from lowtri.masks import causal
 
     n, d, heads = 1024, 64, 4

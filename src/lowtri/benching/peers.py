@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowtri.benching.cases import Case
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.masks import mask as read_mask
 
 __all__ = ["FLEX", "FORMULA", "MKL", "OURS", "PEERS", "SDPA", "Attend"]

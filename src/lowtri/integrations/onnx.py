@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowtri.engines.attend import attention as attend
+from lowtri.dispatch.attend import attention as attend
 from lowtri.errors import CallError
 from lowtri.integrations.onnx_arrays import behind, cast, heads_apart, hide, scores_of, work_dtype
 from lowtri.integrations.onnx_places import band_of, bools_and_bias, places_of, whole

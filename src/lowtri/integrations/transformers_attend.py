@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_seen import Seen

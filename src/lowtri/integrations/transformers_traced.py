@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_attend import after, attend, refuse, wants_weights
 from lowtri.integrations.transformers_given import fitting, least

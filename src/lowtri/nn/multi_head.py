@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling, apply_rotary, rotary_tables

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 

@@ -1,7 +1,10 @@
-"""One call of attention, checked once and frozen: what every engine reads.
+"""One call of attention, checked once: its description without the numbers, and its arrays in four dimensions.
 
-Whatever the user passed, here ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has four
-dimensions that broadcast against (B, Hq, Nq, Nk), and the positions are NumPy integers, (1, N) or (B, N).
+A :class:`Call` says everything about a call except where its numbers lie. Backends read it to answer whether they support the
+call, what it would cost them, and to prepare it; the arrays come when a prepared call runs, so equal calls are prepared once.
+
+Whatever rank the user passed, ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has
+four dimensions that broadcast against (B, Hq, Nq, Nk), and positions are NumPy integers, (1, N) or (B, N).
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.mask import FULL, Mask, default_positions
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.text import as_mask
 from lowtri.ops.arguments import (
@@ -26,63 +29,98 @@ from lowtri.ops.arguments import (
     check_sinks,
     dtype_name,
 )
+from lowtri.ops.threads import thread_count
 
-__all__ = ["Call", "Result", "describe", "dtype_name"]
+__all__ = ["ArrayInfo", "Call", "Inputs", "Result", "arrange", "describe", "dtype_name", "seen_keys"]
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A checked call. Arrays are NumPy arrays or torch tensors, all of one kind, dtype and device."""
+class ArrayInfo(NamedTuple):
+    """An array without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in numbers, not bytes
+    dtype: str
+    requires_grad: bool  # and gradients are recorded
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call: NumPy arrays or torch tensors, all of one kind and device."""
 
     q: Any  # (B, Hq, Nq, D)
     k: Any  # (B, Hkv, Nk, D)
     v: Any  # (B, Hkv, Nk, Dv)
+    bias: Any  # None or (B|1, Hq|1, Nq|1, Nk|1)
+    sinks: Any  # None or (Hq,)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a backend computes, in four dimensions; ``weights`` and ``lse`` where the call returns them."""
+
+    output: Any  # (B, Hq, Nq, Dv), the dtype of q
+    weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
+    lse: Any = None  # (B, Hq, Nq), at least float32
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked call without its numbers."""
+
+    q: ArrayInfo
+    k: ArrayInfo
+    v: ArrayInfo
+    bias: ArrayInfo | None
+    sinks: ArrayInfo | None
+    is_numpy: bool
+    device: str  # "cpu", "cuda", ...
     mask: Mask
     scale: float
     softcap: float | None
-    bias: Any  # None or (B|1, Hq|1, Nq|1, Nk|1)
-    sinks: Any  # None or (Hq,)
     dropout: float
     q_positions: NDArray[np.int64]  # (B|1, Nq)
     k_positions: NDArray[np.int64]  # (B|1, Nk)
     positions_given: bool
     return_weights: bool
     return_lse: bool
-    lead: tuple[int, ...]  # the dimensions that the user had before (Hq, Nq, D); what restores the rank
-    rank: int
-
-    @property
-    def is_numpy(self) -> bool:
-        return isinstance(self.q, np.ndarray)
+    threads: int
+    opaque: str | None  # why the numbers cannot be read from memory, or None
+    lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
+    rank: int  # of the user's q
 
     @property
     def dtype(self) -> str:
-        return dtype_name(self.q.dtype)
+        return self.q.dtype
 
     @property
-    def device(self) -> str:
-        return "cpu" if self.is_numpy or self.q.is_cpu else str(self.q.device.type)
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, Hq, Hkv, Nq, Nk, D, Dv."""
+        (batch, heads, nq, d), (_, kv_heads, nk, dv) = self.q.shape, self.v.shape
+        return batch, heads, kv_heads, nq, nk, d, dv
 
     @property
     def group(self) -> int:
         """How many neighbouring query heads one key/value head serves."""
-        return int(self.q.shape[1] // self.k.shape[1])
-
-    @property
-    def needs_grad(self) -> bool:
-        if self.is_numpy:
-            return False
-        import torch
-
-        if not torch.is_grad_enabled():
-            return False
-        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
-            return True
-        return any(x is not None and x.requires_grad for x in (self.bias, self.sinks))
+        return self.q.shape[1] // self.k.shape[1]
 
     @cached_property
-    def plan(self) -> Plan:
-        return plan(self.mask, self.q_positions, self.k_positions)
+    def needs_grad(self) -> bool:
+        return any(x is not None and x.requires_grad for x in (self.q, self.k, self.v, self.bias, self.sinks))
+
+    @cached_property
+    def shows_all(self) -> bool:
+        """Whether every query sees every key, by one question about the box of positions around them."""
+        q, k = self.q_positions, self.k_positions
+        if self.mask.batch or 0 in (q.size, k.size):
+            return False
+        if not self.positions_given:  # consecutive: the ends are the box
+            return self.mask.tile(int(q[0, 0]), int(q[0, -1]) + 1, 0, k.shape[1]) is FULL
+        if q.min() < 0 or k.min() < 0:
+            return False
+        return bool(self.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)
+
+    def plan(self, tile_k: int = 128) -> Plan:
+        """The plan of the mask at these positions."""
+        return plan(self.mask, self.q_positions, self.k_positions, tile_k=tile_k)
 
     def visible(self, start: int = 0, stop: int | None = None, k0: int = 0, k1: int | None = None) -> NDArray[np.bool_]:
         """Who sees whom among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
@@ -95,20 +133,8 @@ class Call:
             out[b, h] = mask.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
         return out
 
-    def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
-        found = self.plan
-        first, last = found.nk, 0
-        for sheet in range(len(found.sheet_pairs)):
-            top, bottom = sheet * found.rows + start // 64, sheet * found.rows + -(-stop // 64)
-            runs = found.runs[found.row_start[top] : found.row_start[bottom]]
-            if len(runs):
-                first = min(first, int(runs[:, 0].min()) * found.tile_k)
-                last = max(last, int(runs[:, 1].max()) * found.tile_k)
-        return (first, min(last, found.nk)) if last else (0, 0)
-
     def restore(self, x: Any) -> Any:
-        """A result (B, Hq, ...) in the rank that the user's q had."""
+        """A result (B, Hq, ...) in the rank of the user's q."""
         if self.rank == 4:
             return x
         if self.rank == 2:
@@ -119,15 +145,6 @@ class Call:
         shapes = f"q {tuple(self.q.shape)}   k {tuple(self.k.shape)}   {self.dtype}   {self.device}"
         text = repr(self.mask)
         return f"{shapes}   mask {text if len(text) <= 80 else text[:77] + '...'}"
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """What an engine gives back, in four dimensions; ``weights`` and ``lse`` where they were asked for."""
-
-    output: Any  # (B, Hq, Nq, Dv), the dtype of q
-    weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
-    lse: Any = None  # (B, Hq, Nq), at least float32
 
 
 def describe(
@@ -145,8 +162,8 @@ def describe(
     k_positions: Any = None,
     return_weights: bool = False,
     return_lse: bool = False,
-) -> Call:
-    """Check the arguments of a call and freeze them.
+) -> tuple[Call, Inputs]:
+    """Check the arguments of a call; returns its description and its arrays in four dimensions.
 
     Raises:
         CallError: where they do not fit together; the message names the argument, what came, and the fix.
@@ -154,14 +171,12 @@ def describe(
     """
     mask = as_mask(mask, "attention: mask")
     rank, lead = check_arrays(q, k, v)
-    if rank == 2:
-        q, k, v = q[None, None], k[None, None], v[None, None]
-    elif rank != 4:
-        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
+    q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     check_batch(mask, rank, rows, heads)
     if bias is not None:
-        bias = check_bias(bias, q, (rows, heads, nq, nk), lead)
+        check_bias(bias, q, (rows, heads, nq, nk), lead)
+        bias = _bias_in_four(bias, lead)
     if sinks is not None:
         check_sinks(sinks, q, heads)
     check_numbers(scale, softcap, dropout)
@@ -169,42 +184,106 @@ def describe(
     keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
     start = max(nk - nq, 0)
     if q_positions is not None:
-        places = check_positions("q_positions", q_positions, rows, nq)
+        queries = check_positions("q_positions", q_positions, rows, nq)
     elif nq > nk and mask.asks_query:
         default_positions(mask, nq, nk)  # raises with the fix
     elif k_positions is not None and mask.asks_query:
-        places = keys[:, start:]  # where the last nq keys stand, be they shifted, padded or a batch of both
+        queries = keys[:, start:]  # the positions of the last nq keys, be they shifted, padded or a batch of both
     else:
-        places = _counted(start, start + nq)
-    return Call(
-        q=q,
-        k=k,
-        v=v,
+        queries = _counted(start, start + nq)
+    is_numpy = isinstance(q, np.ndarray)
+    if not is_numpy:
+        q, k, v, bias, sinks = (x if x is None else _with_memory(x) for x in (q, k, v, bias, sinks))
+    inputs = Inputs(q, k, v, bias, sinks)
+    records = not is_numpy and _records_gradients()
+    call = Call(
+        q=_info(q, records),
+        k=_info(k, records),
+        v=_info(v, records),
+        bias=None if bias is None else _info(bias, records),
+        sinks=None if sinks is None else _info(sinks, records),
+        is_numpy=is_numpy,
+        device="cpu" if is_numpy or q.is_cpu else str(q.device.type),
         mask=mask,
         scale=1 / math.sqrt(size) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
-        bias=bias,
-        sinks=sinks,
         dropout=float(dropout),
-        q_positions=places,
+        q_positions=queries,
         k_positions=keys,
         positions_given=given,
         return_weights=return_weights,
         return_lse=return_lse,
+        threads=thread_count(is_numpy),
+        opaque=None if is_numpy else _opaque(inputs),
         lead=lead,
         rank=rank,
     )
+    return call, inputs
+
+
+def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
+    """The arrays of a call with the signature of one that was described before, in four dimensions."""
+    rank, lead = call.rank, call.lead
+    if rank != 4:
+        q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
+    return Inputs(q, k, v, None if bias is None else _bias_in_four(bias, lead), sinks)
+
+
+def _as_rows(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
+    """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
+    if rank == 4:
+        return x
+    return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
+    """A checked bias in four dimensions: its leading dimensions become rows as those of q do."""
+    if bias.ndim > 4:
+        tail = tuple(bias.shape[-3:])
+        if math.prod(bias.shape[:-3]) > 1:
+            whole = (*lead, *tail)
+            bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
+        return bias.reshape(math.prod(bias.shape[:-3]), *tail)
+    return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
+
+
+def seen_keys(visible: NDArray[np.bool_]) -> slice | None:
+    """The keys from the first to the last that anybody sees in a table (B|1, Hq|1, Nq, Nk), where that leaves some out."""
+    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
+    if not 0 < len(some) < visible.shape[3]:
+        return None
+    return slice(int(some[0]), int(some[-1]) + 1)
+
+
+def _records_gradients() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+def _info(x: Any, records: bool) -> ArrayInfo:
+    if isinstance(x, np.ndarray):
+        return ArrayInfo(x.shape, tuple(n // x.itemsize for n in x.strides), dtype_name(x.dtype), False)
+    return ArrayInfo(tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype), records and x.requires_grad)
+
+
+def _with_memory(x: Any) -> Any:
+    """torch's zeros without memory, written down: its own attention reads memory that is not theirs."""
+    return x.new_zeros(x.shape) if x._is_zerotensor() else x
+
+
+def _opaque(inputs: Inputs) -> str | None:
+    """Why a kernel may not read the tensors' memory by itself, or None."""
+    from lowtri.ops.guards import active_mode, is_plain
+
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        if x is not None and not is_plain(x):
+            return f"{name} is a {type(x).__name__}, or a view, whose numbers do not lie in memory as they are"
+    return active_mode()
 
 
 def _counted(start: int, stop: int) -> NDArray[np.int64]:
-    """start .. stop - 1 as positions, (1, N): a view of one array that grows with the longest call."""
-    global _count
-    count = _count
-    if stop > count.shape[1]:
-        count = np.arange(2 * stop)[None]
-        count.setflags(write=False)
-        _count = count
-    return count[:, start:stop]
-
-
-_count = np.arange(0)[None]
+    """start .. stop - 1 as positions, (1, N)."""
+    positions = np.arange(start, stop)[None]
+    positions.setflags(write=False)
+    return positions

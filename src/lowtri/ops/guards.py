@@ -1,4 +1,5 @@
-"""Whether a kernel may read a tensor's memory by itself. It goes round torch, so what torch would do on the way must be nothing."""
+"""Whether a kernel may read a tensor's memory. Kernels bypass torch's dispatcher: lazily negated views, tensor subclasses and
+active dispatch modes are left to backends that go through it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["is_plain", "why_not_now"]
+__all__ = ["active_mode", "is_plain"]
 
 
 def is_plain(x: Any) -> bool:
-    """Whether the numbers of a tensor lie in the CPU's memory as they are: not negated as they are read, nor zeros that lie nowhere."""
+    """Whether the numbers of a tensor lie in the CPU's memory as they are: not negated on reading, nor zeros without memory."""
     return bool(
         (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
         and x.is_cpu
@@ -22,8 +23,8 @@ def is_plain(x: Any) -> bool:
     )
 
 
-def why_not_now() -> str | None:
-    """What torch is doing around the call that it could not do inside a kernel."""
+def active_mode() -> str | None:
+    """A mode of torch that must see every operation, and so rules kernels out; None where there is none."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func"
     if forward_ad._current_level >= 0:

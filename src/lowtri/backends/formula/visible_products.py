@@ -1,7 +1,7 @@
 """Two products that keep to the mask, each the other's gradient: what is hidden leaves no trace, forward and backward.
 
-scores(q, k)      q k^T at visible pairs, 0 at hidden ones
-mix(w, x)         w x summed over visible pairs only: where a row of x holds NaN, it reaches those who see it and no others
+VisibleScores(q, k)  q k^T at visible pairs, 0 at hidden ones
+VisibleSum(w, x)     w x summed over visible pairs only: a row of x that holds NaN reaches the queries that see it and no others
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Mix", "Scores"]
+__all__ = ["VisibleScores", "VisibleSum"]
 
 
-class Scores(torch.autograd.Function):
+class VisibleScores(torch.autograd.Function):
     """q k^T at visible pairs, 0 at hidden ones.  q (B, H, M, D), k (B, H, N, D), visible broadcasts to (B, H, M, N)."""
 
     @staticmethod
@@ -26,10 +26,14 @@ class Scores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, visible = ctx.saved_tensors
         grad = grad.masked_fill(~visible, 0)
-        return Mix.apply(grad, k, visible), Mix.apply(grad.transpose(2, 3), q, visible.transpose(2, 3)), None
+        return (
+            VisibleSum.apply(grad, k, visible),
+            VisibleSum.apply(grad.transpose(2, 3), q, visible.transpose(2, 3)),
+            None,
+        )
 
 
-class Mix(torch.autograd.Function):
+class VisibleSum(torch.autograd.Function):
     """w x over visible pairs only.  w (B, H, M, N), 0 where hidden; x (B, H, N, D)."""
 
     @staticmethod
@@ -47,7 +51,11 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         w, x, visible = ctx.saved_tensors
-        return Scores.apply(grad, x, visible), Mix.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)), None
+        return (
+            VisibleScores.apply(grad, x, visible),
+            VisibleSum.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)),
+            None,
+        )
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.engines.attend import attention
-from lowtri.engines.choice import choose, load
+from lowtri.backends.base import KnowsGradients
+from lowtri.dispatch.attend import attention
+from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.packed import pack, unpack
 from lowtri.masks.text import as_mask
-from lowtri.ops.call import Call, Result, describe
+from lowtri.ops.call import Inputs
 
 __all__ = ["traced"]
 
@@ -94,13 +94,15 @@ def _tensor(array: Any) -> Any:
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where nobody asks for it or will."""
-    call, name = _described(q, k, v, *rest)
-    if name == "cpu":
-        call = replace(call, return_lse=True)  # its gradients begin there
+    ready, inputs = _prepared(q, k, v, *rest)
+    if isinstance(ready.prepared, KnowsGradients) and not ready.call.return_lse:  # its gradients begin there
+        rest = (*rest[:-2], True, ready.backend)
+        ready, inputs = _prepared(q, k, v, *rest)
     with _without_autocast(q):
-        found = load(name).run(call)
-    lse = q.new_zeros(q.shape[:-1], dtype=_wide(q)) if found.lse is None else call.restore(found.lse)
-    return call.restore(found.output).contiguous(), lse.contiguous()
+        result = ready.run(inputs)
+    restore = ready.call.restore
+    lse = q.new_zeros(q.shape[:-1], dtype=_wide(q)) if result.lse is None else restore(result.lse)
+    return restore(result.output).contiguous(), lse.contiguous()
 
 
 @_attention.register_fake
@@ -121,18 +123,18 @@ def _backward(
         None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
     ]
     with _recording(), _without_autocast(output):
-        call, name = _described(*inputs, *arguments[5:])
-        if name == "cpu":
-            from lowtri.engines.gradient import Kernels
-
+        ready, rows = _prepared(*inputs, *arguments[5:])
+        call = ready.call
+        if isinstance(ready.prepared, KnowsGradients):
             known = (output.reshape(*call.q.shape[:3], -1), lse.reshape(call.q.shape[:3]))
-            again, its_lse = Kernels.apply(call, known, call.q, call.k, call.v, call.bias, call.sinks)
-            found = Result(again, None, its_lse)
-        else:
-            found = load(name).run(call)
-        results, starts = [call.restore(found.output)], [d_output]
+            d_known = (d_output.reshape(*call.q.shape[:3], -1), d_lse.reshape(call.q.shape[:3]))
+            with torch.no_grad():
+                found = ready.prepared.gradients(rows, *known, *d_known)
+            return [d.reshape(x.shape).contiguous() for d, x, want in zip(found, inputs, wanted, strict=True) if want]
+        result = ready.run(rows)
+        results, starts = [call.restore(result.output)], [d_output]
         if call.return_lse:
-            results.append(call.restore(found.lse))
+            results.append(call.restore(result.lse))
             starts.append(d_lse)
         leaves = [x for x in inputs if x is not None and x.requires_grad]
         return [x.contiguous() for x in torch.autograd.grad(results, leaves, starts)]
@@ -165,7 +167,7 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 _attention.register_autograd(_gradients, setup_context=_keep)
 
 
-def _described(
+def _prepared(
     q: Any,
     k: Any,
     v: Any,
@@ -179,9 +181,9 @@ def _described(
     softcap: float | None,
     return_lse: bool,
     engine: str,
-) -> tuple[Call, str]:
-    """The call that the operator's arguments say, checked, and the engine that runs it."""
-    call = describe(
+) -> tuple[PreparedCall, Inputs]:
+    """The prepared call that the operator's arguments say."""
+    return prepared_call(
         q,
         k,
         v,
@@ -193,8 +195,8 @@ def _described(
         q_positions=q_positions,
         k_positions=k_positions,
         return_lse=return_lse,
+        engine=engine,
     )
-    return call, choose(call, engine)
 
 
 def _wide(q: Tensor) -> torch.dtype:

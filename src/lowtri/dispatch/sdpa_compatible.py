@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.engines.attend import attention
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks.atoms import causal, full
 from lowtri.masks.holders import table

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from lowtri.engines.descriptor import Fields, Table, address, broadcast, of_call, strided
-from lowtri.engines.plans import plan_of
+from lowtri.backends.cpu.descriptor import Fields, Table, address, broadcast, of_call, of_plan, strided
+from lowtri.masks.plan import Plan
 from lowtri.ops.call import Call, dtype_name
 
-__all__ = ["Launch", "backward", "empty", "forward", "in_pairs", "is_half", "kernel_file", "room_for_lse", "threads_of"]
+__all__ = ["Launch", "backward", "empty", "forward", "in_pairs", "is_half", "kernel_file", "room_for_lse"]
 
 
-def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
+def forward(call: Call, plan: Plan, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
     """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) where it is wanted: float32 beside bf16."""
     kernel, code, room = _forward(dtype_name(q.dtype))
     rows, heads, nq, d = q.shape
     output, lse = empty(q, (rows, heads, nq, v.shape[3])), room_for_lse(q) if want_lse else None
-    found = plan_of(call, kernel.KEYS)
-    fields = of_call(call, q, k, v, bias, sinks) | found.fields | strided("q", q) | strided("o", output, "bhn")
-    fields["tasks"] = rows * heads * found.plan.rows
+    fields = of_call(call, q, k, v, bias, sinks) | of_plan(plan) | strided("q", q) | strided("o", output, "bhn")
+    fields["tasks"] = rows * heads * plan.rows
     fields["lse"] = 0 if lse is None else address(lse)
-    Launch(code, kernel.FIELDS, fields, room(d, v.shape[3]), threads_of(q)).run_once()
+    Launch(code, kernel.FIELDS, fields, room(d, v.shape[3]), call.threads).run_once()
     return output, lse
 
 
@@ -48,22 +46,24 @@ def _even(x: Any) -> bool:
     return bool(d == 1 and (b | h | n) % 2 == 0)
 
 
-def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
+def backward(
+    call: Call, plan: Plan, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any
+) -> tuple[Any, ...]:
     """dq, dk, dv and d bias (or None), in the dtype of ``lse``, from the output's gradient and delta = sum of dO * O (B, Hq, Nq)."""
     kernel, code, room, padded = _backward(dtype_name(q.dtype))
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    found, threads = plan_of(call, kernel_file("forward").KEYS), threads_of(q)
+    threads = call.threads
     # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
-    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.plan.rows)
+    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, plan.rows)
     if is_half(q) and not _even(d_output):
         d_output = d_output.contiguous()
     dq = lse.new_empty((rows, heads, nq, d))
     dk, dvalue = (lse.new_zeros((parts, rows, kv_heads, nk, padded(size))) for size in (d, dv))
-    fields = of_call(call, q, k, v, bias) | found.fields | strided("q", q) | strided("do", d_output)
+    fields = of_call(call, q, k, v, bias) | of_plan(plan) | strided("q", q) | strided("do", d_output)
     fields |= {"tasks": parts * rows * kv_heads, "parts": parts, "lse": address(lse), "delta": address(delta)}
     fields |= {"dq": address(dq), "dk": address(dk), "dvalue": address(dvalue)}
     d_bias = None
-    if bias is not None and call.bias.requires_grad:
+    if call.bias is not None and call.bias.requires_grad:
         d_bias = lse.new_zeros((parts, rows, heads, *bias.shape[2:]))
         fields |= broadcast("dbias", d_bias, "pbhqk")
     Launch(code, kernel.FIELDS, fields, room(d, dv), threads).run_once()
@@ -164,14 +164,6 @@ _desks: list[_Desk] = []  # as many as ever worked at once; each is in one launc
 def _whole(size: int) -> int:
     """Rounded up to whole cache lines."""
     return -(-size // 64) * 64
-
-
-def threads_of(q: Any) -> int:
-    if isinstance(q, np.ndarray):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    import torch
-
-    return torch.get_num_threads()
 
 
 def is_half(x: Any) -> bool:

@@ -1,0 +1,117 @@
+"""The backend ``cpu``: the kernels, on CPU tensors and NumPy arrays.
+
+Numba is loaded late, and where it is missing ``supports`` says so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from lowtri.backends.cpu.decode import FEW_QUERIES, decode, is_decoding
+from lowtri.backends.cpu.launch import forward, in_pairs, kernel_file
+from lowtri.ops.call import Call, Inputs, Result
+
+__all__ = ["PreparedKernels", "cost", "name", "prepare", "supports"]
+
+name = "cpu"
+
+_FIRST_COMPILE = 5e6  # a call that is over in a millisecond anywhere must not wait seconds for a compiler
+_MULTIPLICATIONS = 2**25  # about a millisecond on one core
+_NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
+
+
+def supports(call: Call) -> str | None:
+    """What the kernels cannot do."""
+    if call.device != "cpu":
+        return f"the tensors are on {call.device}"
+    reason = _numba_missing() or call.opaque
+    if reason:
+        return reason
+    if call.dropout:
+        return "it does not drop weights"
+    if call.return_weights:
+        return "it does not return weights"
+    if 0 in call.q.shape or 0 in call.v.shape:
+        return "there is nothing to attend to"
+    return None
+
+
+def cost(call: Call) -> float:
+    """Of visible pairs for many queries, of reading the cache for few; small calls are left to backends without a compiler."""
+    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+    if nq < FEW_QUERIES:
+        numbers = batch * kv_heads * nk * (d + dv)
+        whole = d % 32 == 0 and dv % 16 == 0
+        return 50 + numbers / 3_000 + (0 if whole and numbers >= _NUMBERS else _FIRST_COMPILE)
+    multiplications = batch * heads * nq * nk * (d + dv)
+    if multiplications < _MULTIPLICATIONS:
+        return 100 + _FIRST_COMPILE
+    return 100 + multiplications / 50_000
+
+
+def prepare(call: Call) -> PreparedKernels:
+    return PreparedKernels(call)
+
+
+class PreparedKernels:
+    """The plan of the call, in the keys of a kernel's tile."""
+
+    may_spread = False
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.plan = None if is_decoding(call) and not call.needs_grad else call.plan(kernel_file("forward").KEYS)
+        self.nbytes = 1024 + (0 if self.plan is None else self.plan.nbytes)
+
+    def run(self, inputs: Inputs) -> Result:
+        if self.call.needs_grad:
+            from lowtri.backends.cpu.autograd import Kernels
+
+            output, lse = Kernels.apply(self, *inputs)
+        else:
+            output, lse = self.forward(inputs, self.call.return_lse)
+        return Result(output, None, lse)
+
+    def forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
+        """Output and log-sum-exp. bf16 has a kernel of its own where the CPU multiplies it; float16 is computed in float32."""
+        call, (q, k, v, bias, sinks) = self.call, inputs
+        compute_dtype = call.dtype if call.dtype == "float64" else "float32"
+        if call.dtype != compute_dtype and not in_pairs(q, k, v):
+            q, k, v = (_cast(x, compute_dtype) for x in (q, k, v))
+        bias, sinks = _cast(bias, compute_dtype), _cast(sinks, compute_dtype)
+        if self.plan is None:
+            output, lse = decode(call, q, k, v, bias, sinks, want_lse)
+        else:
+            output, lse = forward(call, self.plan, q, k, v, bias, sinks, want_lse)
+        return (output if q is inputs.q else _cast(output, call.dtype)), lse
+
+    def gradients(self, inputs: Inputs, output: Any, lse: Any, d_output: Any, d_lse: Any) -> Inputs:
+        """The gradients of the inputs from a known output and log-sum-exp."""
+        from lowtri.backends.cpu.autograd import gradients
+
+        plan = self.plan or self.call.plan(kernel_file("forward").KEYS)
+        return gradients(self.call, plan, inputs, output, lse, d_output, d_lse)
+
+
+@cache
+def _numba_missing() -> str | None:
+    """Numba trails new Pythons and NumPys: it may be missing, or refuse the NumPy that is here."""
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # whatever it raises, another backend can run
+        return f"numba cannot be loaded: {error}"
+    return None
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    if x is None or isinstance(x, np.ndarray):
+        return None if x is None else x.astype(dtype, copy=False)
+    import torch
+
+    return x.detach().to(getattr(torch, dtype))

@@ -1,0 +1,142 @@
+"""Attention in torch, query tile by query tile, each with the keys that it may see."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowtri.backends.formula.visible_products import VisibleScores, VisibleSum
+from lowtri.masks.plan import TILE_Q, Plan
+from lowtri.ops.call import Call, Inputs, Result
+
+__all__ = ["Tiles"]
+
+_TABLE_BYTES = 2**20  # a table that is worth keeping
+_SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
+
+
+class Tiles:
+    """The tiles of queries, each with the range of keys that any of its queries sees."""
+
+    may_spread = False
+
+    def __init__(self, call: Call) -> None:
+        self.call, self._table = call, None
+        batch, heads, _, nq, nk, *_ = call.sizes
+        size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
+        starts = range(0, nq, size) if nq else [0]
+        if len(starts) > 1:
+            plan = call.plan()
+            self.tiles = [(q0, min(q0 + size, nq), *_key_range(plan, q0, min(q0 + size, nq))) for q0 in starts]
+        else:
+            self.tiles = [(0, nq, 0, nk)]
+            written = max(len(call.q_positions), len(call.k_positions), math.prod(call.mask.batch)) * nq * nk
+            if written <= _TABLE_BYTES:
+                self._table = torch.from_numpy(call.visible()).to(call.device)
+        self.nbytes = 4096 + (0 if self._table is None else self._table.nbytes)
+
+    def visible(self, tile: tuple[int, int, int, int], device: torch.device) -> Tensor:
+        """The table of a tile, (B|1, Hq|1, n, Nk)."""
+        if self._table is not None:
+            return self._table.to(device)
+        return torch.from_numpy(self.call.visible(*tile)).to(device)
+
+    def run(self, inputs: Inputs) -> Result:
+        if not self.call.is_numpy:
+            return self._run(inputs)
+        with torch.no_grad():
+            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
+        return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
+
+    def _run(self, inputs: Inputs) -> Result:
+        recompute = len(self.tiles) > 1 and self.call.needs_grad  # a tile is computed again for its gradient, not kept
+        parts = []
+        # Last tile first: under a causal mask it has the most keys, and each later one fits into the memory that it gave back.
+        for tile in reversed(self.tiles):
+            arguments: Any = (self, tile, *_slices(inputs, *tile))
+            parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
+        outputs, weights, lses = zip(*parts[::-1], strict=True)
+        all_weights = torch.cat(weights, 2) if self.call.return_weights else None
+        return Result(torch.cat(outputs, 2), all_weights, torch.cat(lses, 2))
+
+
+def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
+    """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
+    first, last = plan.nk, 0
+    for sheet in range(len(plan.sheet_pairs)):
+        top, bottom = sheet * plan.rows + start // TILE_Q, sheet * plan.rows + -(-stop // TILE_Q)
+        runs = plan.runs[plan.row_start[top] : plan.row_start[bottom]]
+        if len(runs):
+            first = min(first, int(runs[:, 0].min()) * plan.tile_k)
+            last = max(last, int(runs[:, 1].max()) * plan.tile_k)
+    return (first, min(last, plan.nk)) if last else (0, 0)
+
+
+def _slices(inputs: Inputs, q0: int, q1: int, k0: int, k1: int) -> Inputs:
+    q, k, v, bias, sinks = inputs
+    if bias is not None:
+        bias = bias[:, :, q0:q1] if bias.shape[2] > 1 else bias
+        bias = bias[..., k0:k1] if bias.shape[3] > 1 else bias
+    return Inputs(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], bias, sinks)
+
+
+def _attend(
+    prepared: Tiles,
+    tile: tuple[int, int, int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """One tile of queries and the keys that they may see; the query heads of a group stand below one another as rows."""
+    # Made here and not outside, so that a tile that is computed again does not keep its table meanwhile.
+    call, visible = prepared.call, prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    kv_heads, group, n = k.shape[1], call.group, q.shape[2]
+
+    def rows(x: Tensor) -> Tensor:  # (B, Hq, n, ...) -> (B, Hkv, group * n, ...)
+        return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
+
+    def heads(x: Tensor) -> Tensor:  # (B, Hkv, group * n, ...) -> (B, Hq, n, ...)
+        return x.unflatten(2, (group, n)).flatten(1, 2)
+
+    shown = visible  # (B|1, Hkv|1, group * n, Nk)
+    if group > 1:
+        shown = visible.repeat(1, 1, group, 1) if visible.shape[1] == 1 else rows(visible)
+    s = heads(VisibleScores.apply(rows(q.to(wide)), k.to(wide), shown)) * call.scale  # (B, Hq, n, Nk)
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if bias is not None:
+        s = s + bias.to(wide)
+    s = s.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(wide)[None, :, None, None].expand(*s.shape[:3], 1)], dim=3)
+    # A query that sees nothing gets scores of 0 for the softmax, and weights of 0 after it: no NaN, no gradient.
+    nothing = (s == -torch.inf).all(dim=3, keepdim=True)
+    s = s.masked_fill(nothing, 0)
+    if s.shape[3]:
+        lse = torch.logsumexp(s, dim=3).masked_fill(nothing[..., 0], -torch.inf)
+        weights = torch.softmax(s, dim=3)[..., : k.shape[2]].masked_fill(~visible | nothing, 0).to(dtype)
+    else:
+        lse, weights = s.new_full(s.shape[:3], -torch.inf), s.to(dtype)
+    used = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
+    if bias is not None:  # a row that bias hides whole sees nothing
+        hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
+        shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
+    output = heads(VisibleSum.apply(rows(used.to(wide)), v.to(wide), shown)).to(dtype)
+    if call.return_weights:
+        _, _, k0, k1 = tile
+        weights = torch.nn.functional.pad(weights, (k0, call.k.shape[2] - k1))
+        return output, weights, lse
+    return output, None, lse
+
+
+def _as_tensor(array: Any) -> Tensor:
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()  # torch warns of the one and refuses the other
+    return torch.from_numpy(array)

@@ -1,0 +1,64 @@
+"""The backend ``sdpa``: torch's own fused attention. It passes ``is_causal`` or no mask where that says exactly the same, else a table.
+
+torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; under
+``engine="auto"`` the formula then runs instead. What is hidden from *everyone* (pads, cache tails) is set to 0
+before the call. Queries that see nothing give 0, whatever torch does. In half types torch may drop an infinity that a query does see.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lowtri.backends.base import Prepared
+from lowtri.masks.atoms import causal, full
+from lowtri.ops.call import Call
+
+__all__ = ["cost", "name", "prepare", "supports"]
+
+name = "sdpa"
+
+_TABLE_PAIRS = 2**24  # above, a table costs more than the formula's tiles
+
+
+def supports(call: Call) -> str | None:
+    """What torch's function has no argument for."""
+    missing = {
+        "the arrays are NumPy's": call.is_numpy,
+        "it has no softcap": call.softcap is not None,
+        "it has no sinks": call.sinks is not None,
+        "it does not return weights": call.return_weights,
+        "it does not return log-sum-exp": call.return_lse,
+        "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
+    }
+    return next((reason for reason, holds in missing.items() if holds), None)
+
+
+def cost(call: Call) -> float:
+    """It computes every pair, but half of them where the mask is causal and needs no table; few queries wait for memory."""
+    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+    pairs: float = batch * heads * nq * nk
+    table = 0.0
+    if not (call.bias is None and (call.mask == full() or _is_torch_causal(call))):
+        tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
+        table = 100 + nq * nk * tables / 500
+        table += 1e9 if nq * nk * tables > _TABLE_PAIRS else 0
+    elif _is_torch_causal(call):
+        pairs /= 2
+    reading = batch * kv_heads * nk * (d + dv) / 800
+    return 50 + table + max(pairs * (d + dv) / 25_000, reading)
+
+
+def prepare(call: Call) -> Prepared:
+    """The arguments that torch's function gets besides the arrays."""
+    from lowtri.backends.sdpa.fused import Direct, WithTable
+
+    if call.bias is None and _is_torch_causal(call):
+        return Direct(call, is_causal=True)
+    if call.bias is None and call.shows_all:
+        return Direct(call, is_causal=False)
+    return WithTable(call)
+
+
+def _is_torch_causal(call: Call) -> bool:
+    """torch's is_causal means key index <= query index: ours, when both stand at the same positions."""
+    return not call.positions_given and call.q.shape[2] == call.k.shape[2] and call.mask == causal()

@@ -1,0 +1,149 @@
+"""``attention``: look the call up among the prepared ones, or check it, choose a backend and prepare it; then run it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lowtri.dispatch.choose import Choice, weigh
+from lowtri.dispatch.prepared import PreparedCall, prepared_call
+from lowtri.masks.mask import Mask
+from lowtri.ops.call import Inputs, Result, describe
+
+__all__ = ["attention", "which_engine"]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Mask | str,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+) -> Any:
+    """Masked attention: each query's mean of the values it may see, weighted by softmax(q k^T * scale).
+
+    >>> import numpy as np, lowtri
+    >>> x = np.eye(3)
+    >>> output, weights = lowtri.attention(x, x, x, "causal", return_weights=True)
+    >>> weights.round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.36, 0.64, 0.  ],
+           [0.26, 0.26, 0.47]])
+
+    Args:
+        q: (..., Hq, Nq, D), or (H, N, D), or (N, D); NumPy array or torch tensor.
+        k: (..., Hkv, Nk, D); Hq is a multiple of Hkv, and each key/value head serves neighbouring query heads.
+        v: (..., Hkv, Nk, Dv).
+        mask: who may see whom, a mask or its text. It has no default.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        softcap: c > 0 caps the scaled scores at c * tanh(score / c).
+        bias: numbers added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); never read where hidden.
+        sinks: (Hq,), a logit for each head that takes part in the softmax and has no value.
+        dropout: the probability with which a weight is dropped.
+        q_positions, k_positions: (N,) or (B, N) places in the sequence, in any order; -1 where there is no token. By default
+            keys stand at 0 .. Nk-1 and queries at the last Nq of them.
+        return_weights: also return the weights (..., Hq, Nq, Nk), exactly 0 where hidden, before dropout.
+        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included, -inf where it sees nothing.
+        engine: "auto", or one of "cpu", "sdpa", "formula", "reference", which then runs or raises.
+
+    Returns:
+        what was asked for, in this order: output (..., Hq, Nq, Dv), weights, lse. A query that sees nothing gives 0.
+
+    Under ``torch.compile`` and ``torch.export`` a call is one operator of the program, ``lowtri::attention``. Its mask may come
+    from outside, with any arrays, or be made inside: of formulas and ``& | -``, and of ``documents``, ``keys`` and ``table`` of
+    tensors. Masks of lists and ``~`` stand outside, or are said as text. Weights, dropout and ``where`` run outside of the program.
+
+    Raises:
+        CallError: if the arguments do not fit together.
+        MaskError: if the mask is none; a bare tensor is refused, since True means opposite things in two libraries.
+        EngineError: if the engine asked for by name cannot run the call.
+
+    Source: Vaswani et al. 2017, section 3.2.
+    """
+    device = _autocast_device(q)
+    if device is not None:
+        q, k, v = _cast(device, q, k, v)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "bias": bias,
+        "sinks": sinks,
+        "dropout": dropout,
+        "q_positions": q_positions,
+        "k_positions": k_positions,
+        "return_weights": return_weights,
+        "return_lse": return_lse,
+        "engine": engine,
+    }
+    if _is_traced():
+        from lowtri.dispatch.programs import traced
+
+        return traced(q, k, v, mask, **options)
+    ready, inputs = prepared_call(q, k, v, mask, **options)
+    result = ready.run(inputs) if device is None else _without_autocast(device, ready, inputs)
+    restore = ready.call.restore
+    if not (return_weights or return_lse):
+        return restore(result.output)
+    extra = [result.weights] * return_weights + [result.lse] * return_lse
+    return tuple(restore(x) for x in (result.output, *extra))
+
+
+def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
+    """Which engine :func:`attention` would run for these arguments, and for each other why not.
+
+    >>> import numpy as np, lowtri
+    >>> x = np.eye(3)
+    >>> choice = lowtri.which_engine(x, x, x, "causal")
+    >>> choice.engine, choice.answers["sdpa"]
+    ('reference', "no: the arrays are NumPy's")
+
+    Args: those of :func:`attention`.
+    """
+    device = _autocast_device(q)
+    if device is not None:
+        q, k, v = _cast(device, q, k, v)
+    call, _ = describe(q, k, v, mask, **options)
+    return weigh(call, engine)
+
+
+def _is_traced() -> bool:
+    """Whether this call is being written into a program, by torch.compile or torch.export, and not run."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def _autocast_device(q: Any) -> str | None:
+    """The kind of q's device, where torch.autocast is on for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor):
+        return None
+    if q.is_cpu:  # asked before each token of each layer
+        return "cpu" if torch.is_autocast_enabled("cpu") else None
+    kind = q.device.type
+    return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+
+
+def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
+    """Under torch.autocast float32 inputs are cast as torch casts those of its own attention."""
+    import torch
+
+    kind = torch.get_autocast_dtype(device)
+    return tuple(x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in inputs)
+
+
+def _without_autocast(device: str, ready: PreparedCall, inputs: Inputs) -> Result:
+    """The cast has been made; what a backend computes in float32 stays in float32."""
+    import torch
+
+    with torch.autocast(device, enabled=False):
+        return ready.run(inputs)

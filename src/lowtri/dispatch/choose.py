@@ -1,0 +1,66 @@
+"""Which backend runs a call: the cheapest of those that support it; one that is asked for by name runs or raises."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+from lowtri.backends import BACKENDS
+from lowtri.backends.base import Backend
+from lowtri.errors import EngineError
+from lowtri.ops.call import Call
+
+__all__ = ["Choice", "choose", "load", "weigh"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What :func:`lowtri.which_engine` returns: the engine that would run, what each answered, and the estimates that were compared."""
+
+    engine: str
+    answers: dict[str, str]  # "yes", or "no: " and the reason
+    costs: dict[str, float]  # estimated microseconds, of those that can run the call
+
+    def __str__(self) -> str:
+        first = {self.engine: self.answers[self.engine]}
+        lines = []
+        for name, answer in (first | self.answers).items():
+            cost = f", estimated {self.costs[name] / 1000:.3g} ms" if name in self.costs else ""
+            lines.append(f"{name:<10} {answer}{cost}{'  <- runs' if name == self.engine else ''}")
+        return "\n".join(lines)
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of that name; loaded late, since what it needs is."""
+    return cast(Backend, importlib.import_module(f"lowtri.backends.{name}"))
+
+
+def choose(call: Call, name: str) -> str:
+    """The name of the backend that runs the call, where ``name`` is one or "auto"."""
+    if name == "auto":
+        by_cost = sorted(BACKENDS, key=lambda one: load(one).cost(call))
+        return next(one for one in by_cost if load(one).supports(call) is None)
+    if name not in BACKENDS:
+        raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(BACKENDS)}.")
+    if load(name).supports(call) is None:
+        return name
+    listed = "\n".join(f"  {one:<10} {answer}" for one, answer in _answers(call).items())
+    raise EngineError(
+        f'attention: engine "{name}" cannot run this call, and it was asked for by name.\n  {call}\n{listed}\n'
+        f'Fix: drop engine="{name}", or change what it names.'
+    )
+
+
+def weigh(call: Call, engine: str) -> Choice:
+    """The backend that would run the call, and what every backend answers."""
+    answers = _answers(call)
+    costs = {name: load(name).cost(call) for name, answer in answers.items() if answer == "yes"}
+    return Choice(choose(call, engine), answers, costs)
+
+
+def _answers(call: Call) -> dict[str, str]:
+    reasons = {name: load(name).supports(call) for name in BACKENDS}
+    return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}

@@ -1,0 +1,140 @@
+"""The one cache of prepared calls: bounded in number and in bytes, shared by all threads, and clearable."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from lowtri.backends.base import Prepared
+from lowtri.dispatch.choose import choose, load
+from lowtri.dispatch.signature import signature
+from lowtri.ops.call import Call, Inputs, Result, arrange, describe
+
+__all__ = ["PREPARED", "PreparedCall", "PreparedCalls", "prepare", "prepared_call"]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """A call, the backend that was chosen for it, and what that backend laid out."""
+
+    call: Call
+    backend: str
+    prepared: Prepared
+    checks_output: bool
+
+    def run(self, inputs: Inputs) -> Result:
+        """Run it. Where the backend may spread what is hidden and the output is not finite, the formula runs instead."""
+        result = self.prepared.run(inputs)
+        if self.checks_output and not _is_finite(result.output):
+            return load("formula").prepare(self.call).run(inputs)
+        return result
+
+
+def _is_finite(output: Any) -> bool:
+    """Whether all numbers of a tensor are finite: where their sum is (one pass, and a sum that overflows is only too careful)."""
+    total = (
+        output.detach().sum() if output.element_size() > 2 else output.detach().sum(dtype=sys.modules["torch"].float32)
+    )
+    return math.isfinite(total.item())
+
+
+def prepare(call: Call, engine: str) -> PreparedCall:
+    """Choose the backend and let it lay the call out."""
+    name = choose(call, engine)
+    prepared = load(name).prepare(call)
+    # A backend that is asked for by name keeps its own contract; numbers inside a transform or on another device are not looked at.
+    return PreparedCall(call, name, prepared, prepared.may_spread and engine == "auto" and call.opaque is None)
+
+
+def prepared_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    *,
+    scale: Any = None,
+    softcap: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: Any = 0.0,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+) -> tuple[PreparedCall, Inputs]:
+    """The prepared call for these arguments, from the cache where one with the same signature came before, else checked and made."""
+    options = (scale, softcap, dropout, q_positions, k_positions, return_weights, return_lse, engine)
+    key = signature(q, k, v, mask, bias, sinks, *options)
+    ready = None if key is None else PREPARED.get(key)
+    if ready is not None:
+        return ready, arrange(ready.call, q, k, v, bias, sinks)
+    call, inputs = describe(
+        q,
+        k,
+        v,
+        mask,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        sinks=sinks,
+        dropout=dropout,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        return_weights=return_weights,
+        return_lse=return_lse,
+    )
+    ready = prepare(call, engine)
+    if key is not None:
+        PREPARED.put(key, ready)
+    return ready, inputs
+
+
+class PreparedCalls:
+    """The newest prepared calls by signature.
+
+    Args:
+        most: how many are kept.  most_bytes: the memory that they may hold together.
+    """
+
+    def __init__(self, most: int = 256, most_bytes: int = 64 * 2**20) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def get(self, signature: Hashable) -> PreparedCall | None:
+        with self._lock:
+            call = self._calls.get(signature)
+            if call is not None:
+                self._calls.move_to_end(signature)
+            return call
+
+    def put(self, signature: Hashable, call: PreparedCall) -> None:
+        size = call.prepared.nbytes
+        if size > self.most_bytes:
+            return
+        with self._lock:
+            if signature in self._calls:  # another thread was faster
+                return
+            self._calls[signature] = call
+            self._bytes += size
+            while len(self._calls) > self.most or self._bytes > self.most_bytes:
+                _, oldest = self._calls.popitem(last=False)
+                self._bytes -= oldest.prepared.nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            self._calls.clear()
+            self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+PREPARED = PreparedCalls()

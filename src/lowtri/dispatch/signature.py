@@ -1,0 +1,98 @@
+"""The signature of a call: everything that its checks, its backend and its preparation depend on: all but where the numbers lie.
+
+Two calls with equal signatures pass the same checks and run alike, so a prepared call is looked up by the signature before
+anything is checked again. Calls on unusual arguments (tensor subclasses, options that are not plain numbers) have none: they
+are checked each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from lowtri.masks.mask import Mask
+from lowtri.ops.threads import thread_count
+
+__all__ = ["signature"]
+
+_NUMBERS = (float, int, type(None))
+
+
+def signature(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    bias: Any,
+    sinks: Any,
+    scale: Any,
+    softcap: Any,
+    dropout: Any,
+    q_positions: Any,
+    k_positions: Any,
+    return_weights: bool,
+    return_lse: bool,
+    engine: str,
+) -> Hashable | None:
+    """A hashable signature, or None for a call on unusual arguments."""
+    if not (isinstance(mask, Mask) or type(mask) is str):
+        return None
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(dropout) not in _NUMBERS:
+        return None
+    if isinstance(q, np.ndarray):
+        of_array, state = _of_numpy, (thread_count(is_numpy=True), False)
+    else:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(q, torch.Tensor):
+            return None
+        from lowtri.ops.guards import active_mode
+
+        if active_mode() is not None:
+            return None
+        of_array, state = _of_tensor, (torch.get_num_threads(), torch.is_grad_enabled())
+    arrays: list[Hashable] = []
+    for x in (q, k, v, bias, sinks):
+        part = of_array(x)
+        if part is None:
+            return None
+        arrays.append(part)
+    positions = None
+    if q_positions is not None or k_positions is not None:
+        positions = _of_positions(q_positions), _of_positions(k_positions)
+        if None in positions:
+            return None
+    return (*arrays, mask, scale, softcap, dropout, positions, return_weights, return_lse, engine, state)
+
+
+def _of_numpy(x: Any) -> Hashable | None:
+    if x is None:
+        return ()
+    return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else None
+
+
+def _of_tensor(x: Any) -> Hashable | None:
+    if x is None:
+        return ()
+    from lowtri.ops.guards import is_plain
+
+    return (x.shape, x.stride(), x.dtype, x.requires_grad) if is_plain(x) else None
+
+
+def _of_positions(x: Any) -> Hashable | None:
+    """Positions by their content; () where none were given."""
+    if x is None:
+        return ()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        if type(x) is not torch.Tensor or not x.is_cpu or x.requires_grad or x.layout is not torch.strided:
+            return None
+        x = x.numpy()
+    elif isinstance(x, (list, range)):
+        try:
+            x = np.asarray(x)
+        except ValueError:  # rows of different lengths
+            return None
+    return (x.shape, x.dtype, x.tobytes()) if type(x) is np.ndarray and x.dtype.kind in "iu" else None

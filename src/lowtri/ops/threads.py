@@ -1,0 +1,43 @@
+"""How many threads a call may use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+__all__ = ["thread_count"]
+
+
+def thread_count(is_numpy: bool) -> int:
+    """torch's own setting where torch is in use, else ``OMP_NUM_THREADS``, else the CPUs that this process may use.
+
+    >>> thread_count(is_numpy=True) >= 1
+    True
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not is_numpy:
+        return int(torch.get_num_threads())
+    return _available()
+
+
+@cache
+def _available() -> int:
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, _quota()))
+
+
+def _quota(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The CPUs that a container's quota allows (cgroup v2, then v1), rounded up; a large number where there is none."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((root / name).read_text() for name in files).split()
+            if int(quota) > 0:
+                return -(-int(quota) // int(period))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return 2**16

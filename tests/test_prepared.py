@@ -1,0 +1,180 @@
+"""A call with the signature of an earlier one runs as that one was prepared; another call must never be mistaken for it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.dispatch import prepared
+from lowtri.dispatch.prepared import PREPARED, PreparedCalls
+
+CAUSAL = lowtri.causal()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_prepared():
+    PREPARED.clear()
+    yield
+    PREPARED.clear()
+
+
+def cache(seed: int = 0, *, heads: int = 4, kv_heads: int = 2, nq: int = 1, nk: int = 300, d: int = 32, dv: int = 32):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((heads, nq, d), (kv_heads, nk, d), (kv_heads, nk, dv))
+    return [torch.randn(2, *size, generator=generator) for size in sizes]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[object]:
+    """The calls that were checked and prepared, as it happens."""
+    calls: list[object] = []
+    real = prepared.prepare
+
+    def prepare(call, engine):
+        calls.append(call)
+        return real(call, engine)
+
+    monkeypatch.setattr(prepared, "prepare", prepare)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"nq": 3, "dv": 64}, {"heads": 2, "nk": 1}, {"nq": 40}], ids=str)
+@pytest.mark.parametrize("engine", ["cpu", "sdpa", "formula"])
+def test_other_arrays_give_what_they_would_have_given_alone(made, dtype, sizes, engine) -> None:
+    calls = [[x.to(dtype) for x in cache(seed, **sizes)] for seed in range(4)]
+    mask, alone = lowtri.full(), []
+    for call in calls:
+        PREPARED.clear()
+        alone.append(lowtri.attention(*call, mask, engine=engine))
+    made.clear()
+    for call, output in zip(calls, alone, strict=True):
+        assert torch.equal(lowtri.attention(*call, mask, engine=engine), output)
+    assert made == []
+
+
+OTHERS = {
+    "scale": lambda q, k, v: ((q, k, v, CAUSAL), {"scale": 0.5}),
+    "softcap": lambda q, k, v: ((q, k, v, CAUSAL), {"softcap": 3.0}),
+    "bias": lambda q, k, v: ((q, k, v, CAUSAL), {"bias": torch.linspace(-1, 1, 300)}),
+    "sinks": lambda q, k, v: ((q, k, v, CAUSAL), {"sinks": torch.linspace(-1, 1, 4)}),
+    "positions": lambda q, k, v: ((q, k, v, CAUSAL), {"q_positions": [5]}),
+    "array positions": lambda q, k, v: ((q, k, v, CAUSAL), {"q_positions": np.array([7])}),
+    "tensor positions": lambda q, k, v: ((q, k, v, CAUSAL), {"q_positions": torch.tensor([9])}),
+    "returns": lambda q, k, v: ((q, k, v, CAUSAL), {"return_lse": True}),
+    "mask": lambda q, k, v: ((q, k, v, lowtri.window(20)), {}),
+    "strides of k": lambda q, k, v: ((q, k.transpose(1, 2).contiguous().transpose(1, 2), v, CAUSAL), {}),
+    "strides of v": lambda q, k, v: ((q, k, v.transpose(1, 2).contiguous().transpose(1, 2), CAUSAL), {}),
+    "length": lambda q, k, v: ((q, k[:, :, 1:], v[:, :, 1:], CAUSAL), {}),
+    "dtype": lambda q, k, v: ((q.double(), k.double(), v.double(), CAUSAL), {}),
+    "rank": lambda q, k, v: ((q[0], k[0], v[0], CAUSAL), {}),
+    "library": lambda q, k, v: ((q.numpy(), k.numpy(), v.numpy(), CAUSAL), {}),
+}
+
+
+@pytest.mark.parametrize("engine", ["cpu", "formula", "auto"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_prepared_anew(made, name: str, engine: str) -> None:
+    q, k, v = cache()
+    lowtri.attention(q, k, v, CAUSAL, engine=engine)
+    made.clear()
+    arrays, options = OTHERS[name](q, k, v)
+    output = lowtri.attention(*arrays, engine=engine, **options)
+    right = lowtri.attention(*arrays, engine="reference", **options)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (output, right)), strict=True):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5, rtol=0)
+    assert len(made) == 2
+
+
+def test_wrong_arguments_raise_after_a_right_call() -> None:
+    q, k, v = cache()
+    for _ in range(2):
+        lowtri.attention(q, k, v, CAUSAL)
+    wrong = {"scale": float("nan"), "softcap": -1.0, "dropout": 2.0, "bias": torch.zeros(301), "sinks": torch.zeros(3)}
+    for name, value in wrong.items():
+        with pytest.raises(lowtri.CallError, match=name):
+            lowtri.attention(q, k, v, CAUSAL, **{name: value})
+    with pytest.raises(lowtri.CallError, match="head size"):
+        lowtri.attention(q, k[..., :16], v, CAUSAL)
+    with pytest.raises(lowtri.EngineError, match="there is no engine 'cp'"):
+        lowtri.attention(q, k, v, CAUSAL, engine="cp")
+    assert len(PREPARED) == 1
+
+
+def test_positions_are_compared_by_content(made) -> None:
+    q, k, v = cache(nq=2)
+    positions = np.array([10, 20])
+    for at in range(3):
+        positions[1] = 20 + 100 * at  # the same array, changed in place
+        output = lowtri.attention(q, k, v, CAUSAL, q_positions=positions)
+        right = lowtri.attention(q, k, v, CAUSAL, q_positions=positions.tolist(), engine="reference")
+        torch.testing.assert_close(output, right, atol=1e-5, rtol=0)
+    lowtri.attention(q, k, v, CAUSAL, q_positions=positions.copy())
+    assert len([call for call in made if call.positions_given]) == 6  # three times two engines; the last came before
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's own attention under vmap
+def test_gradients_and_transforms(made) -> None:
+    q, k, v = cache()
+    output = lowtri.attention(q, k, v, CAUSAL, engine="cpu")
+    q.requires_grad_()
+    for _ in range(2):
+        (d_q,) = torch.autograd.grad(lowtri.attention(q, k, v, CAUSAL, engine="cpu").sum(), q)
+        assert d_q.abs().sum() > 0
+    with torch.no_grad():
+        assert not lowtri.attention(q, k, v, CAUSAL, engine="cpu").requires_grad
+    assert len(made) == 3
+    many = torch.vmap(lambda q, k, v: lowtri.attention(q[None], k[None], v[None], CAUSAL)[0])(q.detach(), k, v)
+    torch.testing.assert_close(many, output, atol=1e-5, rtol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert lowtri.attention(q.detach(), k, v, CAUSAL).dtype == torch.bfloat16
+
+
+def test_the_number_of_threads_may_change_between_calls(made) -> None:
+    call, before = cache(nk=2000), torch.get_num_threads()
+    try:
+        outputs = []
+        for threads in (1, 2, 1, 3):
+            torch.set_num_threads(threads)
+            outputs.append(lowtri.attention(*call, CAUSAL, engine="cpu"))
+        assert [one.threads for one in made] == [1, 2, 3]
+        assert torch.equal(outputs[0], outputs[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "sdpa"])
+def test_eight_threads_at_once(engine: str) -> None:
+    calls = [cache(seed) for seed in range(8)]
+    alone = [lowtri.attention(*call, CAUSAL, engine=engine) for call in calls]
+
+    def work(number: int) -> bool:
+        return all(
+            torch.equal(lowtri.attention(*calls[number], CAUSAL, engine=engine), alone[number]) for _ in range(50)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_the_cache_is_bounded_in_number_and_in_bytes() -> None:
+    q, k, v = cache()
+    for scale in range(1, 300):
+        lowtri.attention(q, k, v, CAUSAL, scale=scale / 100)
+    assert len(PREPARED) == PREPARED.most
+
+    class Sized:
+        def __init__(self, nbytes: int) -> None:
+            self.prepared, self.nbytes = self, nbytes
+
+    kept = PreparedCalls(most=10, most_bytes=100)
+    for number in range(8):
+        kept.put(number, Sized(30))
+        kept.get(0)  # the one in use stays
+    assert [number for number in range(8) if kept.get(number)] == [0, 6, 7]
+    kept.put("too large", Sized(101))
+    assert kept.get("too large") is None and len(kept) == 3
