@@ -8,7 +8,8 @@ are checked each time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,43 +43,33 @@ def signature(
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(dropout) not in _NUMBERS:
         return None
-    if isinstance(q, np.ndarray):
-        of_array, state = _of_numpy, (thread_count(is_numpy=True), False)
-    else:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(q, torch.Tensor):
-            return None
-        from lowtri.ops.guards import active_mode
-
-        if active_mode() is not None:
-            return None
-        of_array, state = _of_tensor, (torch.get_num_threads(), torch.is_grad_enabled())
-    arrays: list[Hashable] = []
-    for x in (q, k, v, bias, sinks):
-        part = of_array(x)
-        if part is None:
-            return None
-        arrays.append(part)
+    of_arrays = _of_numpy if isinstance(q, np.ndarray) else _of_tensors()
+    arrays = of_arrays and of_arrays(q, k, v, bias, sinks)
+    if arrays is None:
+        return None
     positions = None
     if q_positions is not None or k_positions is not None:
         positions = _of_positions(q_positions), _of_positions(k_positions)
         if None in positions:
             return None
-    return (*arrays, mask, scale, softcap, dropout, positions, return_weights, return_lse, engine, state)
+    return arrays, mask, scale, softcap, dropout, positions, return_weights, return_lse, engine
 
 
-def _of_numpy(x: Any) -> Hashable | None:
-    if x is None:
-        return ()
-    return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else None
+def _of_numpy(*arrays: Any) -> Hashable | None:
+    if any(x is not None and type(x) is not np.ndarray for x in arrays):
+        return None
+    return thread_count(is_numpy=True), *(None if x is None else (x.shape, x.strides, x.dtype) for x in arrays)
 
 
-def _of_tensor(x: Any) -> Hashable | None:
-    if x is None:
-        return ()
-    from lowtri.ops.guards import is_plain
+def _of_tensors() -> Callable[..., Hashable | None] | None:
+    return _loaded_of_tensors() if "torch" in sys.modules else None
 
-    return (x.shape, x.stride(), x.dtype, x.requires_grad) if is_plain(x) else None
+
+@cache
+def _loaded_of_tensors() -> Callable[..., Hashable | None]:
+    from lowtri.dispatch.signature_tensors import of_tensors
+
+    return of_tensors
 
 
 def _of_positions(x: Any) -> Hashable | None:

@@ -1,0 +1,34 @@
+"""The part of a signature that tensors make. A file of its own, since it is loaded with torch; and short, since every call runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lowtri.ops.guards import active_mode
+
+__all__ = ["of_tensors"]
+
+_strided = torch.strided
+
+
+def of_tensors(*tensors: Any) -> Hashable | None:
+    """Shapes, strides, dtypes and what torch is set to; None where the numbers do not lie in the CPU's memory as they are."""
+    if active_mode() is not None:
+        return None
+    parts: list[Hashable] = [torch.get_num_threads(), torch.is_grad_enabled()]
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+            continue
+        kind = type(x)
+        if not ((kind is Tensor or kind is Parameter) and x.is_cpu and x.layout is _strided) or x.is_nested:
+            return None
+        if x.is_neg() or x._is_zerotensor():
+            return None
+        parts += (x.shape, x.stride(), x.dtype, x.requires_grad)
+    return tuple(parts)
