@@ -15,7 +15,8 @@ from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
 from lowtri.masks import causal, documents, first, full, heads, keys, strided, table, where, window
 from lowtri.masks.draw import draw
-from lowtri.masks.panels import MOST_CELLS, MOST_PANELS, display_width
+from lowtri.masks.labels import display_width, shortened, split
+from lowtri.masks.panels import MOST_CELLS, MOST_PANELS
 from lowtri.masks.svg import svg
 
 # Text.

@@ -20,7 +20,7 @@ from lowtri.explaining.example import split, untrained, worked
 from lowtri.nn import Decoder, DecoderConfig, MaskedSelfAttention, MultiHeadAttention
 
 ALL_STEPS = (
-    *("tokens", "embedding", "position", "encoding", "W_q", "W_k", "W_v", "q", "k", "v"),
+    *("tokens", "embedding", "position", "encoding", "W_q^T", "W_k^T", "W_v^T", "q", "k", "v"),
     *("scores", "scaled", "mask", "masked", "weights", "output"),
 )
 
@@ -126,10 +126,10 @@ def test_multi_head_attention_agrees_with_its_own_output(options: dict[str, Any]
 def test_a_decoder_shows_one_head_of_one_layer(decoder: Decoder, layer: int, head: int) -> None:
     found = lowtri.explain(decoder, [5, 6, 7, 8], layer=layer, head=head, mask="causal & window(2)")
     assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
-    assert found["W_q"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
+    assert found["W_q^T"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
     assert found.visible.sum() == 7
     rows = decoder.model.layers[layer].self_attn.k_proj.weight[head // 2 * 8 :][:8].detach()
-    np.testing.assert_array_equal(found["W_k"].value, rows.T)  # query heads 2 and 3 share key head 1
+    np.testing.assert_array_equal(found["W_k^T"].value, rows.T)  # query heads 2 and 3 share key head 1
     assert not decoder.model.layers[layer].self_attn.q_proj._forward_hooks  # nothing stays behind
 
 

@@ -30,9 +30,9 @@ SENTENCE = ["Write", "a", "poem"]
 ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
 HIDDEN = [[F, T, T], [F, F, T], [F, F, F]]
 FIGURES: dict[str, list[list[float]]] = {
-    "W_q": [[0.5406, -0.1657], [0.5869, 0.6496]],
-    "W_k": [[-0.1549, -0.3443], [0.1427, 0.4153]],
-    "W_v": [[0.6233, 0.6146], [-0.5188, 0.1323]],
+    "W_q^T": [[0.5406, -0.1657], [0.5869, 0.6496]],
+    "W_k^T": [[-0.1549, -0.3443], [0.1427, 0.4153]],
+    "W_v^T": [[0.6233, 0.6146], [-0.5188, 0.1323]],
     "q": [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]],
     "k": [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]],
     "v": [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]],
@@ -74,7 +74,7 @@ def test_a_maps_have_no_bias_and_the_figures_of_the_seed(how: str) -> None:
     module = seeded(plain.MaskedSelfAttention if how == "plain" else lowtri.nn.MaskedSelfAttention, 2)
     assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
     for name in ("W_q", "W_k", "W_v"):
-        near(getattr(module, name).weight.T, FIGURES[name])
+        near(getattr(module, name).weight.T, FIGURES[f"{name}^T"])
 
 
 def test_a_output_of_the_plain_module(encodings: Tensor) -> None:
