@@ -97,6 +97,10 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytes
     caught = peeking.play(played)
     assert all(promise.kept for promise in caught.promises), caught.promises
     assert re.search(r"caught, \d+ pairs, the first \(0, 1\) in model\.layers", caught.promises[1].text)
+    counts = [re.search(r"(\d+) pairs", text) for text in (caught.promises[1].text, caught.text)]
+    assert (
+        len({count[1] for count in counts if count}) == 1
+    )  # one count of the same pairs in the act and in its verdict
     for told in (shown, wrote, caught):
         assert all((tmp_path / name).stat().st_size for name in [*told.pictures, *told.files])
     assert main(["generate", str(tmp_path / "with-the-mask"), "the black", "--max-new-tokens", "4"]) == 0

@@ -7,8 +7,10 @@ place of its own at the end.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,30 @@ def test_b_many_heads() -> None:
     near(weights, plain.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(d // heads) + mask), 1e-12)
 
 
+def test_b_many_heads_of_a_batch_are_explained() -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 3, 4, 2))  # B 2, H 3, T 4, d_h 2
+    output, weights = plain.masked_self_attention(q, k, v, plain.make_causal_mask(4)[None, None])
+    for row in (0, 1):
+        found = lowtri.explain((q, k, v), mask="causal", batch=row)
+        near(found["weights"].value, weights[row], 1e-12)
+        near(found["output"].value, output[row], 1e-12)
+
+
+def test_b_given_scores_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "scores.txt").write_text(str(SCORES))  # as NumPy prints them
+    (tmp_path / "values.json").write_text(str(VALUES.tolist()))
+    run = ["explain", "--scores", str(tmp_path / "scores.txt"), "--values", str(tmp_path / "values.json")]
+    assert main([*run, "--json"]) == 0
+    steps = {step["name"]: step["value"] for step in json.loads(capsys.readouterr().out)["steps"]}
+    near(steps["weights"], WEIGHTS, LAST_DIGIT)
+    near(steps["output"], OUTPUT, LAST_DIGIT)
+
+
+def test_b_the_mask_as_text_and_latex() -> None:
+    assert [line.split() for line in lowtri.causal().draw(2, numbers=True).splitlines()] == [["0", "-inf"], ["0", "0"]]
+    assert r"0 & -\infty \\" in lowtri.causal().draw(2, latex=True)
+
+
 def test_b_softmax_subtracts_the_maximum() -> None:
     near(plain.softmax(np.array([[1e4, 1e4], [0.0, -1e4]])), [[0.5, 0.5], [1, 0]], 0)
     near(plain.softmax(np.arange(6.0).reshape(2, 3), axis=0).sum(axis=0), np.ones(3), 1e-15)
@@ -346,6 +372,12 @@ def test_c_training_and_inference_have_the_same_information(sentence: str, layer
 def test_d_the_batched_module() -> None:
     output, weights = lowtri.nn.MaskedSelfAttention(4)(torch.randn(1, 5, 4), return_weights=True)
     assert output.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
+    assert (weights[0].triu(1) == 0).all()
+
+
+def test_d_the_batched_module_as_the_documents_call_it() -> None:
+    out, weights = plain.MaskedSelfAttention(embed_dim=4)(torch.randn(1, 5, 4))
+    assert out.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
     assert (weights[0].triu(1) == 0).all()
 
 
