@@ -21,9 +21,8 @@ Floats = NDArray[np.float64]
 class Inside:
     """What was found, in the order of computing. Arrays with three dimensions have the heads in front."""
 
-    arrays: dict[
-        str, Floats
-    ]  # embedding, position, encoding (N, d); W_q^T, ... (H, d, D); b_q, ... (H, 1, D); q, ... (H, N, D)
+    # embedding, position, encoding (N, d); W_q^T and its like (H, d, D), b_q (H, 1, D), q (H, N, D); scores (H, N, N)
+    arrays: dict[str, Floats]
     mask: Mask | str | None = None  # the module's own
     head: int | None = None  # the head to show when nobody chose; None: all
     tokens: list[str] | None = None
@@ -228,7 +227,8 @@ def _two(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
     found = _array(x)
     if found.ndim not in (2, 3) or 0 in found.shape:
         raise CallError(
-            f"explain: {name} are {found.shape}, but encodings are (N, d_model) or (B, N, d_model), with at least one token."
+            f"explain: {name} are {found.shape}, but encodings are (N, d_model) or (B, N, d_model), "
+            "with at least one token."
         )
     (one,), rows = _row({name: found}, 2, batch)
     return one, rows

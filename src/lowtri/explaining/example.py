@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import DataError
 from lowtri.explaining.explanation import Explanation
+from lowtri.explaining.show import printable
 from lowtri.explaining.steps import explain
 from lowtri.masks import Mask
 from lowtri.masks.labels import split
@@ -74,8 +75,9 @@ def untrained(
     """
     tokens, how = tokens_of(sentence)
     if encodings is not None and (encodings.ndim != 2 or len(encodings) != len(tokens)):
+        shown = " | ".join(map(printable, tokens))
         raise DataError(
-            f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {' | '.join(tokens)}\n"
+            f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {shown}\n"
             f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
         )
     width = 2 * heads if encodings is None else encodings.shape[1]

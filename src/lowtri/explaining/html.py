@@ -39,7 +39,8 @@ _STYLE = """
 .lowtri th, .lowtri td { padding: .15rem .6rem; border: 1px solid var(--line); text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums } .lowtri tbody th { text-align: left } .lowtri th { background: var(--head) }
 .lowtri .axes { color: var(--faint); font-weight: normal; font-size: .8em }
-.lowtri .hidden { color: var(--hidden); background: repeating-linear-gradient(45deg, var(--hatch) 0 4px, var(--stroke) 4px 6px) }
+.lowtri .hidden { color: var(--hidden);
+  background: repeating-linear-gradient(45deg, var(--hatch) 0 4px, var(--stroke) 4px 6px) }
 .lowtri .key { display: inline-block; min-width: 3.2rem; padding: .1rem .4rem; margin-right: .3rem; text-align: right;
   border: 1px solid var(--line) }
 """
@@ -56,8 +57,8 @@ def as_html(explanation: Explanation) -> str:
         f"<br>{escape(spelled_out(explanation.note, keep=chr(10)))}</p>" if explanation.note else "</p>",
         '<p><span class="key hidden">0</span>hidden by the mask: its weight is exactly 0</p>',
         f'<p><span class="key"{_shade(0)}>0.0000</span>visible, and its weight came out small: it counts</p>',
-        f'<p><span class="key"{_shade(0.5)}>0.5000</span><span class="key"{_shade(1)}>1.0000</span>the greater the weight,',
-        "the stronger the colour</p>",
+        f'<p><span class="key"{_shade(0.5)}>0.5000</span><span class="key"{_shade(1)}>1.0000</span>',
+        "the greater the weight, the stronger the colour</p>",
     ]
     for step in explanation.steps:
         shape = " × ".join(str(n) for n in step.value.shape)
