@@ -14,11 +14,11 @@ import torch
 import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import DataError
-from lowtri.integrations import checkpoints
-from lowtri.integrations.checkpoints import PACKAGED, load_packaged, packaged_file
-from lowtri.integrations.glassllm import read
 from lowtri.nn import Decoder
+from lowtri.nn import packaged as checkpoints
 from lowtri.nn.checkpoint import save
+from lowtri.nn.glassllm import read
+from lowtri.nn.packaged import PACKAGED, load_packaged, packaged_file
 
 TEXTS = [
     "Once upon a time, there was a Queen.\n\nShe said: “Off!”",

@@ -54,9 +54,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self._config, self._mask = config, as_mask(config.mask)
         self.tokenizer: Tokenizer | None = None  # set by from_pretrained
-        self.mask = as_mask(config.mask)
         self.model = self._body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, weight in self.named_parameters():
@@ -67,6 +66,30 @@ class Decoder(nn.Module):
                 nn.init.zeros_(weight)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def config(self) -> DecoderConfig:
+        """What the model was built from. It is read only: layers are built once."""
+        return self._config
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        raise CallError(
+            "Decoder: config is what the model was built from; another one would change nothing in its layers.\n"
+            "Fix: Decoder(config), from_pretrained(path, mask=...), or mask= in the call."
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The model's own mask, as its config has it."""
+        return self._mask
+
+    @mask.setter
+    def mask(self, value: Any) -> None:
+        raise CallError(
+            "Decoder: mask is its config's, which is saved with the weights; another one here would not be.\n"
+            "Fix: from_pretrained(path, mask=...), start(mask=...), or mask= in the call."
+        )
 
     def forward(
         self,
@@ -108,8 +131,11 @@ class Decoder(nn.Module):
         return self.lm_head(x[:, -logits_to_keep:])
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype | str | None = None) -> Decoder:
-        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a GGUF file of one.
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None
+    ) -> Decoder:
+        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file of one,
+        or weights in a package (``"smollm2"``, ``"glassllm"``).
 
         Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32: four bytes each, in
         memory and in the user's cache folder. ``model.tokenizer`` is the tokenizer that came along, or None.
@@ -118,19 +144,21 @@ class Decoder(nn.Module):
         >>> from lowtri.nn.checkpoint import save
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)), folder)
-        ...     Decoder.from_pretrained(folder, dtype="bfloat16").lm_head.weight.dtype
-        torch.bfloat16
+        ...     model = Decoder.from_pretrained(folder, dtype="bfloat16", mask="causal & window(64)")
+        >>> model.lm_head.weight.dtype, model.mask
+        (torch.bfloat16, causal & window(64))
 
         Args:
-            path: a folder with config.json and model.safetensors (or its parts), or a file ``*.gguf``.
+            path: a folder with config.json and model.safetensors (or its parts), a file ``*.gguf``, or the name of a package's weights.
             dtype: what the weights become, a dtype of torch or its name.
+            mask: who may see whom, instead of the mask that the model was trained with.
 
         Raises:
             DataError: if a file is missing or damaged, or describes a model that this one cannot be; the key is named.
         """
         from lowtri.nn.pretrained import read
 
-        return read(path, dtype)
+        return read(path, dtype, mask)
 
     def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> KVCache:
         """An empty state for ``batch_size`` sequences.

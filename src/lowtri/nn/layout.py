@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
-from lowtri.masks import as_mask, causal, window
+from lowtri.masks import Mask, as_mask, causal, window
 from lowtri.nn.config import DecoderConfig
 from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["KINDS", "from_json", "to_json"]
+__all__ = ["KINDS", "end_ids", "from_json", "to_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
@@ -43,7 +43,21 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+# Keys that are a field of the config under the same name; the fields that are left out are made from other keys below.
 _SIZES = {field.name for field in fields(DecoderConfig)}
+_SIZES -= {
+    "mask",
+    "rope_scaling",
+    "rope_layers",
+    "rope_theta",
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+    "eos_token_id",
+}
+_MOST_LAYERS = 10_000
+_LONGEST_MASK = 4096  # characters
 _OF_GPT2 = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -55,25 +69,42 @@ _OF_GPT2 = {
 _THETA = {"smollm3": 2e6}  # where a file says nothing
 
 
-def from_json(found: Mapping[str, Any], path: Path) -> DecoderConfig:
+def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
     """What a decoder is built from, out of the content of a config.json.
 
+    Args:
+        found: the content.
+        path: of the file, for messages.
+        mask: the user's own, instead of the one that the file declares.
+
     Raises:
-        DataError: for another kind of model, or a key that asks for what the Decoder has not.
+        DataError: for another kind of model, a key that asks for what the Decoder has not, or a value of the wrong type.
     """
+    own = None if mask is None else repr(as_mask(mask))
+    try:
+        return _from_json(found, path, own)
+    except DataError:
+        raise
+    except KeyError as error:
+        raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{path} does not describe a decoder: {error}") from None
+
+
+def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> DecoderConfig:
     kind = found.get("model_type")
     if kind not in KINDS:
-        raise DataError(f"{path}: model_type {kind!r} came, lowtri's Decoder reads {', '.join(KINDS)}")
+        raise DataError(f"{path}: model_type {kind!r:.60} came, lowtri's Decoder reads {', '.join(KINDS)}")
     for key, good in _MUST_BE.items():
         value = found.get(key)
         if value is not None and value not in good:
             only = " or ".join(repr(one) for one in good) or "none"
-            raise DataError(f"{path}: {key} {value!r} came, lowtri's Decoder has {only} only")
+            raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
     sizes = {key: value for key, value in found.items() if key in _SIZES and value is not None}
-    sizes |= {
-        "eos_token_id": _ends(found.get("eos_token_id")),
-        "mask": found.get("lowtri_mask") or _mask_of(found, path),
-    }
+    layers = sizes.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists of one entry a layer are made below
+        raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
+    sizes |= {"eos_token_id": end_ids(found.get("eos_token_id"), path), "mask": mask or _declared(found, path)}
     if kind == "gpt2":
         sizes |= {ours: found[theirs] for theirs, ours in _OF_GPT2.items() if found.get(theirs) is not None}
         sizes.setdefault("tie_word_embeddings", True)
@@ -152,6 +183,26 @@ def _window_size(config: DecoderConfig) -> int | None:
     return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
 
 
+def _declared(found: Mapping[str, Any], path: Path) -> str:
+    """The mask that the file declares: a formula of positions, the same for every text. Lengths of documents and of padding
+    belong to one text, and only the user, who gives the text, may set them."""
+    text = found.get("lowtri_mask")
+    if text is None:
+        return _mask_of(found, path)
+    if not isinstance(text, str) or len(text) > _LONGEST_MASK:
+        came = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
+        raise DataError(
+            f"{path}: lowtri_mask: {came} came, expected a mask as text, of at most {_LONGEST_MASK} characters"
+        )
+    of_one_text = re.search(r"\b(documents|keys)\b", text)
+    if of_one_text:
+        raise DataError(
+            f"{path}: lowtri_mask names {of_one_text.group()}, which describes one text and not a model: a file may not set it.\n"
+            "Fix: give the mask yourself: from_pretrained(path, mask=...), or --mask"
+        )
+    return text
+
+
 def _mask_of(found: Mapping[str, Any], path: Path) -> str:
     """The mask of a file that names none: causal, with a window where every layer has it."""
     kind, n = found["model_type"], found.get("sliding_window")
@@ -171,6 +222,8 @@ def _mask_of(found: Mapping[str, Any], path: Path) -> str:
             return "causal"
         if set(types) != {"sliding_attention"}:
             raise DataError(f"{path}: layer_types differ from layer to layer, lowtri's Decoder has one mask for all")
+    if not isinstance(n, int) or isinstance(n, bool):  # it becomes a part of the mask's text
+        raise DataError(f"{path}: sliding_window {n!r:.60} came, expected a whole number")
     return f"causal & window({n})"
 
 
@@ -197,7 +250,9 @@ def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling
     if kind == "llama3":
         began = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
         return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], began)
-    raise DataError(f"{path}: rope_scaling of rope_type {kind!r} came, lowtri's Decoder has default, linear and llama3")
+    raise DataError(
+        f"{path}: rope_scaling of rope_type {kind!r:.60} came, lowtri's Decoder has default, linear and llama3"
+    )
 
 
 def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
@@ -211,7 +266,13 @@ def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}
 
 
-def _ends(came: Any) -> tuple[int, ...] | None:
-    if came is None:
-        return None
-    return (came,) if isinstance(came, int) else tuple(came)
+def end_ids(came: Any, path: Path) -> tuple[int, ...] | None:
+    """The ids of ``eos_token_id``, which is one id, a list of them, or null.
+
+    Raises:
+        DataError: for anything else.
+    """
+    ids = came if isinstance(came, list) else [] if came is None else [came]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise DataError(f"{path}: eos_token_id {came!r:.60} came, expected an id, or a list of ids")
+    return tuple(ids) or None

@@ -33,15 +33,19 @@ class RecurrentConfig:
     mask: str = "causal"
 
     def __post_init__(self) -> None:
-        if self.cell not in _CELLS:
-            raise CallError(f"RecurrentLM: cell is {self.cell!r}; there are {', '.join(_CELLS)}.")
+        if not isinstance(self.cell, str) or self.cell not in _CELLS:
+            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; there are {', '.join(_CELLS)}.")
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CallError(f"RecurrentLM: {name} is {value!r}; it is a whole number, at least 1.")
+                raise CallError(f"RecurrentLM: {name} is {value!r:.60}; it is a whole number, at least 1.")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise CallError(
+                f"RecurrentLM: tie_word_embeddings is {self.tie_word_embeddings!r:.60}; it is True or False."
+            )
         if self.mask != "causal":
             raise CallError(
-                f"RecurrentLM: mask is {self.mask!r}, but a state cannot forget by position: it is causal.\n"
+                f"RecurrentLM: mask is {self.mask!r:.60}, but a state cannot forget by position: it is causal.\n"
                 "Fix: a Decoder for any other mask; packed documents are said at the call, with mask= or positions=."
             )
 
@@ -112,13 +116,25 @@ class RecurrentLM(nn.Module):
         tie_word_embeddings: bool = False,
     ) -> None:
         super().__init__()
-        self.config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
+        self._config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
         self.mask = as_mask("causal")
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def config(self) -> RecurrentConfig:
+        """What the model was built from. It is read only: cells are built once."""
+        return self._config
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        raise CallError(
+            "RecurrentLM: config is what the model was built from; another one would change nothing.\n"
+            "Fix: RecurrentLM.from_config(config)."
+        )
 
     @classmethod
     def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
