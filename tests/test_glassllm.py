@@ -29,6 +29,13 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTRI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def ours() -> Decoder:
     return load_packaged("glassllm")
@@ -105,7 +112,7 @@ def test_the_command_writes_with_it(capsys: Any) -> None:
     [
         (
             ["glassllm", "a", "--chat"],
-            "these weights have no chat template: the model continues texts.\nFix: leave --chat",
+            "has no chat template: the model continues texts.\nFix: leave --chat",
         ),
         (["glassllm", "a", "--dtype", "int4"], "dtype is 'int4'. Fix: float32, bfloat16, float16 or float64"),
         (["glasslm", "a"], "or a GGUF file;\npackaged weights are smollm2, glassllm"),

@@ -7,9 +7,11 @@ positions       sinusoidal: the position encodings of the original Transformer
 config          DecoderConfig: the sizes of a decoder
 decoder         Decoder: a language model in Llama's shape
 gpt2            GPT2: a Decoder with another body
+fixed           attributes that are set once, when a module is built
 recurrent       RecurrentLM: autoregressive without attention
 state           what a module asks of a cache
-layout          config.json, of Llama and its relatives, read and written
+layout          config.json, of Llama and its relatives, read
+layout_written  the same, written
 checkpoint      a Decoder as a folder that transformers can load, and back
 files           the files of such a folder, checked before they are read
 tokenizer       its tokenizer

@@ -33,7 +33,8 @@ from lowtri.nn.config import check_sizes
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.files import file_in, read_json
 from lowtri.nn.gpt2 import GPT2, GPT2Config, from_conv1d, to_conv1d
-from lowtri.nn.layout import end_ids, from_json, to_json
+from lowtri.nn.layout import end_ids, from_json
+from lowtri.nn.layout_written import to_json
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.nn.tokenizer import load_tokenizer
 

@@ -20,6 +20,7 @@ from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
+from lowtri.nn.fixed import Fixed
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.rotary import rotary_tables
 
@@ -52,10 +53,14 @@ class Decoder(nn.Module):
     Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
     """
 
+    config: Fixed[DecoderConfig] = Fixed("Decoder(config), or from_pretrained(path, mask=...)")
+    mask: Fixed[Mask] = Fixed("from_pretrained(path, mask=...), or mask= in the call or in start()")
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self._config, self._mask = config, as_mask(config.mask)
+        self.config = config
         self.tokenizer: Tokenizer | None = None  # set by from_pretrained
+        self.mask = as_mask(config.mask)
         self.model = self._body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, weight in self.named_parameters():
@@ -66,30 +71,6 @@ class Decoder(nn.Module):
                 nn.init.zeros_(weight)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    @property
-    def config(self) -> DecoderConfig:
-        """What the model was built from. It is read only: layers are built once."""
-        return self._config
-
-    @config.setter
-    def config(self, value: Any) -> None:
-        raise CallError(
-            "Decoder: config is what the model was built from; another one would change nothing in its layers.\n"
-            "Fix: Decoder(config), from_pretrained(path, mask=...), or mask= in the call."
-        )
-
-    @property
-    def mask(self) -> Mask:
-        """The model's own mask, as its config has it."""
-        return self._mask
-
-    @mask.setter
-    def mask(self, value: Any) -> None:
-        raise CallError(
-            "Decoder: mask is its config's, which is saved with the weights; another one here would not be.\n"
-            "Fix: from_pretrained(path, mask=...), start(mask=...), or mask= in the call."
-        )
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read and written.
+"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read. :mod:`lowtri.nn.layout_written` writes it.
 
     model_type  what it has besides Llama's decoder
     llama       rotary turns slowed for long contexts (rope_scaling linear, llama3), biases
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
-from lowtri.masks import Mask, as_mask, causal, window
+from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
 from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["KINDS", "end_ids", "from_json", "to_json"]
+__all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
@@ -58,7 +58,7 @@ _SIZES -= {
 }
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
-_OF_GPT2 = {
+GPT2_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -106,7 +106,7 @@ def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> Decode
         raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
     sizes |= {"eos_token_id": end_ids(found.get("eos_token_id"), path), "mask": mask or _declared(found, path)}
     if kind == "gpt2":
-        sizes |= {ours: found[theirs] for theirs, ours in _OF_GPT2.items() if found.get(theirs) is not None}
+        sizes |= {ours: found[theirs] for theirs, ours in GPT2_KEYS.items() if found.get(theirs) is not None}
         sizes.setdefault("tie_word_embeddings", True)
         sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
         sizes.setdefault("rms_norm_eps", 1e-5)
@@ -124,63 +124,6 @@ def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> Decode
     }
     sizes.setdefault("tie_word_embeddings", kind == "smollm3")
     return DecoderConfig(**sizes)
-
-
-def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a config.json, which transformers reads where it has such a model; else model_type is lowtri's own."""
-    own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
-    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-    own["architectures"] = [architecture[own["model_type"]]]
-    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    shared += ["max_position_embeddings", "tie_word_embeddings"]
-    own |= {name: getattr(config, name) for name in shared}
-    if isinstance(config, GPT2Config):
-        theirs = {ours: theirs for theirs, ours in _OF_GPT2.items()}
-        own = {theirs.get(name, name): value for name, value in own.items()}
-        return {**own, "layer_norm_epsilon": config.rms_norm_eps, "activation_function": "gelu_new"}
-    own |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")}
-    own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
-    own["attention_bias"] = config.o_bias
-    if config.rope_layers is not None:
-        own["pad_token_id"] = None  # or transformers takes one of SmolLM3's own vocabulary
-        own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
-    n = _window_size(config)
-    if n is not None:
-        own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
-    return own
-
-
-def _kind_of(config: DecoderConfig) -> str:
-    """The model_type under which transformers computes the same."""
-    if isinstance(config, GPT2Config):
-        return "gpt2"
-    parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
-    windowed = _window_size(config) is not None
-    kinds = {
-        (False, False, False, False, False): "mistral" if windowed else "llama",
-        (False, False, True, False, False): "qwen2",
-        (True, False, False, False, False): "qwen3",
-        (True, False, True, True, False): "qwen3",
-    }
-    if parts in kinds:
-        return kinds[parts]
-    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
-        return "smollm3" if config.rope_layers is not None else "llama"
-    raise DataError(
-        "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
-        f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
-        f"mask {config.mask}, rope_layers {config.rope_layers}\n"
-        "Fix: qkv_bias and o_bias alike, without the rest."
-    )
-
-
-def _window_size(config: DecoderConfig) -> int | None:
-    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
-    mask = as_mask(config.mask)
-    found = re.search(r"window\((\d+)\)", repr(mask))
-    n = int(found.group(1)) if found else 0
-    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
 
 
 def _declared(found: Mapping[str, Any], path: Path) -> str:
@@ -253,17 +196,6 @@ def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling
     raise DataError(
         f"{path}: rope_scaling of rope_type {kind!r:.60} came, lowtri's Decoder has default, linear and llama3"
     )
-
-
-def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    if scaling.linear:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    began = {"original_max_position_embeddings": scaling.original}
-    return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}
 
 
 def end_ids(came: Any, path: Path) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.nn.fixed import Fixed
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 
@@ -106,6 +107,8 @@ class RecurrentLM(nn.Module):
         CallError: if a size or the cell's name does not fit.
     """
 
+    config: Fixed[RecurrentConfig] = Fixed("RecurrentLM.from_config(config)")
+
     def __init__(
         self,
         vocab_size: int,
@@ -116,25 +119,13 @@ class RecurrentLM(nn.Module):
         tie_word_embeddings: bool = False,
     ) -> None:
         super().__init__()
-        self._config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
+        self.config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
         self.mask = as_mask("causal")
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-
-    @property
-    def config(self) -> RecurrentConfig:
-        """What the model was built from. It is read only: cells are built once."""
-        return self._config
-
-    @config.setter
-    def config(self, value: Any) -> None:
-        raise CallError(
-            "RecurrentLM: config is what the model was built from; another one would change nothing.\n"
-            "Fix: RecurrentLM.from_config(config)."
-        )
 
     @classmethod
     def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
