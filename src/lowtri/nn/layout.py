@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +42,16 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-# Keys that are a field of the config under the same name; the fields that are left out are made from other keys below.
-_SIZES = {field.name for field in fields(DecoderConfig)}
-_SIZES -= {
-    "mask",
-    "rope_scaling",
-    "rope_layers",
-    "rope_theta",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "qk_norm",
-    "eos_token_id",
-}
+# Keys that are a field of the config under the same name; its other fields are made from several keys below.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_SIZES += ("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
 GPT2_KEYS = {
