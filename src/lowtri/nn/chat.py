@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lowtri.errors import DataError
 from lowtri.nn import chat_render
-from lowtri.nn.files import read_json, read_text
+from lowtri.nn.files import brief, read_json, read_text
 
 __all__ = ["chat_text", "template_of"]
 
@@ -86,5 +86,5 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
             f"{folder}: the chat template ended its process, which may take {MEMORY // 2**20} MB (exit code {ran.returncode})"
         ) from None
     if "error" in answer:
-        raise DataError(f"{folder}: the chat template refuses: {answer['error']}")
+        raise DataError(f"{folder}: the chat template refuses: {brief(answer['error'])}")
     return answer["text"]

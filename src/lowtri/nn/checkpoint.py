@@ -31,7 +31,7 @@ from lowtri.errors import DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import check_sizes
 from lowtri.nn.decoder import Decoder, DecoderConfig
-from lowtri.nn.files import file_in, read_json
+from lowtri.nn.files import brief, file_in, read_json
 from lowtri.nn.gpt2 import GPT2, GPT2Config, from_conv1d, to_conv1d
 from lowtri.nn.layout import end_ids, from_json
 from lowtri.nn.layout_written import to_json
@@ -118,7 +118,7 @@ def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder
         with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
             model = _MODELS[type(config)](config)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise DataError(f"{folder}: config.json has sizes that torch cannot build: {error!s:.100}") from None
+        raise DataError(f"{folder}: config.json has sizes that torch cannot build: {brief(error)}") from None
     _fill(model, from_conv1d(tensors) if isinstance(model, GPT2) else tensors, folder)
     if config.tie_word_embeddings:
         embedding = model.model.embed_tokens if isinstance(model, Decoder) else model.embed_tokens
@@ -151,7 +151,7 @@ def _read_config(folder: Path, mask: Mask | str | None) -> DecoderConfig | Recur
     try:
         config = RecurrentConfig(**{key: value for key, value in found.items() if key in known and value is not None})
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path} does not describe a recurrent model: {error}") from None
+        raise DataError(f"{path} does not describe a recurrent model: {brief(error)}") from None
     return config if mask is None else replace(config, mask=repr(as_mask(mask)))
 
 
@@ -201,7 +201,9 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{folder / 'model.safetensors'} has no weights in it")
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
-            raise DataError(f"{folder}: the weight {name:.60} is {tensor.dtype}, expected floats of 16, 32 or 64 bits")
+            raise DataError(
+                f"{folder}: the weight {brief(name)} is {tensor.dtype}, expected floats of 16, 32 or 64 bits"
+            )
     return tensors
 
 
@@ -225,7 +227,7 @@ def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{path} is damaged: {error!s:.200}") from None
+        raise DataError(f"{path} is damaged: {brief(error)}") from None
 
 
 def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -237,7 +239,7 @@ def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder
     for name in sorted(wanted.keys() | came.keys()):
         if wanted.get(name) != came.get(name):
             raise DataError(
-                f"{folder}: config.json and model.safetensors do not fit together at {name:.200}:\n"
+                f"{folder}: config.json and model.safetensors do not fit together at {brief(name)}:\n"
                 f"  the config asks for {wanted.get(name, 'nothing')}, the file has {came.get(name, 'nothing')}"
             )
     model.load_state_dict(tensors, strict=False, assign=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtri.errors import DataError
 
-__all__ = ["file_in", "read_json", "read_text"]
+__all__ = ["brief", "file_in", "read_json", "read_text"]
 
 LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes some 20 times that
 _CACHES = ("snapshots", "blobs")  # huggingface_hub keeps files under blobs, and links to them in snapshots/<revision>
@@ -39,6 +39,16 @@ def file_in(folder: Path, name: str) -> Path | None:
     if not target.is_file():
         raise DataError(f"{path} is no plain file. Fix: the file itself in its place")
     return path
+
+
+def brief(words: object) -> str:
+    """Words that came out of a file, fit for a message: one line, without control characters, and not too long.
+
+    >>> brief("a\\n\\x1b[31mb" + "c" * 999)[:12]
+    'a ?[31mbcccc'
+    """
+    line = " ".join(str(words)[:2000].split())[:300]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def read_text(folder: Path, name: str) -> str | None:
@@ -80,7 +90,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{folder / name} cannot be read: {error}") from None
+        raise DataError(f"{folder / name} cannot be read: {brief(error)}") from None
     if not isinstance(content, dict):
         raise DataError(f"{folder / name} holds a {type(content).__name__}, expected an object: {{...}}")
     return content

@@ -24,6 +24,7 @@ import numpy as np
 
 from lowtri.errors import DataError, LowtriError
 from lowtri.nn.config import check_sizes
+from lowtri.nn.files import brief
 from lowtri.nn.gguf_header import Header, read_header
 from lowtri.nn.gguf_names import config_of, tensor_name
 from lowtri.nn.gguf_tokenizer import tokenizer_of
@@ -101,7 +102,7 @@ def kept(
         except (LowtriError, OSError):
             raise
         except Exception as error:  # what a flipped or missing byte leads to
-            raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from None
+            raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {brief(error)}") from None
         try:
             beside.rename(folder)
         except OSError:  # another process was faster, and its folder is the same
@@ -130,7 +131,7 @@ def _convert(path: Path, folder: Path) -> None:
         try:
             return np.asarray(gguf.quants.dequantize(stored.bytes_of(data), block), np.float32)
         except NotImplementedError:
-            raise DataError(f"{path}: {name} is {block.name}, which gguf cannot dequantise") from None
+            raise DataError(f"{path}: {brief(name)} is {block.name}, which gguf cannot dequantise") from None
 
     if _SCALING in shapes:
         config["rope_scaling"] = _scaling_of(numbers(_SCALING), config, path)
@@ -169,7 +170,7 @@ def _open(path: Path) -> tuple[Any, NDArray[np.uint8], Header]:
     try:
         return gguf, data, read_header(data, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()})
     except ValueError as error:
-        raise DataError(f"{path} is damaged or cut off: {error}") from None
+        raise DataError(f"{path} is damaged or cut off: {brief(error)}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
+from lowtri.nn.files import brief
 
 __all__ = ["config_of", "tensor_name"]
 
@@ -73,7 +74,9 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     for key, value in own.items():
         if key not in _SIZES and key not in _ALSO and value:
-            raise DataError(f"{path}: {kind}.{key} {value!r:.60} came, and lowtri's Decoder has nothing of the kind")
+            raise DataError(
+                f"{path}: {kind}.{brief(key)} {value!r:.60} came, and lowtri's Decoder has nothing of the kind"
+            )
     config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
     if "token_embd.weight" not in shapes:
         raise DataError(f"{path}: it has no token_embd.weight, so it is no language model")
@@ -122,7 +125,7 @@ def tensor_name(name: str, kind: str, path: Path) -> str:
     names = _GPT2_TENSORS if kind == "gpt2" else _LLAMA_TENSORS
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match.group(2) not in names:
-        raise DataError(f"{path}: the tensor {name} has no place in lowtri's Decoder")
+        raise DataError(f"{path}: the tensor {brief(name)} has no place in lowtri's Decoder")
     layer, part, end = match.groups()
     layers = "transformer.h" if kind == "gpt2" else "model.layers"
     return f"{layers}.{layer}.{names[part]}.{end}" if layer is not None else f"{names[part]}.{end}"

@@ -22,6 +22,7 @@ from typing import Any
 from lowtri.errors import DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
+from lowtri.nn.files import brief
 from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
@@ -84,7 +85,7 @@ def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = No
     except KeyError as error:
         raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{path} does not describe a decoder: {error}") from None
+        raise DataError(f"{path} does not describe a decoder: {brief(error)}") from None
 
 
 def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> DecoderConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtri.errors import DataError
-from lowtri.nn.files import file_in
+from lowtri.nn.files import brief, file_in
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,7 +36,7 @@ def guarded(message: str, work: Callable[[], T]) -> T:
     except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # PanicException is no Exception
-        raise DataError(f"{message}: {error}") from None
+        raise DataError(f"{message}: {brief(error)}") from None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
