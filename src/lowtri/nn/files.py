@@ -42,13 +42,12 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def brief(words: object) -> str:
-    """Words that came out of a file, fit for a message: one line, without control characters, and not too long.
+    """Words that came out of a file, fit for a message: without control characters, and not too long.
 
-    >>> brief("a\\n\\x1b[31mb" + "c" * 999)[:12]
-    'a ?[31mbcccc'
+    >>> brief("a\\x1b[31mb" + "c" * 999)[:10]
+    'a?[31mbccc'
     """
-    line = " ".join(str(words)[:2000].split())[:300]
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(words)[:300])
 
 
 def read_text(folder: Path, name: str) -> str | None:

@@ -44,15 +44,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 # Keys that are a field of the config under the same name; its other fields are made from several keys below.
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_SIZES += ("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+_SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
 GPT2_KEYS = {
