@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import lowtri
+from hostile_files import gguf_file
 from lowtri.cli.generate import _until
 from lowtri.cli.main import main
 from lowtri.errors import DataError
@@ -223,8 +224,6 @@ def test_the_mask_of_a_model_is_replaced_by_the_users(folder: Path, capsys: Any)
 def test_a_gguf_file_and_a_packages_weights_are_named_like_a_folder(
     text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_hostile_models import gguf_file
-
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
     (tmp_path / "abba.txt").write_text("abbaabab")
     file = gguf_file(tmp_path / "m.gguf")

@@ -5,15 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-import struct
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,39 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import lowtri
+from hostile_files import bounded, flipped, works_or_refuses
 from lowtri.errors import CallError, DataError, LowtriError
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 from lowtri.nn.chat import chat_text
 from lowtri.nn.checkpoint import load, save
-from lowtri.nn.gguf import converted
-from lowtri.nn.gguf_header import read_header
 from lowtri.training.tokenizer import learn
 
 HELLO = [{"role": "user", "content": "hello"}]
-SECONDS, BYTES = (
-    20.0,
-    2**30,
-)  # far above what any of these takes when all is well, on a machine that does other work, too
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """What runs within may take so long and so much memory; where a process can be limited, it is."""
-    started, before = time.perf_counter(), None
-    try:
-        import resource
-
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, before[1]))
-    except (ImportError, OSError):
-        pass
-    try:
-        yield
-    finally:
-        if before is not None:
-            resource.setrlimit(resource.RLIMIT_AS, before)
-    assert time.perf_counter() - started < SECONDS
 
 
 def small(**options: Any) -> Decoder:
@@ -427,162 +396,6 @@ def test_what_is_no_text_is_no_template(template: Any, tmp_path: Path) -> None:
         chat_text(tmp_path, HELLO)
 
 
-# GGUF
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
-
-
-def header(fields: bytes, n_fields: int, tensors: bytes = b"", n_tensors: int = 0) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, n_tensors, n_fields) + fields + tensors
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def entry(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-
-
-BLOCKS = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (header(text("a") + struct.pack("<IIQ", 9, 0, 2**62), 1), "its arrays announce .* items, where at most"),
-        (header(text("a") + struct.pack("<IIQ", 9, 0, 2**22), 1), "4194304 bytes are announced at byte 49, 0 are left"),
-        (header(text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "items of the type 9, which are no numbers and no texts"),
-        (header(text("a") + struct.pack("<I", 99), 1), "a field has the type 99, which is none"),
-        (header(struct.pack("<Q", 2**63), 1), "9223372036854775808 bytes are announced"),
-        (header((text("a") + struct.pack("<IB", 0, 1)) * 2, 2), "a stands in it twice"),
-        (header(b"", 2**40), "announces 1099511627776 fields"),
-        (header(b"", 0, b"", 2**40), "announces 1099511627776 tensors"),
-        (header(b"", 0, text("a") + struct.pack("<I", 2**31), 1), "the tensor a has 2147483648 dimensions"),
-        (
-            header(b"", 0, entry("a", (2**32, 2**32), 0, 0), 1) + bytes(99),
-            "the tensor a ends at byte 7378697629483820\\d+, the file at",
-        ),
-        (header(b"", 0, entry("a", (0, 2**60), 0, 0), 1), r"the tensor a is \(1152921504606846976, 0\)"),
-        (
-            header(b"", 0, entry("a", (33,), 2, 0), 1),
-            r"the tensor a is \(33,\), which is no whole number of blocks of 32",
-        ),
-        (header(b"", 0, entry("a", (8,), 99, 0), 1), "the tensor a has the type 99, which is none"),
-        (header(b"", 0, entry("a", (8,), 0, 0) + entry("b", (8,), 0, 4), 2) + bytes(99), "the tensors a and b overlap"),
-        (
-            header(text("general.alignment") + struct.pack("<II", 4, 0), 1),
-            "general.alignment is 0, which is no power of two",
-        ),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its version is 50331648, where 2 and 3 are read"),
-        (b"GGUF", "4 bytes are announced at byte 4, 0 are left"),
-    ],
-)
-def test_a_header_announces_no_more_than_the_file_has(content: bytes, words: str, tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(content)
-    with bounded(), pytest.raises(DataError, match=words):
-        converted(tmp_path / "m.gguf")
-    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
-
-
-def gguf_file(path: Path, fields: dict[str, Any] | None = None) -> Path:
-    """A model of one layer as a GGUF file, with a byte-level tokenizer."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(16)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(16)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-6)
-    own: dict[str, Any] = {
-        "model": "gpt2",
-        "tokens": ["a", "b", "ab", "<e>"],
-        "merges": ["a b"],
-        "token_type": [1, 1, 1, 3],
-        "eos_token_id": 3,
-    }
-    for name, value in {**{f"tokenizer.ggml.{key}": one for key, one in own.items()}, **(fields or {})}.items():
-        kinds = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32}
-        kinds[type(value)](name, value)
-    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
-    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8)}
-    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
-    rng = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_the_header_says_what_the_package_reads(tmp_path: Path) -> None:
-    path = gguf_file(tmp_path / "m.gguf", {"general.name": "naïve", "tokenizer.ggml.scores": [0.5, -1.0, 2.0, 0.0]})
-    theirs = gguf.GGUFReader(path)
-    data = np.fromfile(path, np.uint8)
-    ours = read_header(data, BLOCKS)
-    fields = {name: one.contents() for name, one in theirs.fields.items() if not name.startswith("GGUF.")}
-    assert ours.fields == fields
-    assert [*ours.tensors] == [one.name for one in theirs.tensors]
-    for one in theirs.tensors:
-        mine = ours.tensors[one.name]
-        assert mine.shape == tuple(one.shape.tolist()[::-1])
-        assert np.array_equal(mine.bytes_of(data).view(np.float32), one.data)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tokenizer.ggml.merges": ["a z"]}, "its tokenizer is damaged: "),
-        ({"tokenizer.ggml.merges": ["a"]}, "its tokenizer is damaged: "),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens is no list of texts"),
-        ({"tokenizer.ggml.tokens": "ab"}, "tokenizer.ggml.tokens is no list of texts"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores has no score for each of the 4 tokens"),
-        ({"tokenizer.ggml.tokens": ["a" * 2**20, "b"]}, "tokenizer.ggml.tokens has texts of up to 1048576 characters"),
-        ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id 'x' came"),
-        ({"llama.block_count": 9_000}, "do not fit together: num_hidden_layers is 9000"),
-        ({"llama.embedding_length": 2**31}, "do not fit together: hidden_size is 2147483648"),
-        ({"llama.context_length": "x"}, "llama.context_length 'x' came, expected a whole number"),
-        ({"llama.attention.head_count": [2]}, r"llama.attention.head_count \[2\] came, expected a whole number"),
-        ({"llama.attention.head_count": 0}, "m.gguf does not describe a decoder: "),
-        ({"llama.attention.sliding_window": "5) | full("}, "sliding_window '5.*' came, expected a whole number"),
-        ({"llama.rope.freq_base": "x"}, "m.gguf does not describe a decoder: .*rope_theta is 'x'"),
-        ({"tokenizer.chat_template": 3}, "m.gguf is damaged or cut off: TypeError"),
-    ],
-)
-def test_fields_that_make_no_sense(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = (
-        gguf_file(tmp_path / "m.gguf", fields)
-        if "tokenizer.chat_template" in fields
-        else gguf_with(tmp_path / "m.gguf", fields)
-    )
-    with bounded(), pytest.raises(DataError, match=words):
-        converted(path)
-
-
-def gguf_with(path: Path, fields: dict[str, Any]) -> Path:
-    """The same file with some of its fields replaced, which the package's own writer does not do."""
-    theirs = gguf.GGUFReader(gguf_file(path.with_suffix(".good")))
-    writer = gguf.GGUFWriter(path, "llama")
-    old = {name: one.contents() for name, one in theirs.fields.items() if not name.startswith("GGUF.")}
-    old.pop("general.architecture")
-    for name, value in {**old, **fields}.items():
-        kinds = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-        kinds[type(value)](name, value)
-    for tensor in theirs.tensors:
-        writer.add_tensor(tensor.name, np.asarray(tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 # Any mutation
 
 STRANGE: list[Any] = [
@@ -622,20 +435,6 @@ STRANGE += [
 ]
 
 
-def works_or_refuses(load_it: Callable[[], tuple[Any, Any]]) -> None:
-    with bounded():
-        try:
-            model, tokenizer = load_it()
-            list(lowtri.generate(model, [1, 2], 2, stop=()))
-            if tokenizer is not None:
-                tokenizer.encode("a")
-        except LowtriError as error:
-            said = str(error)
-        else:
-            said = ""
-    assert (len(said) < 1000 and said.replace("\n", " ").isprintable()) or not said, said[:200]
-
-
 def replaced(content: Any, data: st.DataObject) -> Any:
     """The same JSON with one value, somewhere, replaced, removed or added."""
     inside = isinstance(content, dict | list) and len(content) and data.draw(st.integers(0, 3))
@@ -671,23 +470,6 @@ def test_any_value_in_any_json_file(
     works_or_refuses(lambda: load(folder))
 
 
-def flipped(content: bytes, data: st.DataObject) -> bytes:
-    """The same bytes with some of them changed, cut off, or written twice."""
-    changed = bytearray(content)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(changed) - 1))
-        kind = data.draw(st.sampled_from(["byte", "length", "cut", "twice"]))
-        if kind == "byte":
-            changed[at] = data.draw(st.integers(0, 255))
-        elif kind == "length":
-            changed[at : at + 8] = struct.pack("<Q", data.draw(st.sampled_from([0, 1, 2**31, 2**32, 2**62, 2**64 - 1])))
-        elif kind == "cut" and at > 8:
-            del changed[at:]
-        else:
-            changed[at:at] = changed[at : at + data.draw(st.integers(1, 64))]
-    return bytes(changed)
-
-
 @pytest.mark.sweep
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -697,71 +479,6 @@ def test_any_bytes_in_any_file(data: st.DataObject, tokenizer: Any, tmp_path_fac
     name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir())))
     (folder / name).write_bytes(flipped((folder / name).read_bytes(), data))
     works_or_refuses(lambda: load(folder))
-
-
-@pytest.mark.sweep
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_bytes_in_a_gguf_file(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("m")
-    whole = gguf_file(folder / "good.gguf").read_bytes()
-    head = data.draw(st.sampled_from([900, 1500, len(whole)]))  # mostly the header: there the numbers mean something
-    (folder / "m.gguf").write_bytes(flipped(whole[:head], data) + whole[head:])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWTRI_CACHE", str(folder / "cache"))
-        works_or_refuses(lambda: load(converted(folder / "m.gguf")))
-
-
-@pytest.mark.sweep
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_field_in_a_gguf_file(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("m")
-    names = [
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.head_count_kv",
-    ]
-    names += [
-        "attention.key_length",
-        "attention.sliding_window",
-        "rope.freq_base",
-        "rope.dimension_count",
-        "rope.scaling.type",
-    ]
-    own = [
-        f"tokenizer.ggml.{key}"
-        for key in ("model", "pre", "tokens", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
-    ]
-    values = [
-        0,
-        1,
-        2,
-        3,
-        8,
-        2**31,
-        "",
-        "x",
-        "llama",
-        "gpt2",
-        "linear",
-        [""],
-        ["a"],
-        ["a", "a", "b"],
-        [0, 1],
-        [1.5],
-        0.5,
-        ["a b"],
-        "5) | full(",
-    ]
-    keys = st.sampled_from([f"llama.{name}" for name in names] + own + ["tokenizer.chat_template"])
-    changes = data.draw(st.dictionaries(keys, st.sampled_from(values), min_size=1, max_size=3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWTRI_CACHE", str(folder / "cache"))
-        works_or_refuses(lambda: load(converted(gguf_with(folder / "m.gguf", changes))))
 
 
 @pytest.mark.sweep
