@@ -29,7 +29,12 @@ def command(
     ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="How many heads, without a model.")] = 1,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="A trained model, instead of random weights.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="A trained model, instead of random weights: a folder, a GGUF file, smollm2.",
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option("--layer", min=0, help="Which layer of the model.", show_default="0")
@@ -91,14 +96,15 @@ def command(
         _print(found)
 
 
-def _of_model(folder: Path, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
+def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
     from lowtri.explaining.steps import explain
-    from lowtri.nn.checkpoint import load
+    from lowtri.nn.pretrained import load_named
+    from lowtri.nn.tokenizer import encode
 
-    model, tokenizer = load(folder)
+    model, tokenizer, _ = load_named(name, mask=mask, note=note)
     if tokenizer is None:
-        _refuse(f"{folder} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
-    ids = tokenizer.encode(sentence).ids
+        _refuse(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
+    ids = encode(tokenizer, sentence)
     if not ids:
         _refuse("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
