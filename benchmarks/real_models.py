@@ -117,8 +117,8 @@ def cases(part: str, dtype: torch.dtype, runners: list[str]) -> Iterator[Case]:
 
 
 def smollm2() -> Path | None:
-    from lowtri.integrations.checkpoints import packaged_file
     from lowtri.nn.gguf import converted
+    from lowtri.nn.packaged import packaged_file
 
     try:
         return converted(packaged_file("smollm2"), print)

@@ -145,6 +145,10 @@ def broken(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
         (
             lambda f: (f / "config.json").write_text("[]"),
+            "config.json holds a list, expected an object: {...}",
+        ),
+        (
+            lambda f: (f / "config.json").write_text("{}"),
             "model_type None came, lowtri's Decoder reads llama, mistral, qwen2, qwen3, smollm3, gpt2",
         ),
         (lambda f: broken(f, model_type="bert"), "model_type 'bert' came, lowtri's Decoder reads llama, mistral"),

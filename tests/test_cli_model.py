@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import lowtri
+from hostile_files import gguf_file
 from lowtri.cli.generate import _until
 from lowtri.cli.main import main
 from lowtri.errors import DataError
@@ -175,6 +177,78 @@ def test_generate_ends_before_a_stop_text(folder: Path, capsys: Any) -> None:
     stop = whole[12:18]
     out, _ = says(capsys, "generate", folder, "9 green", "--stop", "never in it", "--stop", stop)
     assert out == whole[: whole.index(stop, 7)] + "\n"
+
+
+class Stdin:
+    """A stdin that holds these bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.buffer = io.BytesIO(content)
+
+
+def test_a_prompt_comes_from_a_file_or_from_stdin(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = says(capsys, "generate", folder, "9 green", "--max-new-tokens", 5)[0]
+    (tmp_path / "prompt.txt").write_bytes(b"9 green\r\n")
+    for arguments in (["--prompt-file", tmp_path / "prompt.txt"], ["-"], ["--prompt-file", "-"]):
+        monkeypatch.setattr(sys, "stdin", Stdin(b"9 green\n"))
+        assert says(capsys, "generate", folder, *arguments, "--max-new-tokens", 5)[0] == wanted
+    prompts = {b"two\n\n": "two\n", b" a ": " a "}  # one line break at the end, and nothing else, is left out
+    for content, prompt in prompts.items():
+        monkeypatch.setattr(sys, "stdin", Stdin(content))
+        assert json.loads(says(capsys, "generate", folder, "-", "--max-new-tokens", 1, "--json")[0])["prompt"] == prompt
+
+
+def test_a_prompt_that_is_missing_given_twice_or_no_text(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for arguments in ([], ["9", "--prompt-file", tmp_path / "latin.txt"]):
+        assert "one prompt is expected. Fix: " in says(capsys, "generate", folder, *arguments, code=2)[1]
+    words = "the prompt is not UTF-8: "
+    assert words in says(capsys, "generate", folder, "--prompt-file", tmp_path / "latin.txt", code=2)[1]
+    assert "no.txt: No such file" in says(capsys, "generate", folder, "--prompt-file", tmp_path / "no.txt", code=2)[1]
+    monkeypatch.setattr(sys, "stdin", Stdin(b"\n"))
+    assert "the prompt, or --stop, is empty" in says(capsys, "generate", folder, "-", code=2)[1]
+
+
+def test_the_mask_of_a_model_is_replaced_by_the_users(folder: Path, capsys: Any) -> None:
+    arguments = ["generate", folder, "9 green bottles hanging on", "--max-new-tokens", 12]
+    own, narrow = (says(capsys, *arguments, *more)[0] for more in ([], ["--mask", "window(1)"]))
+    assert own != narrow
+    assert says(capsys, *arguments, "--mask", "window(1)", "--no-cache")[0] == narrow
+    assert "causl" in says(capsys, *arguments, "--mask", "causl", code=2)[1]
+
+
+def test_a_gguf_file_and_a_packages_weights_are_named_like_a_folder(
+    text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "abba.txt").write_text("abbaabab")
+    file = gguf_file(tmp_path / "m.gguf")
+    for model in (file, "glassllm"):
+        assert "the mask" not in says(capsys, "generate", model, "ab", "--max-new-tokens", 2)[1]
+        result = json.loads(says(capsys, "eval", model, tmp_path / "abba.txt", "--json")[0])
+        assert result["mask"] == "causal" and 0 <= result["greatest_difference"] < 1e-4
+        explained = json.loads(says(capsys, "explain", "ab", "--model", model, "--mask", "full", "--json")[0])
+        assert explained["mask"] == "full"
+        assert "no leak found" in says(capsys, "audit", model)[0]
+        assert Decoder.from_pretrained(model, mask="causal & window(2)").config.mask == "causal & window(2)"
+    with pytest.raises(DataError, match="no model is not a folder"):
+        Decoder.from_pretrained("no model")
+    for verb in ("eval", "explain"):
+        more = ["x", "--model", "smolm2"] if verb == "explain" else ["smolm2", text]
+        assert "packaged weights are smollm2, glassllm" in says(capsys, verb, *more, code=2)[1]
+
+
+def test_a_cache_that_cannot_be_written_says_which(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "file"))
+    err = says(capsys, "generate", "glassllm", "ab", code=2)[1]
+    assert f"{tmp_path / 'file' / 'packaged'} cannot be written: " in err and "Fix: LOWTRI_CACHE=/another" in err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtri.cli.acts import ACTS, peeking, roads, stage, steps, tables, who, why, writing
+from lowtri.cli.acts import ACTS, page, peeking, roads, stage, steps, tables, who, why, writing
 from lowtri.cli.acts.stage import Stage, Told
 from lowtri.cli.main import main
 from lowtri.training.corpus import Document
@@ -27,11 +27,11 @@ def test_cheap_acts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.fullmatch(r"(\d+) of \1 as promised", lines[-1])
     assert lines[-2] == str(out / "index.html")
     assert lines.index("1. Every step, with its numbers") < lines.index("2. Who sees whom")  # in their order
-    page = (out / "index.html").read_text(encoding="utf-8")
-    assert lines[-1] in page and "0.6394" in page and "✗" in page
-    assert named_in(page) == {"steps.html", "steps.txt", "who-1.svg", "who-2.svg", "who-3.svg"}
-    assert all((out / name).stat().st_size for name in named_in(page))
-    assert "http" not in page  # nothing is fetched
+    html = (out / "index.html").read_text(encoding="utf-8")
+    assert lines[-1] in html and "0.6394" in html and "✗" in html
+    assert named_in(html) == {"steps.html", "steps.txt", "who-1.svg", "who-2.svg", "who-3.svg"}
+    assert all((out / name).stat().st_size for name in named_in(html))
+    assert "http" not in html  # nothing is fetched
     assert not list(out.glob(".*"))
 
 
@@ -57,8 +57,21 @@ def test_a_broken_promise_and_an_act_that_breaks_off(
     assert out.splitlines()[-1] == "4 of 6 as promised"
     assert "✗ NOT AS PROMISED: one is two" in out
     assert "✗ NOT AS PROMISED: it runs to its end: ZeroDivisionError" in out
-    page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert '<li class="broken">one is two</li>' in page and "nothing &lt;b&gt;" in page
+    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert '<li class="broken">one is two</li>' in html and "nothing &lt;b&gt;" in html
+
+
+def test_the_page_fits_narrow_and_dark_screens_and_shows_what_is_invisible() -> None:
+    told = Told("one\n\u202etwo\x1b[2J \ud800")
+    told.promise("kept \u2066", True)
+    html = page.as_html([page.Played("x", "X", "An act.", told, 1.0)], "1 of 1", "a machine")
+    assert "one\n\\u202etwo\\x1b[2J \\ud800" in html and "kept \\u2066" in html
+    assert all(c == "\n" or c.isprintable() for c in html)
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "img { max-width: 100%; height: auto" in style  # smaller in its own proportions
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    names = set(re.findall(r"(--\w+):", light))
+    assert names == set(re.findall(r"(--\w+):", dark)) == set(re.findall(r"var\((--\w+)\)", style))
 
 
 def test_an_act_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -97,6 +110,10 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytes
     caught = peeking.play(played)
     assert all(promise.kept for promise in caught.promises), caught.promises
     assert re.search(r"caught, \d+ pairs, the first \(0, 1\) in model\.layers", caught.promises[1].text)
+    counts = [re.search(r"(\d+) pairs", text) for text in (caught.promises[1].text, caught.text)]
+    assert (
+        len({count[1] for count in counts if count}) == 1
+    )  # one count of the same pairs in the act and in its verdict
     for told in (shown, wrote, caught):
         assert all((tmp_path / name).stat().st_size for name in [*told.pictures, *told.files])
     assert main(["generate", str(tmp_path / "with-the-mask"), "the black", "--max-new-tokens", "4"]) == 0
@@ -117,6 +134,6 @@ def test_the_tables_have_both_columns_whole(pair: tables.Pair) -> None:
 def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--out", str(tmp_path)]) == 0
     assert re.fullmatch(r"(\d+) of \1 as promised", capsys.readouterr().out.splitlines()[-1])
-    page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert all((tmp_path / name).is_file() for name in named_in(page))
-    assert all(f'id="{name}"' in page for name in ACTS)
+    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert all((tmp_path / name).is_file() for name in named_in(html))
+    assert all(f'id="{name}"' in html for name in ACTS)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from inspect import cleandoc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
-from lowtri.masks import causal, documents, first, full, heads, keys, strided, table, where, window
+from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
 from lowtri.masks.draw import draw
-from lowtri.masks.panels import MOST_CELLS, MOST_PANELS, display_width
+from lowtri.masks.labels import display_width, shortened, split
+from lowtri.masks.panels import MOST_CELLS, MOST_PANELS
 from lowtri.masks.svg import svg
 
 # Text.
@@ -134,6 +139,10 @@ def test_unprintable_tokens_are_written_out() -> None:
         (lambda: full().draw(2, tokens="a b", query_tokens="c"), "draw: 1 query_tokens came for 2 queries"),
         (lambda: full().draw(2, query_tokens="c d"), "draw: query_tokens came without tokens"),
         (lambda: full().draw(65, tokens=["a"] * 65), "draw: 65 tokens do not fit on a picture of 64 cells"),
+        (lambda: full().draw(2, ticks=True, latex=True), "ticks, numbers and latex are three forms of one picture"),
+        (lambda: full().draw(1, tokens="a", latex=True), "the LaTeX matrix has no labels"),
+        (lambda: full().draw(65, numbers=True), "draw: 65 positions: a matrix has at most 64 each way"),
+        (lambda: full().draw(1, 65, latex=True), "draw: 65 positions: a matrix has at most 64 each way"),
         (lambda: full().draw(2, titles=["a", "b"]), "draw: 2 titles came for 1 masks"),
         (lambda: full().draw(2, beside=np.ones((2, 2), bool)), "beside: a bare ndarray came"),
         (lambda: keys(lengths=[1, 2]).draw(2, beside=keys(lengths=[1, 2, 3])), "do not fit together"),
@@ -150,6 +159,82 @@ def test_the_words_of_errors(act, words: str) -> None:
     with pytest.raises(MaskError) as caught:
         act()
     assert words in str(caught.value)
+
+
+def test_the_added_matrix_as_text_and_latex() -> None:
+    assert (causal() & window(2)).draw(3, numbers=True).splitlines() == [
+        "   0  -inf  -inf",
+        "   0     0  -inf",
+        "-inf     0     0",
+    ]
+    assert [line.split() for line in causal().draw(2, tokens="a b", numbers=True).splitlines()] == [
+        ["a", "b"],
+        ["a", "0", "-inf"],
+        ["b", "0", "0"],
+    ]
+    assert causal().draw(3, latex=True) == (
+        "\\left[\\begin{array}{rrr}\n"
+        "  0 & -\\infty & -\\infty \\\\\n"
+        "  0 & 0 & -\\infty \\\\\n"
+        "  0 & 0 & 0\n"
+        "\\end{array}\\right]"
+    )
+    assert full().draw(2, beside=causal(), latex=True).count("array") == 4
+    assert "\\quad" in full().draw(2, beside=causal(), latex=True)
+    heads_text = heads([full(), causal()]).draw(2, latex=True)
+    assert [line for line in heads_text.splitlines() if line.startswith("%")] == ["% head 0", "% head 1"]
+    assert keys(lengths=[1] * 40).draw(1, latex=True).endswith("% ... and 24 more")
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(0, 12), st.sampled_from(["causal", "full", "window(2)", "causal - window(1)"]))
+def test_the_matrix_is_the_one_that_is_added(nq: int, more: int, text: str) -> None:
+    nk = nq + more
+    expected = mask(text).additive(nq, nk, dtype=np.float64).tolist()
+    printed = draw(text, nq, nk, numbers=True).splitlines()
+    assert [[float(x) for x in line.split()] for line in printed] == expected
+    body = draw(text, nq, nk, latex=True).replace("-\\infty", "-inf").splitlines()[1:-1]
+    assert [[float(x) for x in line.removesuffix("\\\\").split("&")] for line in body] == expected
+
+
+def test_the_verb_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal", "--n", "2", "--numbers"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == ["0  -inf", "0     0"]
+    assert main(["mask", "causal", "--tokens", "a b", "--latex"]) == 0  # everything but the matrix is a comment
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line and line[0] != "%"] == causal().draw(2, latex=True).splitlines()
+
+
+# Hostile labels.
+
+
+@pytest.mark.parametrize(
+    "c", ["\u202e", "\u2067", "\u200b", "\x07", "\x9b", "\u2028", "\ufeff", "\ud83d", "\ufffe", "\U000e0001"]
+)
+def test_no_label_reorders_or_breaks_a_picture(c: str) -> None:
+    label = f"a{c}b"
+    for text in (svg(causal(), 1, tokens=[label], titles=[label]), draw(causal(), 1, tokens=[label], titles=[label])):
+        assert c not in text and text.count("a" + c.encode("unicode_escape").decode() + "b") == (
+            4 if "<svg" in text else 3
+        )
+        text.encode("utf-8")
+
+
+def test_a_label_is_cut_in_time_that_its_length_does_not_set() -> None:
+    assert shortened("x" * 10**7) == "x" * 23 + "…"
+    assert len(shortened("a" + "\u0301" * 10**6)) <= 4 * 24 + 1  # marks take no column
+
+
+@pytest.mark.sweep
+@settings(deadline=None)
+@given(st.text(st.characters(codec=None), max_size=60))
+def test_any_text_is_a_label_and_a_sentence(text: str) -> None:
+    label = shortened(text)
+    assert label.isprintable() and display_width(label) <= 24
+    ET.fromstring(svg(causal(), 1, tokens=[text], titles=[text]))
+    tokens, how = split(text)
+    assert "".join(tokens) == "".join(text.split()) and "" not in tokens
+    assert how == "cut at spaces" or len(tokens) >= len(text.split())
 
 
 # SVG.
@@ -182,6 +267,68 @@ def test_svg_names_tokens_on_both_axes_and_escapes_them() -> None:
     assert texts.count("<b>") == texts.count("R&D") == 3  # the queries once, the keys of each mask
     assert "黑\\x00猫" in texts and "a<b" in texts
     assert root.find(f"{SPACE}title").text == "a<b beside c"
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": "a b c"}, {"beside": "full"}, {"titles": ["x"]}])
+def test_svg_names_its_axes(options: dict[str, Any]) -> None:
+    root = ET.fromstring(svg(causal(), 3, **options))
+    texts = [node.text for node in root.iter(f"{SPACE}text")]
+    assert texts.count("queries →") == 1 and texts.count("keys →") == (2 if "beside" in options else 1)
+    (rows,) = [node for node in root.iter(f"{SPACE}text") if node.text == "queries →"]
+    assert "rotate(90)" in rows.get("transform", "")  # so the arrow points down
+
+
+def looks(node: ET.Element) -> tuple[str | None, ...]:
+    return tuple(node.get(name) for name in ("class", "fill"))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: svg(causal(), 4), ["may see", "hidden"]),
+        (lambda: svg(causal(), 100), ["may see", "partly", "hidden"]),
+        (lambda: svg(causal(), 2, weights=np.eye(2)), ["weight 1", "weight 0.5", "weight 0", "hidden"]),
+        (
+            lambda: svg(causal(), 2, weights=np.eye(2), beside="full"),
+            ["may see or weight 1", "weight 0.5", "weight 0", "hidden"],
+        ),
+    ],
+)
+def test_svg_legend_has_the_colours_that_are_drawn(make: Any, names: list[str]) -> None:
+    root = ET.fromstring(make())
+    swatches = [node for node in root.iter(f"{SPACE}rect") if "stroke" in node.attrib]
+    texts = [node.text for node in root.iter(f"{SPACE}text")]
+    assert [text for text in texts if text in names] == names and len(swatches) == len(names)
+    drawn = {looks(node) for node in root.iter(f"{SPACE}rect") if "stroke" not in node.attrib and node.get("x")}
+    assert drawn <= {looks(node) for node in swatches}
+
+
+def test_svg_is_dark_where_the_screen_is_and_shrinks_in_its_proportions() -> None:
+    root = ET.fromstring(svg(causal() & window(300), 1000, beside="full"))
+    style = root.findtext(f"{SPACE}style") or ""
+    assert style.startswith("@media (prefers-color-scheme: dark)")
+    used = {node.get("class") for node in root.iter() if node.get("class")}
+    assert used == {f"lowtri-{name}" for name in ("ink", "paper", "line", "hatch", "visible", "partly")}
+    assert used == set(re.findall(r"\.([\w-]+)\{", style))
+    assert root.get("style") == "max-width:100%;height:auto" and root.get("viewBox")
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 64, 100, 10**7])
+@pytest.mark.parametrize("options", [{}, {"beside": "full"}, {"titles": ["a title of some length, of sixty columns"]}])
+def test_svg_draws_inside_its_frame(n: int, options: dict[str, Any]) -> None:
+    root = ET.fromstring(svg(causal(), n, **options))
+    wide, high = float(root.get("width", "0")), float(root.get("height", "0"))
+    for node in root.iter(f"{SPACE}text"):
+        if node.get("x"):
+            length = 7.2 * len(node.text or "")
+            start = float(node.get("x", "0")) - (length / 2 if node.get("text-anchor") == "middle" else 0)
+            assert start >= 0 and start + length <= wide and 0 < float(node.get("y", "0")) <= high, node.text
+
+
+def test_the_picture_of_the_readme_is_of_today() -> None:
+    titles = ["full: an encoder", "causal: a decoder"]
+    text = svg(full(), 4, beside=causal(), tokens="The black cat <end>", titles=titles)
+    assert (Path(__file__).parents[1] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
 
 
 def test_svg_tells_hidden_from_weight_zero() -> None:

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import CallError, DataError, MaskError
-from lowtri.explaining.example import split, untrained, worked
+from lowtri.explaining.example import tokens_of, untrained, worked
 from lowtri.nn import Decoder, DecoderConfig, MaskedSelfAttention, MultiHeadAttention
 
 ALL_STEPS = (
-    *("tokens", "embedding", "position", "encoding", "W_q", "W_k", "W_v", "q", "k", "v"),
+    *("tokens", "embedding", "position", "encoding", "W_q^T", "W_k^T", "W_v^T", "q", "k", "v"),
     *("scores", "scaled", "mask", "masked", "weights", "output"),
 )
 
@@ -126,11 +128,124 @@ def test_multi_head_attention_agrees_with_its_own_output(options: dict[str, Any]
 def test_a_decoder_shows_one_head_of_one_layer(decoder: Decoder, layer: int, head: int) -> None:
     found = lowtri.explain(decoder, [5, 6, 7, 8], layer=layer, head=head, mask="causal & window(2)")
     assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
-    assert found["W_q"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
+    assert found["W_q^T"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
     assert found.visible.sum() == 7
     rows = decoder.model.layers[layer].self_attn.k_proj.weight[head // 2 * 8 :][:8].detach()
-    np.testing.assert_array_equal(found["W_k"].value, rows.T)  # query heads 2 and 3 share key head 1
+    np.testing.assert_array_equal(found["W_k^T"].value, rows.T)  # query heads 2 and 3 share key head 1
     assert not decoder.model.layers[layer].self_attn.q_proj._forward_hooks  # nothing stays behind
+
+
+def by_its_formula(found: Any, step: Any) -> Any:
+    """The step recomputed from the steps before it, as its formula says; None where it has no formula."""
+    names = "|".join(sorted((re.escape(one.name) for one in found.steps), key=len, reverse=True))
+    parts = re.fullmatch(rf"({names}) ({names})(?: \+ ({names}))?", step.formula)
+    if parts:
+        left, right, bias = (None if name is None else found[name].value for name in parts.groups())
+        return left @ right + (0 if bias is None else bias)
+    if step.formula == "q k^T":
+        return found["q"].value @ found["k"].value.swapaxes(-1, -2)
+    if step.name == "scaled":
+        return found["scores"].value / float(re.fullmatch(r"scores / sqrt\((\d+)\)", step.formula)[1]) ** 0.5
+    return None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda: (MaskedSelfAttention(4), {"heads": 1}),
+        lambda: (MaskedSelfAttention(4), {"heads": 2}),
+        lambda: (MultiHeadAttention(4, 2, num_kv_heads=1, bias=True), {}),
+        lambda: (MultiHeadAttention(4, 2), {"head": 1}),
+    ],
+)
+def test_each_formula_is_true_of_the_matrices_that_are_shown(what: Any) -> None:
+    torch.manual_seed(3)
+    module, options = what()
+    found = lowtri.explain(module, torch.randn(5, 4), mask="causal", **options)
+    checked = {step.name: by_its_formula(found, step) for step in found.steps}
+    assert {name for name, value in checked.items() if value is not None} == {
+        "q",
+        "k",
+        "v",
+        "scores",
+        "scaled",
+        "output",
+    }
+    for name, value in checked.items():
+        if value is not None:
+            np.testing.assert_allclose(found[name].value, value, atol=1e-6, err_msg=name)
+    assert "W_q" not in [step.name for step in found.steps]  # the weight itself is the transpose of what multiplies
+
+
+def test_formulas_name_the_norm_and_the_rotation() -> None:
+    module = MultiHeadAttention(8, 2, rope_theta=10000.0, bias=True)
+    found = lowtri.explain(module, torch.randn(3, 8))
+    assert [found[name].formula for name in "qkv"] == [
+        "rotary(encoding W_q^T + b_q)",
+        "rotary(encoding W_k^T + b_k)",
+        "encoding W_v^T + b_v",
+    ]
+    assert found["b_q"].rows == ("bias",) and found["b_q"].value.shape == (2, 1, 4)
+
+
+def test_one_row_of_a_batch() -> None:
+    q, k, v = np.random.default_rng(1).normal(size=(3, 2, 3, 4, 2))  # (B, H, T, d)
+    mask = lowtri.causal() & lowtri.keys(lengths=[4, 2])
+    output, weights = lowtri.attention(q, k, v, mask, return_weights=True)
+    for row in (0, 1):
+        found = lowtri.explain((q, torch.from_numpy(k), v), mask=mask, batch=row)
+        np.testing.assert_allclose(found["output"].value, output[row], atol=1e-12)
+        np.testing.assert_allclose(found["weights"].value, weights[row], atol=1e-12)
+        assert found.note == f"Batch row {row} of 2."
+    np.testing.assert_array_equal(lowtri.explain((q, k, v), mask=mask)["q"].value, q[0])
+    assert lowtri.explain((q[:1], k[:1], v[:1]), mask="causal").note == ""
+
+
+def test_a_module_and_a_decoder_read_one_row_of_a_batch(decoder: Decoder) -> None:
+    module, x = MaskedSelfAttention(4), torch.randn(2, 5, 4)
+    found, alone = lowtri.explain(module, x, batch=1), lowtri.explain(module, x[1])
+    np.testing.assert_array_equal(found["output"].value, alone["output"].value)
+    place = np.random.default_rng(2).normal(size=(2, 5, 4))
+    found = lowtri.explain(module, x, position=place, batch=1)
+    np.testing.assert_allclose(found["encoding"].value, x[1].numpy() + place[1])
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    found = lowtri.explain(decoder, ids, batch=1)
+    assert found.tokens == ("8", "9", "10") and found.note.startswith("Batch row 1 of 2. Computed anew")
+
+
+@pytest.mark.sweep
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4)),
+    mask=st.sampled_from(["causal", "full", "causal & window(2)", "causal - first(1)"]),
+)
+def test_any_batch_agrees_with_attention(data: Any, shape: tuple[int, ...], mask: str) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    q, k, v = rng.normal(size=(3, *shape))
+    row, fewer = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[2] - 1))
+    output, weights = lowtri.attention(q[:, :, fewer:], k, v, mask, return_weights=True)
+    found = lowtri.explain((q[:, :, fewer:], k, v), mask=mask, batch=row)
+    scores = q[:, :, fewer:] @ k.swapaxes(-1, -2) / shape[3] ** 0.5
+    given = lowtri.explain(scores=scores, values=v, mask=mask, batch=row)
+    for one in (found, given):
+        np.testing.assert_allclose(one["output"].value, output[row][0] if shape[1] == 1 else output[row], atol=1e-12)
+        np.testing.assert_allclose(one["weights"].value, weights[row][0] if shape[1] == 1 else weights[row], atol=1e-12)
+
+
+def test_given_scores_are_masked_and_go_through_softmax() -> None:
+    scores = np.random.default_rng(3).normal(size=(4, 4))
+    found = lowtri.explain(scores=scores, mask="causal", hidden=-1e9, tokens=list("abcd"))
+    assert [step.name for step in found.steps] == ["tokens", "scores", "mask", "masked", "weights"]
+    np.testing.assert_array_equal(found["scores"].value, scores)  # not scaled again
+    assert found["masked"].formula == "scores where visible, else -1e9"
+    expected = np.exp(scores) * np.tri(4)
+    np.testing.assert_allclose(found["weights"].value, expected / expected.sum(1, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(found["weights"].unmasked.sum(1), 1)
+    heads = lowtri.explain(scores=np.stack([scores, scores * 2]), values=np.eye(4), mask="causal")
+    assert [step.name for step in heads.steps][-3:] == ["v", "output", "joined"]
+    np.testing.assert_array_equal(heads["output"].value, heads["weights"].value)
+    assert found.to_html() and str(found) and found.to_json()
 
 
 def test_a_mask_for_each_head() -> None:
@@ -154,6 +269,58 @@ def test_tokens_cannot_break_a_table_or_the_page() -> None:
     found = lowtri.explain(tuple(qkv(n=4)), mask="causal", tokens=tokens)
     assert "[bold]" in str(found) and ":cat:" in str(found) and "a⏎b" in str(found)
     assert "<script" not in found.to_html() and "&lt;script&gt;" in found.to_html()
+
+
+# A direction override, a bell, an escape sequence, a line separator, a byte-order mark, half a surrogate pair.
+HOSTILE = ["\u202eabc", "\u2066x", "a\x07\x1b[2J", "\u2028", "\ufeff", "\ud800", "\u200f\u061c", "\x85", "\U000e0041"]
+
+
+def test_no_token_reorders_the_page_or_reaches_the_terminal() -> None:
+    found = lowtri.explain(tuple(qkv(n=9)), mask="causal", tokens=HOSTILE)
+    for text in (found.to_html(), str(found)):
+        assert [c for c in text if c not in "\n" and not c.isprintable()] == []
+        assert "\\u202eabc" in text and "\\x1b[2J" in text
+        text.encode("utf-8")
+
+
+def test_a_long_token_is_cut() -> None:
+    found = lowtri.explain(tuple(qkv(n=1)), mask="causal", tokens=["x" * 1_000_000])
+    assert len(found.to_html()) < 30_000 and len(str(found)) < 30_000
+
+
+@pytest.mark.sweep
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(codec=None), max_size=40), min_size=1, max_size=5))
+def test_any_tokens_leave_a_whole_page(tokens: list[str]) -> None:
+    found = lowtri.explain(tuple(qkv(n=len(tokens))), mask="causal", tokens=tokens)
+    for text in (found.to_html(), str(found)):
+        assert all(c == "\n" or c.isprintable() for c in text)
+    json.loads(found.to_json())
+
+
+def test_the_page_names_its_axes_and_its_colours() -> None:
+    page = worked().to_html()
+    sections = {text.split("<", 1)[0].split(" ")[0]: text for text in page.split("<h2>")[1:]}
+    for name in ("scores", "scaled", "mask", "masked", "weights"):
+        assert "queries ↓ keys →" in sections[name], name
+    assert all("queries ↓" not in sections[name] for name in ("q", "W_q^T", "output"))
+    legend = page.split("<h2>")[0]
+    drawn = set(re.findall(r"background:rgba\(var\(--weight\),(\S+)\)", sections["weights"]))
+    named = set(re.findall(r"background:rgba\(var\(--weight\),(\S+)\)", legend))
+    assert {"0.000", "0.350", "0.700"} == named and "0.700" in drawn  # weight 1 is drawn as the legend has it
+    assert 'class="key hidden"' in legend
+
+
+def test_the_page_fits_a_narrow_screen_and_a_dark_one() -> None:
+    page = worked().to_html()
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert page.count('<div class="scroll"><table>') == page.count("<table>")  # a wide table scrolls by itself
+    assert ".scroll { max-width: 100%; overflow-x: auto }" in style and "overflow-wrap: anywhere" in style
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    names = set(re.findall(r"(--\w+):", light))
+    assert names == set(re.findall(r"(--\w+):", dark.split("} }")[0])) == set(re.findall(r"var\((--\w+)\)", page))
+    selectors = [one.strip() for one in re.sub(r"/\*.*?\*/|\{[^{}]*\}", ",", style.replace("<style>", "")).split(",")]
+    assert all(one.startswith((".lowtri", "@media", "}")) for one in selectors if one)  # nothing else in a notebook
 
 
 def test_long_sentences_are_cut_where_they_are_shown_and_whole_in_json() -> None:
@@ -192,9 +359,9 @@ def test_the_page_is_one_whole_file_without_network() -> None:
 
 def test_without_a_model_it_says_that_the_weights_are_random(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "The black cat <end>"]) == 0
-    assert "random weights, seed 42: untrained" in capsys.readouterr().out
+    assert "random weights, seed 42: untrained; tokens cut at spaces" in capsys.readouterr().out
     assert main(["explain", "The black cat <end>", "--seed", "7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["note"] == "random weights, seed 7: untrained"
+    assert json.loads(capsys.readouterr().out)["note"] == "random weights, seed 7: untrained; tokens cut at spaces"
 
 
 def test_random_weights_leave_torchs_generator_alone() -> None:
@@ -209,8 +376,31 @@ def test_random_weights_leave_torchs_generator_alone() -> None:
     np.testing.assert_array_equal(embedding[0], embedding[3])
 
 
-def test_chinese_is_split_by_characters() -> None:
-    assert split("我爱NLP 吗") == ["我", "爱", "NLP", "吗"]
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("The black cat <end>", ["The", "black", "cat", "<end>"]),
+        ("我爱NLP 吗", ["我", "爱", "NLP", "吗"]),
+        ("我爱你。", ["我", "爱", "你", "。"]),
+        ("ฉันรักน้ำ", ["ฉั", "น", "รั", "ก", "น้ำ"]),
+        ("カメラが好き", list("カメラが好き")),
+        ("나는 고양이를 좋아해", ["나는", "고양이를", "좋아해"]),  # Korean has spaces
+        ("e\u0301te\u0301", ["e\u0301te\u0301"]),
+    ],
+)
+def test_a_sentence_is_cut_alike_everywhere_and_the_cut_is_named(
+    text: str, tokens: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = "cut at spaces" if len(tokens) == len(text.split()) else "cut at spaces and by characters"
+    assert tokens_of(text) == (tokens, how)
+    assert main(["explain", text, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == tokens and found["note"] == f"random weights, seed 42: untrained; tokens {how}"
+    assert main(["mask", "causal", "--tokens", text, "--ticks"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1].split() == tokens
+    assert said.err == ("" if how == "cut at spaces" else f"{len(tokens)} tokens, {how}\n")
+    assert lowtri.causal().draw(len(tokens), tokens=text) == lowtri.causal().draw(len(tokens), tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +417,42 @@ def test_encodings_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "embedding" not in steps
     np.save(tmp_path / "e.npy", np.arange(8.0).reshape(2, 4))
     assert main(["explain", "two words", "--encodings", str(tmp_path / "e.npy")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("s.json", "[[1, 2], [3, 4.5]]"),
+        ("s.txt", "1 2\n3 4.5\n"),
+        ("numpy.txt", "[[1.  2. ]\n [3.  4.5]]"),
+        ("wrapped.txt", "[[1.\n  2. ]\n [ 3.\n 4.5]]"),
+        ("repr.txt", "scores = array([[1. , 2. ],\n       [3. , 4.5]])"),
+        ("torch.txt", "tensor([[1.0, 2.0],\n        [3.0, 4.5]])"),
+    ],
+)
+def test_given_scores_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    run = ["explain", "--scores", str(path), "--json"]
+    assert main(run) == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = {step["name"]: step["value"] for step in found["steps"]}
+    assert steps["scores"] == [[1, 2], [3, 4.5]] and found["tokens"] == ["0", "1"]
+    np.testing.assert_allclose(steps["weights"], [[1, 0], [1 / (1 + np.exp(1.5)), 1 / (1 + np.exp(-1.5))]], atol=1e-12)
+    assert main(["explain", "two words", "--scores", str(path), "--values", str(path), "--mask", "full"]) == 0
+    assert "output = weights v" in capsys.readouterr().out
+    np.save(tmp_path / "heads.npy", np.zeros((2, 3, 3)))
+    assert main(["explain", "--scores", str(tmp_path / "heads.npy"), "--head", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["[[1, 2], [3]]", "[[1, 2]", "[" * 5000 + "]" * 5000, "[[1, x]]", "[[__import__('os')]]", "]["]
+)
+def test_bad_scores_are_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text(text)
+    assert main(["explain", "--scores", str(path)]) == 2
+    assert "is no table of numbers. Fix: a row for each" in capsys.readouterr().err
 
 
 def test_html_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +477,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
     assert main([*run, "--layer", "2", "--head", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == ["a", " ", "c", "a", "t"] and "untrained" not in found["note"]
+    assert found["note"].startswith("Tokens by the model's tokenizer. Computed anew")
     expected = lowtri.explain(decoder, tokenizer.encode("a cat").ids, layer=2, head=3)["weights"].value
     np.testing.assert_allclose({s["name"]: s["value"] for s in found["steps"]}["weights"], expected, atol=1e-6)
     for wrong, words in [
@@ -275,6 +502,10 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
         (["--mask", "casual"], "casual"),
         (["--model", "nowhere"], "nowhere"),
         (["--heads", "0"], "--heads"),
+        (["--values", "x"], "--values goes with --scores. Fix: add --scores FILE."),
+        (["--scores", "x", "--heads", "2"], "--heads does not go with given scores. Fix: drop --heads or --scores."),
+        (["--scores", "x", "--model", "y"], "--model does not go with given scores. Fix: drop --model or --scores."),
+        (["--scores", "x", "--encodings", "y"], "--encodings does not go with given scores"),
         (["--html", "no/such/folder/x.html"], "there is no folder no/such/folder. Fix: make it first"),
     ],
 )
@@ -308,7 +539,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: lowtri.explain((1, 2), mask="full"), CallError, "2 arrays came, but (q, k, v) are three"),
         (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
-        (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but one sequence is"),
+        (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but expected (N, D)"),
         (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
         (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "head 1 asked, but there are 1"),
         (lambda: lowtri.explain(qkv(), mask="heads([full, causal])"), MaskError, "is for 2 heads, but there are 1"),
@@ -316,7 +547,31 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: lowtri.explain(torch.nn.Linear(2, 2), 1), CallError, "Linear has no attention that explain can open"),
         (lambda: lowtri.explain(MaskedSelfAttention(2)), CallError, "inputs are missing"),
         (lambda: lowtri.explain(MaskedSelfAttention(2), np.eye(3)), CallError, "but the module reads (N, 2)"),
-        (lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2))), CallError, "one sequence is (N, d_model)"),
+        (
+            lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2, 2))),
+            CallError,
+            "encodings are (N, d_model)",
+        ),
+        (lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2), CallError, "batch row 2 asked"),
+        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "batch row 1 asked, but there are 1"),
+        (
+            lambda: lowtri.explain((np.ones((2, 1, 3, 4)), np.ones((1, 3, 4)), np.ones((1, 3, 4))), mask="full"),
+            CallError,
+            "the batch sizes differ: q 2, k 1, v 1",
+        ),
+        (lambda: lowtri.explain(qkv(), scores=np.eye(2), mask="full"), CallError, "scores stand alone"),
+        (lambda: lowtri.explain(values=np.eye(2), mask="full"), CallError, "values go with scores"),
+        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "who may see whom is always said"),
+        (
+            lambda: lowtri.explain(scores=np.ones((3, 2)), mask="full"),
+            CallError,
+            "scores are (1, 3, 2): a row for each",
+        ),
+        (
+            lambda: lowtri.explain(scores=np.eye(2), values=np.eye(3), mask="full"),
+            CallError,
+            "values are (1, 3, 3) for scores (1, 2, 2). Fix: a row for each key.",
+        ),
         (
             lambda: lowtri.explain(MaskedSelfAttention(3), np.eye(3), heads=2),
             CallError,

@@ -37,6 +37,7 @@ IDIOMS = (
     ),
     *("plain.softmax", "nn.MultiheadAttention", "key_padding_mask", "generate_square_subsequent_mask", "enable_gqa"),
     *("mask_mod", "window_size", "cu_seqlens", "softcap", "alibi_slopes", "cache_seqlens", "causal=True"),
+    *("out, weights = attend", "weights[1, 2]", "softmax(scores +", "-inf", "\\begin{array}", "我 爱 你"),
     *("sliding_window", "attention_mask", "position_ids", "or_mask_function", "past_key_values", "generate("),
 )
 

@@ -14,11 +14,11 @@ import torch
 import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import DataError
-from lowtri.integrations import checkpoints
-from lowtri.integrations.checkpoints import PACKAGED, load_packaged, packaged_file
-from lowtri.integrations.glassllm import read
 from lowtri.nn import Decoder
+from lowtri.nn import packaged as checkpoints
 from lowtri.nn.checkpoint import save
+from lowtri.nn.glassllm import read
+from lowtri.nn.packaged import PACKAGED, load_packaged, packaged_file
 
 TEXTS = [
     "Once upon a time, there was a Queen.\n\nShe said: “Off!”",
@@ -27,6 +27,13 @@ TEXTS = [
     "<eos>",
     "\n\n a",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTRI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +112,7 @@ def test_the_command_writes_with_it(capsys: Any) -> None:
     [
         (
             ["glassllm", "a", "--chat"],
-            "these weights have no chat template: the model continues texts.\nFix: leave --chat",
+            "has no chat template: the model continues texts.\nFix: leave --chat",
         ),
         (["glassllm", "a", "--dtype", "int4"], "dtype is 'int4'. Fix: float32, bfloat16, float16 or float64"),
         (["glasslm", "a"], "or a GGUF file;\npackaged weights are smollm2, glassllm"),

@@ -53,6 +53,25 @@ def test_both_polarities_do_what_their_first_line_says() -> None:
     torch.testing.assert_close(module(x, mask=~attend), expected[0])
 
 
+def test_the_batched_class_returns_a_pair_under_its_own_causal_mask() -> None:
+    module, x = plain.MaskedSelfAttention(embed_dim=4), torch.randn(1, 5, 4)
+    out, weights = module(x)
+    assert out.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
+    assert (weights.triu(1) == 0).all()
+    q, k, v = module.W_q(x), module.W_k(x), module.W_v(x)
+    torch.testing.assert_close((out, weights), lowtri.attention(q, k, v, "causal", return_weights=True))
+    hidden = torch.eye(5).bool().roll(1, 0)
+    for mask, said in ((None, "full"), (hidden, lowtri.hidden(hidden))):
+        torch.testing.assert_close(module(x, mask), lowtri.attention(q, k, v, said, return_weights=True))
+    one = module(x[0])  # without a batch, and with dimensions given, the output alone; and no mask is none
+    torch.testing.assert_close(one, module(x, None)[0][0])
+    given = plain.MaskedSelfAttention(4, row_dim=1, col_dim=2)
+    given.load_state_dict(module.state_dict())
+    torch.testing.assert_close(given(x), one[None])
+    assert (given.row_dim, given.col_dim, module.row_dim, module.col_dim) == (1, 2, 0, 1)
+    assert plain.MaskedSelfAttention(4, row_dim=1).col_dim == 2
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_numpy_and_torch_agree(dtype: Any) -> None:
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 3, 5, 4)).astype(dtype)

@@ -196,6 +196,9 @@ def test_shards_are_put_together(folders: Any, tmp_path: Path) -> None:
     ):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(DataError, match=r"index\.json holds a list, expected an object"):
+        Decoder.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(DataError, match="has no weight_map, which says in which file each weight stands"):
         Decoder.from_pretrained(tmp_path)
 

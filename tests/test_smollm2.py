@@ -12,10 +12,10 @@ import torch
 import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import DataError
-from lowtri.integrations.checkpoints import PACKAGED, packaged_file
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text
 from lowtri.nn.gguf import converted
+from lowtri.nn.packaged import PACKAGED, packaged_file
 
 try:
     FILE = packaged_file("smollm2")

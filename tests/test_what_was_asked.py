@@ -7,8 +7,10 @@ place of its own at the end.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,9 @@ SENTENCE = ["Write", "a", "poem"]
 ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
 HIDDEN = [[F, T, T], [F, F, T], [F, F, F]]
 FIGURES: dict[str, list[list[float]]] = {
-    "W_q": [[0.5406, -0.1657], [0.5869, 0.6496]],
-    "W_k": [[-0.1549, -0.3443], [0.1427, 0.4153]],
-    "W_v": [[0.6233, 0.6146], [-0.5188, 0.1323]],
+    "W_q^T": [[0.5406, -0.1657], [0.5869, 0.6496]],
+    "W_k^T": [[-0.1549, -0.3443], [0.1427, 0.4153]],
+    "W_v^T": [[0.6233, 0.6146], [-0.5188, 0.1323]],
     "q": [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]],
     "k": [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]],
     "v": [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]],
@@ -74,7 +76,7 @@ def test_a_maps_have_no_bias_and_the_figures_of_the_seed(how: str) -> None:
     module = seeded(plain.MaskedSelfAttention if how == "plain" else lowtri.nn.MaskedSelfAttention, 2)
     assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
     for name in ("W_q", "W_k", "W_v"):
-        near(getattr(module, name).weight.T, FIGURES[name])
+        near(getattr(module, name).weight.T, FIGURES[f"{name}^T"])
 
 
 def test_a_output_of_the_plain_module(encodings: Tensor) -> None:
@@ -227,6 +229,30 @@ def test_b_many_heads() -> None:
     near(weights, plain.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(d // heads) + mask), 1e-12)
 
 
+def test_b_many_heads_of_a_batch_are_explained() -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 3, 4, 2))  # B 2, H 3, T 4, d_h 2
+    output, weights = plain.masked_self_attention(q, k, v, plain.make_causal_mask(4)[None, None])
+    for row in (0, 1):
+        found = lowtri.explain((q, k, v), mask="causal", batch=row)
+        near(found["weights"].value, weights[row], 1e-12)
+        near(found["output"].value, output[row], 1e-12)
+
+
+def test_b_given_scores_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "scores.txt").write_text(str(SCORES))  # as NumPy prints them
+    (tmp_path / "values.json").write_text(str(VALUES.tolist()))
+    run = ["explain", "--scores", str(tmp_path / "scores.txt"), "--values", str(tmp_path / "values.json")]
+    assert main([*run, "--json"]) == 0
+    steps = {step["name"]: step["value"] for step in json.loads(capsys.readouterr().out)["steps"]}
+    near(steps["weights"], WEIGHTS, LAST_DIGIT)
+    near(steps["output"], OUTPUT, LAST_DIGIT)
+
+
+def test_b_the_mask_as_text_and_latex() -> None:
+    assert [line.split() for line in lowtri.causal().draw(2, numbers=True).splitlines()] == [["0", "-inf"], ["0", "0"]]
+    assert r"0 & -\infty \\" in lowtri.causal().draw(2, latex=True)
+
+
 def test_b_softmax_subtracts_the_maximum() -> None:
     near(plain.softmax(np.array([[1e4, 1e4], [0.0, -1e4]])), [[0.5, 0.5], [1, 0]], 0)
     near(plain.softmax(np.arange(6.0).reshape(2, 3), axis=0).sum(axis=0), np.ones(3), 1e-15)
@@ -346,6 +372,12 @@ def test_c_training_and_inference_have_the_same_information(sentence: str, layer
 def test_d_the_batched_module() -> None:
     output, weights = lowtri.nn.MaskedSelfAttention(4)(torch.randn(1, 5, 4), return_weights=True)
     assert output.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
+    assert (weights[0].triu(1) == 0).all()
+
+
+def test_d_the_batched_module_as_the_documents_call_it() -> None:
+    out, weights = plain.MaskedSelfAttention(embed_dim=4)(torch.randn(1, 5, 4))
+    assert out.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
     assert (weights[0].triu(1) == 0).all()
 
 

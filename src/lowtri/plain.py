@@ -17,6 +17,7 @@ NaN with -inf. ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has low
 from __future__ import annotations
 
 import math
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,8 +138,15 @@ class MaskedSelfAttention(nn.Module):
     """True = hidden: where the mask is True the score becomes -1e9. With ``mask=None`` all see all. torch.
 
     Three linear maps without bias, W_q, W_k and W_v, made in this order, so that a seed gives the notebooks' figures.
-    ``embed_dim`` is another name for ``d_model``. ``row_dim`` and ``col_dim`` say where tokens and features stand:
-    0 and 1 for encodings (T, d_model), 1 and 2 for (batch, T, d_model). Returns the output, shaped like the encodings.
+    ``embed_dim`` is another name for ``d_model``. Notebooks have two classes of this name, and the input decides:
+
+        encodings               row_dim, col_dim    ``module(x)`` sees    it returns
+        (T, d_model)            0, 1 (default)      everything            the output (T, d_model)
+        (batch, T, d_model)     1, 2                everything            the output (batch, T, d_model)
+        (batch, T, d_model)     not given           the causal mask       output and weights (batch, T, T)
+
+    The last one has no mask argument in its notebook and makes the causal mask itself; here ``mask=None``, written out,
+    turns it off.
 
     >>> _ = torch.manual_seed(42)
     >>> module = MaskedSelfAttention(d_model=2)
@@ -148,10 +156,18 @@ class MaskedSelfAttention(nn.Module):
     tensor([[ 0.6038,  0.7434],
             [-0.0062,  0.6072],
             [ 3.4989,  2.2427]])
+    >>> output, weights = MaskedSelfAttention(embed_dim=4)(torch.zeros(1, 2, 4))
+    >>> output.shape, weights.tolist()
+    (torch.Size([1, 2, 4]), [[[1.0, 0.0], [0.5, 0.5]]])
     """
 
     def __init__(
-        self, d_model: int | None = None, row_dim: int = 0, col_dim: int = 1, *, embed_dim: int | None = None
+        self,
+        d_model: int | None = None,
+        row_dim: int | None = None,
+        col_dim: int | None = None,
+        *,
+        embed_dim: int | None = None,
     ) -> None:
         super().__init__()
         if (d_model is None) == (embed_dim is None):
@@ -163,13 +179,19 @@ class MaskedSelfAttention(nn.Module):
         self.W_q = nn.Linear(size, size, bias=False)
         self.W_k = nn.Linear(size, size, bias=False)
         self.W_v = nn.Linear(size, size, bias=False)
-        self.row_dim, self.col_dim = row_dim, col_dim
+        self.returns_pair = row_dim is None and col_dim is None  # for a batch: the dimensions were left to the input
+        self.row_dim = 0 if row_dim is None else row_dim
+        self.col_dim = self.row_dim + 1 if col_dim is None else col_dim
 
-    def forward(self, encodings: Tensor, mask: Tensor | None = None) -> Tensor:
-        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the output is shaped alike."""
+    def forward(self, encodings: Tensor, mask: Tensor | EllipsisType | None = ...) -> Tensor | tuple[Tensor, Tensor]:
+        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the class says what is returned."""
+        pair = self.returns_pair and encodings.ndim == 3
+        row_dim, col_dim = (1, 2) if pair else (self.row_dim, self.col_dim)
+        if isinstance(mask, EllipsisType):
+            mask = ~create_causal_mask_bool(encodings.size(1), encodings.device) if pair else None
         q, k, v = self.W_q(encodings), self.W_k(encodings), self.W_v(encodings)
-        scores = q @ k.transpose(self.row_dim, self.col_dim)  # (..., T, T)
-        scaled = scores / math.sqrt(k.size(self.col_dim))
+        scores = q @ k.transpose(row_dim, col_dim)  # (..., T, T)
+        scaled = scores / math.sqrt(k.size(col_dim))
         if mask is not None:
             if mask.dtype != torch.bool:
                 raise CallError(
@@ -177,9 +199,9 @@ class MaskedSelfAttention(nn.Module):
                     "Fix: mask == 0 of a lower triangle of ones, or torch.ones(T, T, dtype=torch.bool).triu(1)."
                 )
             scaled = scaled.masked_fill(mask, -1e9)
-        weights = torch.softmax(scaled, dim=self.col_dim)
+        weights = torch.softmax(scaled, dim=col_dim)
         output: Tensor = weights @ v
-        return output
+        return (output, weights) if pair else output
 
 
 class AutoRegressiveModel(nn.Module):

@@ -10,7 +10,9 @@ from lowtri.cli.options import Json, Out, Seed, Threads, note, use_threads
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="FILE.py:make_model, or a lowtri or transformers checkpoint folder")],
+    target: Annotated[
+        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, smollm2, glassllm")
+    ],
     mask: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +52,7 @@ def command(
     from lowtri.auditing.audit import audit
     from lowtri.auditing.loading import load_target
 
-    found = load_target(target, length=length, vocab_size=vocab, seed=seed)
+    found = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
     arguments = dict(found.arguments)
     if mask is not None:
         arguments.pop("layers", None)
@@ -68,3 +70,10 @@ def command(
         note(f"wrote {report.save(out)}")
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _target(name: str) -> str:
+    """The folder of a model that is named otherwise: by a GGUF file, or packaged weights."""
+    from lowtri.nn.packaged import PACKAGED, folder_of
+
+    return str(folder_of(name, note)) if name in PACKAGED or name.endswith(".gguf") else name

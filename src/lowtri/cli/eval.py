@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Threads, many, print_json, use_threads
+from lowtri.cli.options import Json, Model, Threads, many, note, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.evaluate import Evaluation
@@ -18,7 +17,7 @@ __all__ = ["command"]
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A trained model: config.json, model.safetensors, ...")],
+    model: Model,
     files: Annotated[list[str], typer.Argument(metavar="FILES", help="Text files, UTF-8.")],
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many tokens of each file.", show_default="all")
@@ -28,31 +27,32 @@ def command(
     json: Json = False,
 ) -> None:
     """lowtri eval out/book chapter.txt
-    lowtri eval out/book chapter.txt notes.txt --limit 2000 --json
+    lowtri eval smollm2 chapter.txt notes.txt --limit 2000 --json
 
     Loss, perplexity and bits per byte: teacher-forced, all positions in one forward as in training, and step by step
     with the cache, as in generating. A causal model gives the same figures in both; one that saw the future does not.
     """
     from lowtri.errors import DataError
-    from lowtri.nn.checkpoint import load
+    from lowtri.nn.pretrained import load_named
+    from lowtri.nn.tokenizer import encode
     from lowtri.training.corpus import read_files
     from lowtri.training.evaluate import evaluate
 
     use_threads(threads)
     documents = read_files(files)
-    model, tokenizer = load(folder)
+    network, tokenizer, _ = load_named(model, note=note)
     if tokenizer is None:
-        raise DataError(f"{folder} has no tokenizer.json, so it cannot read text")
-    texts = [tokenizer.encode(document.text).ids[:limit] for document in documents]
+        raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
+    texts = [encode(tokenizer, document.text)[:limit] for document in documents]
     predicted = [tokenizer.decode(text[1:]) for text in texts]
     with _watched(sum(max(0, len(text) - 1) for text in texts)) as watch:
         result = evaluate(
-            model, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, watch=watch
+            network, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, watch=watch
         )
     if json:
-        print_json(_as_dict(result, model.config.mask))
+        print_json(_as_dict(result, network.config.mask))
     else:
-        _print(result, model.config.mask)
+        _print(result, network.config.mask)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -10,20 +11,30 @@ import typer
 from lowtri.cli.options import Json, Seed, Threads, note, print_json, use_threads, writable
 
 if TYPE_CHECKING:
-    from lowtri.explaining.steps import Explanation
+    from lowtri.explaining.explanation import Explanation
 
 __all__ = ["command"]
 
+_SENTENCE = "Write a poem"
+
 
 def command(
-    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help="The sentence to look at.")] = "Write a poem",
+    sentence: Annotated[
+        str | None,
+        typer.Argument(metavar="SENTENCE", help="The sentence to look at.", show_default="Write a poem"),
+    ] = None,
     mask: Annotated[
         str | None,
         typer.Option("--mask", metavar="TEXT", help="Who may see whom.", show_default="causal, or the model's"),
     ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="How many heads, without a model.")] = 1,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="A trained model, instead of random weights.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="A trained model, instead of random weights: a folder, a GGUF file, smollm2.",
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option("--layer", min=0, help="Which layer of the model.", show_default="0")
@@ -34,6 +45,13 @@ def command(
     encodings: Annotated[
         Path | None,
         typer.Option("--encodings", metavar="FILE", help="Numbers for each token: .json, .npy, or a table as text."),
+    ] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option("--scores", metavar="FILE", help="Given scores, queries by keys: mask and softmax alone."),
+    ] = None,
+    values: Annotated[
+        Path | None, typer.Option("--values", metavar="FILE", help="With --scores: a row for each key.")
     ] = None,
     html: Annotated[
         Path | None,
@@ -48,17 +66,25 @@ def command(
     """lowtri explain "Write a poem"
     lowtri explain "The black cat" --mask "causal & window(2)" --html steps.html
 
-    Every step of masked attention, with numbers: tokens, encodings, W_q, q, k, v, scores, scaled, masked, weights and
-    output, masked beside unmasked. Without a model the weights are random, and the result says so.
+    Every step of masked attention, with numbers: tokens, encodings, W_q^T, q, k, v, scores, scaled, masked, weights and
+    output, masked beside unmasked. Without a model the weights are random, and the result says so. A sentence is cut at
+    spaces, and by characters where its script has none; with a model, by its tokenizer. A file of numbers is .json, .npy,
+    or text as a table or as Python or NumPy print an array.
     """
     use_threads(threads)
-    if model is not None:
-        _refuse_beside_model(encodings=encodings is not None, heads=heads > 1)
-        found = _of_model(model, sentence, mask, layer or 0, head)
+    if values is not None and scores is None:
+        _refuse("--values goes with --scores", "add --scores FILE")
+    if layer is not None and model is None:
+        _refuse("--layer is for a trained model", "add --model DIR")
+    if scores is not None:
+        _refuse_beside("scores", model=model, encodings=encodings, heads=None if heads == 1 else heads)
+        found = _of_scores(scores, values, sentence, mask or "causal", head)
+    elif model is not None:
+        _refuse_beside("model", encodings=encodings, heads=None if heads == 1 else heads)
+        found = _of_model(model, _SENTENCE if sentence is None else sentence, mask, layer or 0, head)
     else:
-        if layer is not None:
-            _refuse("--layer is for a trained model", "add --model DIR")
-        found = _without_model(sentence, mask or "causal", encodings, seed, heads, head)
+        text = _SENTENCE if sentence is None else sentence
+        found = _without_model(text, mask or "causal", encodings, seed, heads, head)
     if html is not None:
         from lowtri.nn.checkpoint import write_whole
 
@@ -70,35 +96,47 @@ def command(
         _print(found)
 
 
-def _of_model(folder: Path, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
+def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
     from lowtri.explaining.steps import explain
-    from lowtri.nn.checkpoint import load
+    from lowtri.nn.pretrained import load_named
+    from lowtri.nn.tokenizer import encode
 
-    model, tokenizer = load(folder)
+    model, tokenizer, _ = load_named(name, mask=mask, note=note)
     if tokenizer is None:
-        _refuse(f"{folder} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
-    ids = tokenizer.encode(sentence).ids
+        _refuse(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
+    ids = encode(tokenizer, sentence)
     if not ids:
         _refuse("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    return explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
+    found = explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
+    return replace(found, note=f"Tokens by the model's tokenizer. {found.note}")
+
+
+def _of_scores(scores: Path, values: Path | None, sentence: str | None, mask: str, head: int | None) -> Explanation:
+    from lowtri.explaining.example import tokens_of
+    from lowtri.explaining.steps import explain
+
+    table, rows = _read(scores, most=3), None if values is None else _read(values, most=3)
+    tokens = None if sentence is None else tokens_of(sentence)[0]
+    return explain(scores=table, values=rows, tokens=tokens, mask=mask, head=head)
 
 
 def _without_model(
     sentence: str, mask: str, encodings: Path | None, seed: int, heads: int, head: int | None
 ) -> Explanation:
-    from lowtri.explaining.example import SEED, SENTENCE, split, untrained, worked
+    from lowtri.explaining.example import SEED, SENTENCE, tokens_of, untrained, worked
 
     # The worked example has two numbers a token: one head, or two.
-    if split(sentence) == SENTENCE.split() and encodings is None and seed == SEED and heads <= 2:
+    if tokens_of(sentence)[0] == SENTENCE.split() and encodings is None and seed == SEED and heads <= 2:
         return worked(mask, heads=heads, head=head)
     numbers = None if encodings is None else _read(encodings)
     return untrained(sentence, mask, encodings=numbers, seed=seed, heads=heads, head=head)
 
 
-def _read(path: Path) -> Any:
-    """A table of numbers, (tokens, d_model), from JSON, NumPy's format, or text with commas or blanks."""
-    from json import loads
+def _read(path: Path, most: int = 2) -> Any:
+    """Numbers of 2 to ``most`` dimensions: NumPy's format, nested lists as JSON or NumPy print them, or a table as text."""
+    import re
+    from ast import literal_eval
 
     import numpy as np
 
@@ -107,20 +145,25 @@ def _read(path: Path) -> Any:
             rows = np.load(path, allow_pickle=False)
         else:
             text = path.read_text(encoding="utf-8")
-            lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
-            rows = loads(text) if path.suffix == ".json" else lines
+            if "[" in text:  # NumPy prints no commas, and a long row on several lines
+                nested = text[text.index("[") : text.rindex("]") + 1]
+                rows = literal_eval(re.sub(r"(?<=[\d.\]])\s+(?=[-+\d.\[])", ", ", nested))
+            else:
+                rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
         numbers = np.asarray(rows, dtype=np.float64)
-    except (ValueError, TypeError, EOFError):
+    except (ValueError, TypeError, EOFError, SyntaxError, RecursionError, MemoryError):
         _refuse(f"{path} is no table of numbers", "a row for each token, all rows of equal length")
-    if numbers.ndim != 2 or 0 in numbers.shape or not np.isfinite(numbers).all():
-        _refuse(f"{path} holds {numbers.shape}, or numbers that are not finite", "(tokens, d_model) finite numbers")
+    if not 2 <= numbers.ndim <= most or 0 in numbers.shape or not np.isfinite(numbers).all():
+        expected = "(tokens, d_model)" if most == 2 else "(rows, columns) or (heads, rows, columns)"
+        _refuse(f"{path} holds {numbers.shape}, or numbers that are not finite", f"{expected} finite numbers")
     return numbers
 
 
-def _refuse_beside_model(**given: bool) -> None:
-    for name, there in given.items():
-        if there:
-            _refuse(f"--{name} is for random weights; a model has its own", f"drop --{name} or --model")
+def _refuse_beside(option: str, **given: object) -> None:
+    why = {"model": "is for random weights; a model has its own", "scores": "does not go with given scores"}[option]
+    for name, value in given.items():
+        if value is not None:
+            _refuse(f"--{name} {why}", f"drop --{name} or --{option}")
 
 
 def _refuse(what: str, fix: str) -> NoReturn:

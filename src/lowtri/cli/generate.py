@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,16 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, many, note, print_json, use_threads
+from lowtri.cli.options import Json, Model, Seed, Threads, many, note, print_json, use_threads
 
 __all__ = ["command"]
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or packaged weights: smollm2, glassllm.")
-    ],
-    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat what the user says.")],
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; with --chat what the user says. - reads it from stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file; - is stdin.")
+    ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            "--mask",
+            metavar="TEXT",
+            help="Who may see whom, instead of the model's own mask.",
+            show_default="the model's",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="At most so many tokens.", show_default="to the context's end")
     ] = None,
@@ -42,9 +55,10 @@ def command(
     json: Json = False,
 ) -> None:
     """lowtri generate out/book "Once upon a time"
-    lowtri generate smollm2 "Why is the sky blue?" --chat --max-new-tokens 80 --stats
+    lowtri generate smollm2 --prompt-file question.txt --chat --max-new-tokens 80 --stats
 
-    The prompt and what follows it go to stdout as they come; with --json the new text alone, at the end.
+    The prompt and what follows it go to stdout as they come; with --json the new text alone, at the end. A prompt from a
+    file or from stdin is UTF-8, and a line break at its end is no part of it.
 
     MODEL is a folder that lowtri trained, a folder of transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a
     GGUF file of such a model, which is converted once and kept in the user's cache.
@@ -52,17 +66,20 @@ def command(
     import lowtri
     from lowtri.decoding.pieces import Pieces
     from lowtri.errors import DataError
+    from lowtri.nn.pretrained import load_named
+    from lowtri.nn.tokenizer import encode
 
     use_threads(threads)
+    prompt = _prompt(prompt, prompt_file)
     if not prompt or "" in (stop or []):
         raise DataError("the prompt, or --stop, is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal hands it over. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
-    network, tokenizer, folder = _load(model, dtype)
+    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, note=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     asked = _asked(prompt, folder) if chat else prompt
-    ids = tokenizer.encode(asked, add_special_tokens=not chat).ids
+    ids = encode(tokenizer, asked, add_special_tokens=not chat)
     started = time.perf_counter()
     tokens = lowtri.generate(
         network,
@@ -97,42 +114,26 @@ def command(
         note(f"{many(found['tokens'], 'token')}, {found['tokens_per_second']:,.1f} a second")
 
 
-def _load(what: str, dtype: str | None) -> tuple[Any, Any, Path | None]:
-    """The model, its tokenizer, and the folder it was read from."""
+def _prompt(given: str | None, file: Path | None) -> str:
+    """The prompt from where it was given: the argument, a file, or stdin."""
     from lowtri.errors import DataError
-    from lowtri.integrations.checkpoints import PACKAGED, load_packaged, packaged_file
-    from lowtri.nn.checkpoint import load
-    from lowtri.nn.gguf import converted, is_gguf
-    from lowtri.nn.pretrained import as_dtype
 
-    wanted, path = as_dtype(dtype), Path(what)
-    if not path.exists() and what in PACKAGED:
-        path = packaged_file(what)
-        if path.suffix != ".gguf":
-            model = load_packaged(what, wanted)
-            return model, model.tokenizer, None
-    if not path.exists():
-        raise DataError(
-            f"{what} is not a folder: a checkpoint is a folder with config.json and model.safetensors, or a GGUF file;\n"
-            f"packaged weights are {', '.join(PACKAGED)}"
-        )
-    if path.is_file():
-        if not is_gguf(path):
-            raise DataError(f"{path} is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file")
-        path = converted(path, note)
-    network, tokenizer = load(path)
-    return (network if wanted is None else network.to(wanted)), tokenizer, path
+    if (given is None) == (file is None):
+        raise DataError('one prompt is expected. Fix: "a text", - for stdin, or --prompt-file FILE')
+    if given is not None and given != "-":
+        return given
+    try:
+        source = None if file is None or str(file) == "-" else file
+        text = (sys.stdin.buffer.read() if source is None else source.read_bytes()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt is not UTF-8: {error}. Fix: iconv -t utf-8") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
-def _asked(prompt: str, folder: Path | None) -> str:
+def _asked(prompt: str, folder: Path) -> str:
     """What the model reads when the user says ``prompt``."""
-    from lowtri.errors import DataError
     from lowtri.nn.chat import chat_text
 
-    if folder is None:
-        raise DataError(
-            "--chat: these weights have no chat template: the model continues texts.\nFix: leave --chat out"
-        )
     return chat_text(folder, [{"role": "user", "content": prompt}])
 
 

@@ -20,10 +20,12 @@ def command(
         int | None, typer.Option("--queries", min=1, max=_MOST, help="Only the last so many positions ask.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="TEXT", help="Labels, split at spaces; they give --n as well.")
+        str | None, typer.Option("--tokens", metavar="TEXT", help="Labels; they give --n as well.")
     ] = None,
     beside: Annotated[str | None, typer.Option("--beside", metavar="MASK", help="A second mask, to compare.")] = None,
     ticks: Annotated[bool, typer.Option("--ticks", help="A table of ticks and crosses.")] = False,
+    numbers: Annotated[bool, typer.Option("--numbers", help="The matrix added to the scores: 0 and -inf.")] = False,
+    latex: Annotated[bool, typer.Option("--latex", help="That matrix for LaTeX.")] = False,
     batch: Annotated[
         int | None, typer.Option("--batch", min=0, help="Only this batch row, where the mask differs by row.")
     ] = None,
@@ -43,13 +45,15 @@ def command(
 
     Masks are causal, full, window(n), band(before, after), first(n), documents(lengths=[...]), chunks(n), strided(n),
     keys(lengths=[...]) and heads([...]), joined by & | ~ - and parentheses. Beyond 64 positions a cell of the picture
-    is a square of positions: full block visible, shaded partly, dot hidden.
+    is a square of positions: full block visible, shaded partly, dot hidden. --tokens are cut at spaces, and by characters
+    where their script has none (Thai, Chinese, Japanese).
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask
+    from lowtri.masks.labels import split
     from lowtri.masks.panels import cell_size
 
-    labels = None if tokens is None else tokens.split()
+    labels, how = (None, "") if tokens is None else split(tokens)
     if labels == []:
         raise DataError('mask: --tokens is empty. Fix: --tokens "The black cat".')
     n = n if labels is None else len(labels)
@@ -58,7 +62,10 @@ def command(
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")
     masks = [_chosen(mask(one), batch, head) for one in ([text] if beside is None else [text, beside])]
     picture: dict[str, Any] = {"beside": masks[1] if beside is not None else None, "tokens": labels}
-    drawn = masks[0].draw(nq, n, ticks=ticks, **picture)
+    unlabelled = {**picture, "tokens": None} if latex else picture
+    drawn = masks[0].draw(nq, n, ticks=ticks, numbers=numbers, latex=latex, **unlabelled)
+    if labels is not None and how != "cut at spaces":
+        note(f"{len(labels)} tokens, {how}")
     facts = [_facts(one, nq, n) for one in masks]
     if svg is not None:
         masks[0].save(svg, nq, n, **picture)
@@ -66,15 +73,18 @@ def command(
     if json:
         print_json({**facts[0], "beside": facts[1]} if beside is not None else facts[0])
         return
+    remark = "% " if latex else ""  # of LaTeX everything can be pasted
     if beside is None:
-        print(repr(masks[0]))
+        print(f"{remark}{masks[0]!r}")
     print(drawn, end="\n\n")
     size = cell_size(nq, n)
     if size > 1:
         print(f"a cell of the picture is {size:,} x {size:,} pairs: █ all visible, ▒ some, · none")
     for one in facts:
         name = f"{one['mask']}: " if beside is not None else ""
-        print(f"{name}{_count(one)}; {'causal' if one['causal'] else 'not causal: somebody sees a later position'}")
+        print(
+            f"{remark}{name}{_count(one)}; {'causal' if one['causal'] else 'not causal: somebody sees a later position'}"
+        )
 
 
 def _chosen(mask: Any, batch: int | None, head: int | None) -> Any:

@@ -12,7 +12,19 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Json", "MaskText", "Out", "Seed", "Threads", "many", "note", "print_json", "use_threads", "writable"]
+__all__ = [
+    "Json",
+    "MaskText",
+    "Model",
+    "Out",
+    "Seed",
+    "Threads",
+    "many",
+    "note",
+    "print_json",
+    "use_threads",
+    "writable",
+]
 
 
 def writable(path: Path | None) -> Path | None:
@@ -26,6 +38,9 @@ def writable(path: Path | None) -> Path | None:
 
 MaskText = Annotated[
     str, typer.Option("--mask", metavar="TEXT", help='Who may see whom, as text: "causal", "causal & window(64)", ...')
+]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or packaged weights: smollm2, glassllm.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
 Threads = Annotated[

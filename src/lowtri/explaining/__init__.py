@@ -2,6 +2,7 @@
 
 capture  what a module computes on the way into attention: encodings, maps, q, k, v
 steps    explain(): from q, k, v and a mask to scores, weights and output, masked beside unmasked
+explanation  what explain() returns: the steps, as text, JSON and HTML
 show     the steps as tables of text
 html     the steps as one page
 example  what to explain without a trained model: the worked example, or random weights

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import Mask
 
-__all__ = ["Inside", "look_inside", "three_arrays"]
+__all__ = ["Inside", "given_scores", "look_inside", "three_arrays"]
 
 Floats = NDArray[np.float64]
 
@@ -21,22 +21,34 @@ Floats = NDArray[np.float64]
 class Inside:
     """What was found, in the order of computing. Arrays with three dimensions have the heads in front."""
 
-    arrays: dict[str, Floats]  # embedding, position, encoding (N, d); W_q, W_k, W_v (H, d, D); q, k, v (H, N, D)
+    # embedding, position, encoding (N, d); W_q^T and its like (H, d, D), b_q (H, 1, D), q (H, N, D); scores (H, N, N)
+    arrays: dict[str, Floats]
     mask: Mask | str | None = None  # the module's own
     head: int | None = None  # the head to show when nobody chose; None: all
     tokens: list[str] | None = None
     output: Floats | None = None  # (H, N, Dv), what the module itself got, to compare with
     said: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
+    rows: int = 1  # of the batch that the arrays were one row of
+
+    @property
+    def pairs(self) -> tuple[int, int, int]:
+        """(H, Nq, Nk)."""
+        if "q" not in self.arrays:
+            heads, queries, keys = self.arrays["scores"].shape
+            return heads, queries, keys
+        heads, queries, _ = self.arrays["q"].shape
+        return heads, queries, self.arrays["k"].shape[1]
 
 
-def three_arrays(given: Any) -> Inside:
-    """(q, k, v), each (N, D) or (H, N, D), as they come."""
+def three_arrays(given: Any, batch: int | None = None) -> Inside:
+    """(q, k, v), each (N, D), (H, N, D) or (B, H, N, D), as they come."""
     if len(given) != 3:
         raise CallError(
             f"explain: {len(given)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...)."
         )
-    q, k, v = (_heads_in_front(name, x) for name, x in zip("qkv", given, strict=True))
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    arrays = {name: _heads_in_front(name, x) for name, x in zip("qkv", given, strict=True)}
+    shapes = ", ".join(f"{name} {x.shape[x.ndim - 3 :]}" for name, x in arrays.items())
+    (q, k, v), rows = _row(arrays, 3, batch)
     if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % len(k):
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
     if q.shape[1] > k.shape[1]:
@@ -46,31 +58,52 @@ def three_arrays(given: Any) -> Inside:
         "k": ("", "What each token answers to."),
         "v": ("", "What each token hands on when it is looked at."),
     }
-    return Inside({"q": q, "k": k, "v": v}, said=said)
+    return Inside({"q": q, "k": k, "v": v}, said=said, rows=rows)
 
 
-def look_inside(what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None) -> Inside:
+def given_scores(scores: Any, values: Any, batch: int | None) -> Inside:
+    """Scores (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), and if given values (Nk, D), (H, Nk, D) or (B, H, Nk, D)."""
+    given = {"scores": _heads_in_front("scores", scores)}
+    if values is not None:
+        given["v"] = _heads_in_front("values", values)
+    (table, *rest), rows = _row(given, 3, batch)
+    if table.shape[1] > table.shape[2]:
+        raise CallError(f"explain: scores are {table.shape}: a row for each query, a column for each key.")
+    for v in rest:
+        if v.shape[1] != table.shape[2] or len(table) % len(v):
+            raise CallError(f"explain: values are {v.shape} for scores {table.shape}. Fix: a row for each key.")
+    said = {
+        "scores": ("", "Given. How well each query (row) meets each key (column)."),
+        "masked": ("scores where visible, else {hidden}", "What the mask hides can no longer win any weight."),
+        "v": ("", "Given. A row for each key."),
+    }
+    return Inside(dict(zip(given, (table, *rest), strict=True)), said=said, rows=rows)
+
+
+def look_inside(
+    what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None, batch: int | None = None
+) -> Inside:
     """What a module computes from ``inputs`` on the way into attention."""
     if all(hasattr(what, name) for name in ("W_q", "W_k", "W_v")):
-        return _plain_module(what, inputs, position, heads)
+        return _plain_module(what, inputs, position, heads, batch)
     if position is not None or heads != 1:
         raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")
     if all(hasattr(what, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
-        return _multi_head(what, inputs, mask)
+        return _multi_head(what, inputs, mask, batch)
     if hasattr(what, "model") and hasattr(what.model, "layers"):
-        return _decoder(what, inputs, layer, mask)
+        return _decoder(what, inputs, layer, mask, batch)
     raise CallError(
         f"explain: {type(what).__name__} has no attention that explain can open.\n"
         "Fix: pass (q, k, v), a module with W_q, W_k and W_v, a lowtri.nn.MultiHeadAttention, or a lowtri.nn.Decoder."
     )
 
 
-def _plain_module(module: Any, inputs: Any, position: Any, heads: int) -> Inside:
+def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: int | None) -> Inside:
     """A module with three maps without bias: nn.MaskedSelfAttention, plain.MaskedSelfAttention, or one's own."""
     arrays: dict[str, Floats] = {}
-    encoding = _two("inputs", inputs)  # (N, d)
+    encoding, rows = _two("inputs", inputs, batch)  # (N, d)
     if position is not None:
-        place = _two("position", position)
+        place, _ = _two("position", position, batch if np.ndim(position) == 3 and len(position) > 1 else None)
         if place.shape != encoding.shape:
             raise CallError(f"explain: position is {place.shape}, but inputs are {encoding.shape}; they are added.")
         arrays |= {"embedding": encoding, "position": place}
@@ -83,20 +116,23 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int) -> Inside
         raise CallError(f"explain: {heads} heads do not divide d_model {width}. Fix: a divisor of {width}.")
     arrays["encoding"] = encoding
     cut = {name: np.stack(np.split(w, heads, axis=1)) for name, w in maps.items()}  # (H, d, D)
-    arrays |= cut
+    arrays |= {f"{name}^T": w for name, w in cut.items()}
     arrays |= {name[-1]: encoding @ w for name, w in cut.items()}  # (H, N, D)
-    return Inside(arrays, mask=getattr(module, "mask", None))
+    return Inside(arrays, mask=getattr(module, "mask", None), rows=rows)
 
 
-def _multi_head(module: Any, inputs: Any, mask: Mask | str | None) -> Inside:
+def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | None) -> Inside:
     """A lowtri.nn.MultiHeadAttention over its own tokens."""
     import torch
 
-    x = torch.as_tensor(_two("inputs", inputs), dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
-    return _watch(module, lambda: module(x[None], mask=mask), mask)
+    one, rows = _two("inputs", inputs, batch)
+    x = torch.as_tensor(one, dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
+    found = _watch(module, lambda: module(x[None], mask=mask), mask)
+    found.rows = rows
+    return found
 
 
-def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None) -> Inside:
+def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, batch: int | None) -> Inside:
     """One layer of a decoder that reads ids."""
     import torch
 
@@ -106,7 +142,7 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None) -> 
     if inputs is None:
         raise CallError("explain: ids are missing: what the decoder reads, (N,). Fix: explain(decoder, ids).")
     ids = torch.as_tensor(inputs, device=decoder.model.embed_tokens.weight.device)
-    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    (ids,), rows = _row({"ids": ids}, 1, batch)
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
         raise CallError(f"explain: ids are {tuple(ids.shape)} {ids.dtype}, but one sequence is (N,) whole numbers.")
     found = _watch(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
@@ -115,7 +151,7 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None) -> 
         "",
         f"What the attention of layer {layer} reads: the hidden states of that depth, normalised.",
     )
-    found.tokens, found.head = [str(i) for i in ids.tolist()], 0
+    found.tokens, found.head, found.rows = [str(i) for i in ids.tolist()], 0, rows
     return found
 
 
@@ -142,20 +178,26 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
         return x[0].unflatten(1, (-1, module.head_dim)).transpose(0, 1)  # (1, N, H * D) -> (H, N, D)
 
     q, k, v = (heads(seen[name]) for name in "qkv")
-    turned = (", normalised" if module.q_norm is not None else "") + (
-        ", turned by its place" if module.rope_theta is not None else ""
-    )
     q, k = module.compared(q, k, module.tables(np.arange(q.shape[1]), q.device))
     arrays = {"encoding": _array(seen["encoding"][0])}  # (N, d)
     for name, part in parts.items():
         rows = part.weight.unflatten(0, (-1, module.head_dim))  # (H, D, d)
-        arrays[f"W_{name}"] = _array(rows.transpose(1, 2))  # (H, d, D)
+        arrays[f"W_{name}^T"] = _array(rows.transpose(1, 2))  # (H, d, D)
+    for name, part in parts.items():
+        if part.bias is not None:
+            arrays[f"b_{name}"] = _array(part.bias.unflatten(0, (-1, 1, module.head_dim)))  # (H, 1, D)
     arrays |= {"q": _array(q), "k": _array(k), "v": _array(v)}
-    plus = "" if module.q_proj.bias is None else " + bias"
+
+    def formula(name: str) -> str:
+        text = f"encoding W_{name}^T" + f" + b_{name}" * (f"b_{name}" in arrays)
+        if name != "v" and module.q_norm is not None:
+            text = f"RMSNorm({text})"
+        return f"rotary({text})" if name != "v" and module.rope_theta is not None else text
+
     said = {
-        "q": (f"encoding W_q^T{plus}{turned}", "What each token asks for."),
-        "k": (f"encoding W_k^T{plus}{turned}", "What each token answers to."),
-        "v": (f"encoding W_v^T{plus}", "What each token hands on when it is looked at."),
+        "q": (formula("q"), "What each token asks for."),
+        "k": (formula("k"), "What each token answers to."),
+        "v": (formula("v"), "What each token hands on when it is looked at."),
     }
     return Inside(arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), said=said)
 
@@ -167,21 +209,36 @@ def _array(x: Any) -> Floats:
     return np.asarray(x, dtype=np.float64)
 
 
-def _two(name: str, x: Any) -> Floats:
-    """(N, d), from that or from a batch of one."""
+def _row(arrays: dict[str, Any], dims: int, batch: int | None) -> tuple[list[Any], int]:
+    """Arrays of ``dims`` dimensions, or with the batch in front: one row of each, and how many rows there are."""
+    sizes = {name: len(x) if x.ndim == dims + 1 else 1 for name, x in arrays.items()}
+    rows = max(sizes.values())
+    if set(sizes.values()) != {rows}:
+        raise CallError(f"explain: the batch sizes differ: {', '.join(f'{name} {n}' for name, n in sizes.items())}.")
+    if not 0 <= (batch or 0) < rows:
+        raise CallError(f"explain: batch row {batch} asked, but there are {rows}. Fix: batch from 0 to {rows - 1}.")
+    return [x[batch or 0] if x.ndim == dims + 1 else x for x in arrays.values()], rows
+
+
+def _two(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
+    """(N, d), from that or from a row of (B, N, d), and how many rows there are."""
     if x is None:
         raise CallError(f"explain: {name} are missing: what the module reads, (N, d_model). Fix: explain(module, x).")
     found = _array(x)
-    found = found[0] if found.ndim == 3 and len(found) == 1 else found
-    if found.ndim != 2 or 0 in found.shape:
-        raise CallError(f"explain: {name} are {found.shape}, but one sequence is (N, d_model) with at least one token.")
-    return found
+    if found.ndim not in (2, 3) or 0 in found.shape:
+        raise CallError(
+            f"explain: {name} are {found.shape}, but encodings are (N, d_model) or (B, N, d_model), "
+            "with at least one token."
+        )
+    (one,), rows = _row({name: found}, 2, batch)
+    return one, rows
 
 
 def _heads_in_front(name: str, x: Any) -> Floats:
+    """(H, N, D) or (B, H, N, D)."""
     found = _array(x)
-    if found.ndim not in (2, 3) or 0 in found.shape:
+    if found.ndim not in (2, 3, 4) or 0 in found.shape:
         raise CallError(
-            f"explain: {name} is {found.shape}, but one sequence is (N, D) or (H, N, D), with no empty side."
+            f"explain: {name} is {found.shape}, but expected (N, D), (H, N, D) or (B, H, N, D), with no empty side."
         )
     return found[None] if found.ndim == 2 else found

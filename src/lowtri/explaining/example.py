@@ -6,7 +6,6 @@ its figures come out to every printed digit.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import DataError
-from lowtri.explaining.steps import Explanation, explain
+from lowtri.explaining.explanation import Explanation
+from lowtri.explaining.show import printable
+from lowtri.explaining.steps import explain
 from lowtri.masks import Mask
+from lowtri.masks.labels import split
 
-__all__ = ["SEED", "SENTENCE", "split", "untrained", "worked"]
+__all__ = ["SEED", "SENTENCE", "tokens_of", "untrained", "worked"]
 
 SENTENCE = "Write a poem"
 SEED = 42
@@ -26,19 +28,6 @@ _NOTE = (
     "The worked example: weights drawn under seed 42, untrained. Its encodings are given; the embedding is what they are\n"
     "without the position."
 )
-_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # written without spaces: each is a token
-
-
-def split(sentence: str) -> list[str]:
-    """A sentence as tokens: words between spaces; Chinese and Japanese characters one by one.
-
-    >>> split("The black cat <end>"), split("我爱 NLP")
-    (['The', 'black', 'cat', '<end>'], ['我', '爱', 'NLP'])
-    """
-    tokens = re.findall(f"[{_IDEOGRAPHS}]|[^\\s{_IDEOGRAPHS}]+", sentence)
-    if not tokens:
-        raise DataError(f'explain: the sentence is empty. Fix: a word at least, as in "{SENTENCE}".')
-    return tokens
 
 
 def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = None) -> Explanation:
@@ -77,17 +66,18 @@ def untrained(
     """Any sentence, under random weights: the steps are real, what they find is chance, and the note says so.
 
     Args:
-        sentence: split by :func:`split`.
+        sentence: cut at spaces, and by characters where its script has none.
         encodings: (N, d_model), a row for each token; random embeddings plus the sinusoidal position if not given.
         seed: draws the weights, and the embeddings.
 
     Raises:
         DataError: if the sentence is empty, or the encodings do not have a row for each token.
     """
-    tokens = split(sentence)
+    tokens, how = tokens_of(sentence)
     if encodings is not None and (encodings.ndim != 2 or len(encodings) != len(tokens)):
+        shown = " | ".join(map(printable, tokens))
         raise DataError(
-            f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {' | '.join(tokens)}\n"
+            f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {shown}\n"
             f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
         )
     width = 2 * heads if encodings is None else encodings.shape[1]
@@ -98,7 +88,15 @@ def untrained(
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
         place = _places(len(tokens), width)
     found = explain(module, encodings, tokens=tokens, mask=mask, position=place, heads=heads, head=head)
-    return replace(found, note=f"random weights, seed {seed}: untrained")
+    return replace(found, note=f"random weights, seed {seed}: untrained; tokens {how}")
+
+
+def tokens_of(sentence: str) -> tuple[list[str], str]:
+    """The tokens of a sentence, one at least, and how it was cut: :func:`lowtri.masks.labels.split`."""
+    tokens, how = split(sentence)
+    if not tokens:
+        raise DataError(f'explain: the sentence is empty. Fix: a word at least, as in "{SENTENCE}".')
+    return tokens, how
 
 
 def _draw(width: int, tokens: int, seed: int) -> tuple[Any, NDArray[np.float64]]:

@@ -6,7 +6,6 @@ take none) stand in line with the numbers.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.masks.labels import shortened, spelled_out
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowtri.explaining.steps import Explanation, Step
+    from lowtri.explaining.explanation import Explanation, Step
 
-__all__ = ["HATCH", "as_text", "cut", "number", "printable", "tables_of"]
+__all__ = ["HATCH", "PAIRS", "as_text", "cut", "number", "printable", "tables_of"]
 
 HATCH = "▒"
+PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
 LONGEST = 12  # rows or columns shown; beyond, the first ones and the last
 
 
@@ -35,7 +37,7 @@ def as_text(explanation: Explanation, *, width: int = 100, colour: bool = False)
     # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
     out = StringIO()
     console = Console(file=out, width=10_000, force_terminal=colour, highlight=False, legacy_windows=False, emoji=False)
-    console.print(Text(f"mask {explanation.mask}", "bold"))
+    console.print(Text(f"mask {spelled_out(explanation.mask)}", "bold"))
     if explanation.note:
         console.print(Text(explanation.note))
     console.print(Text(f"{HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts."))
@@ -132,20 +134,15 @@ def _hidden_number(x: Any) -> str:
 
 
 def printable(token: str) -> str:
-    """A token that keeps its line: leading and trailing blanks, line ends and control characters are made visible.
+    """A token that keeps its cell: blanks at its ends and line ends are marked, invisible characters spelled out.
 
-    >>> printable(" cat"), printable("a\\n"), printable("")
-    ('␣cat', 'a⏎', '∅')
+    >>> print(printable(" cat"), printable("a\\n"), printable(""), printable("\\u202ecat"))
+    ␣cat a⏎ ∅ \\u202ecat
     """
-    if not token:
-        return "∅"
     body = token.strip(" ")
-    if not body:
-        return "␣" * len(token)
-    start = token.index(body)
-    whole = "␣" * start + body + "␣" * (len(token) - start - len(body))
-    whole = whole.replace("\n", "⏎").replace("\t", "⇥")
-    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs") else c for c in whole)
+    before = len(token) - len(token.lstrip(" ")) if body else len(token)
+    marked = "␣" * before + body + "␣" * (len(token) - before - len(body))
+    return shortened(marked.replace("\n", "⏎").replace("\t", "⇥")) or "∅"
 
 
 def _shape(step: Step) -> str:

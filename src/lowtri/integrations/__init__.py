@@ -8,8 +8,6 @@ transformers_seen    a mask and its positions in the shape of a tensor, which is
 transformers_given   tables of pairs that somebody made by hand, as masks and biases
 transformers_traced  the same attention in programs that torch.compile or torch.export writes down
 ctranslate2          model files of CTranslate2, and Whisper from them into transformers
-checkpoints          weights that ship inside packages, found by name and checked
-glassllm             the weights of the package glassllm as a Decoder
 onnx                 the Attention operator of the ONNX standard, as a function
 onnx_places          who sees whom in it, from indices to a mask and places
 onnx_arrays          heads, the past, scores and dtypes in it, for NumPy and torch alike

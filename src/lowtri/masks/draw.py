@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from lowtri.errors import MaskError
+from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.panels import Panel, Picture, Tokens, compose, display_width
+from lowtri.masks.panels import Panel, Picture, Tokens, compose
 from lowtri.masks.svg import save
 
 __all__ = ["draw", "save"]
 
 _BLOCKS = "·▒█"  # hidden, partly, visible
 _TICKS = "✗~✓"
+_NUMBERS = ("-inf", "", "0")  # what is added to the scores
+_LATEX = (r"-\infty", "", "0")
 _GAP = "    "  # between two pictures side by side
 
 
@@ -25,6 +29,8 @@ def draw(
     tokens: Tokens | None = None,
     query_tokens: Tokens | None = None,
     ticks: bool = False,
+    numbers: bool = False,
+    latex: bool = False,
     titles: Sequence[str] | None = None,
 ) -> str:
     """A mask as text: a line for each query, a column for each key, █ where it may see and · where not.
@@ -43,37 +49,78 @@ def draw(
     >>> print(draw(causal(), 1_000_000).splitlines()[2][:4])  # a cell is 15,625 positions each way: ▒ is partly
     ██▒·
 
+    >>> print(draw(causal(), 3, numbers=True))
+    0  -inf  -inf
+    0     0  -inf
+    0     0     0
+    >>> print(draw(causal(), 2, latex=True))
+    \\left[\\begin{array}{rr}
+      0 & -\\infty \\\\
+      0 & 0
+    \\end{array}\\right]
+
     Args:
         mask: the mask, or its text. One that differs by batch row or head is drawn one after the other, under headings, at
             most 16 of them.
         nq, nk: how many queries and keys; ``nk`` defaults to ``nq``, and the queries stand at the last ``nq`` positions.
             Beyond 64 a cell is a rectangle of positions, and ▒ says that some of its pairs are visible.
         beside: a second mask, drawn on the right of the first.
-        tokens: a label for each key, in a list; a text is split at its spaces. The queries are the last ``nq`` of them.
+        tokens: a label for each key, in a list; a text is cut at its spaces, and by characters where its script has none.
+            The queries are the last ``nq`` of them.
         query_tokens: labels for the queries, where they are other tokens (cross-attention).
         ticks: ✓ and ✗ instead of blocks, in a table; without tokens the labels are positions.
+        numbers: the matrix that is added to the scores, 0 where a query may see and -inf where not.
+        latex: that matrix for LaTeX, without labels or titles; needs no package.
         titles: a name for each of the one or two masks, instead of their formulas.
 
     Raises:
-        MaskError: if the labels do not fit the numbers, or the two masks' batches do not fit together.
+        MaskError: if the labels do not fit the numbers, if more than one of ``ticks``, ``numbers`` and ``latex`` is asked
+            for, if a matrix is larger than 64 x 64, or the two masks' batches do not fit together.
     """
+    if ticks + numbers + latex > 1:
+        raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: one of them.")
+    if latex and (tokens is not None or titles is not None):
+        raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
     if ticks and tokens is None:
         nk = nq if nk is None else nk
         tokens = [str(k) for k in range(nk)]
         query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
     picture = compose(mask, nq, nk, beside=beside, tokens=tokens, query_tokens=query_tokens, titles=titles)
+    if (numbers or latex) and picture.positions_a_cell > 1:
+        raise MaskError(f"draw: {max(nq, nk or nq)} positions: a matrix has at most 64 each way. Fix: a smaller n.")
+    if latex:
+        more = [f"% ... and {picture.left_out} more"] * bool(picture.left_out)
+        return "\n\n".join([_latex(panel) for panel in picture.panels] + more)
     titled = beside is not None or titles is not None
-    blocks = [_panel(panel, picture, _TICKS if ticks else _BLOCKS, titled) for panel in picture.panels]
+    marks = _TICKS if ticks else _NUMBERS if numbers else _BLOCKS
+    blocks = [_panel(panel, picture, marks, titled) for panel in picture.panels]
     if picture.left_out:
         blocks.append(f"... and {picture.left_out} more")
     return "\n\n".join(blocks)
 
 
-def _panel(panel: Panel, picture: Picture, marks: str, titled: bool) -> str:
+def _latex(panel: Panel) -> str:
+    """The matrices of one batch row and head; an array, since bmatrix ends at ten columns."""
+    matrices = []
+    for part in panel.parts:
+        rows = " \\\\\n  ".join(" & ".join(_LATEX[cell] for cell in row) for row in part.cells.tolist())
+        columns = "r" * part.cells.shape[1]
+        matrices.append(f"\\left[\\begin{{array}}{{{columns}}}\n  {rows}\n\\end{{array}}\\right]")
+    heading = f"% {panel.heading}\n" if panel.heading else ""
+    return heading + "\n\\quad\n".join(matrices)
+
+
+def _panel(panel: Panel, picture: Picture, marks: Sequence[str], titled: bool) -> str:
     columns = []
     for part in panel.parts:
         rows = [[marks[cell] for cell in row] for row in part.cells.tolist()]
-        lines = _table(rows, picture) if picture.key_labels else ["".join(row) for row in rows]
+        if picture.key_labels:
+            lines = _table(rows, picture)
+        elif marks is _NUMBERS:
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        else:
+            lines = ["".join(row) for row in rows]
         columns.append([part.title, *lines] if titled else lines)
     heading = [panel.heading] if panel.heading else []
     return "\n".join(heading + _side_by_side(columns))
@@ -82,7 +129,8 @@ def _panel(panel: Panel, picture: Picture, marks: str, titled: bool) -> str:
 def _table(rows: list[list[str]], picture: Picture) -> list[str]:
     """Rows of marks under the keys' labels and behind the queries', each column as wide as its label."""
     side = max(map(display_width, picture.query_labels))
-    widths = [max(display_width(label), 1) for label in picture.key_labels]
+    columns = zip(picture.key_labels, *rows, strict=True)
+    widths = [max(1, *map(display_width, column)) for column in columns]
     lines = [_line("", picture.key_labels, side, widths)]
     for label, row in zip(picture.query_labels, rows, strict=True):
         lines.append(
@@ -109,4 +157,4 @@ def _padded(text: str, width: int) -> str:
 
 
 def _centred(mark: str, width: int) -> str:
-    return " " * ((width - 1) // 2) + mark
+    return " " * ((width - len(mark)) // 2) + mark

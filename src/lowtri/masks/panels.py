@@ -6,7 +6,6 @@ shows the answer of the tile question, so a picture of a million positions costs
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
+from lowtri.masks.labels import shortened, split
 from lowtri.masks.mask import Mask, Tile, default_positions
 from lowtri.masks.text import as_mask
 
@@ -27,13 +27,10 @@ __all__ = [
     "Tokens",
     "cell_size",
     "compose",
-    "display_width",
-    "shortened",
 ]
 
 MOST_CELLS = 64  # rows, and columns, of one picture
 MOST_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
-_LONGEST_LABEL = 24  # columns of a terminal
 
 Tokens: TypeAlias = Sequence[str] | str
 
@@ -111,32 +108,6 @@ def compose(
     return Picture(tuple(panels), left_out, cell_size(nq, nk), queries, keys)
 
 
-def display_width(text: str) -> int:
-    """Columns of a terminal: two for Chinese characters, none for the marks that Thai puts above and below a letter.
-
-    >>> display_width("black"), display_width("黑猫"), display_width("ที่นี่")
-    (5, 4, 2)
-    """
-    return sum(
-        0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
-
-
-def shortened(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """The text with unprintable characters written out, cut to ``longest`` columns.
-
-    >>> shortened("a line\\n"), shortened("causal & window(4)", 10)
-    ('a line\\\\n', 'causal & …')
-    """
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    if display_width(text) <= longest:
-        return text
-    while display_width(text) > longest - 1:
-        text = text[:-1]
-    return text + "…"
-
-
 def cell_size(nq: int, nk: int) -> int:
     """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
     return -(-max(nq, nk) // MOST_CELLS)
@@ -175,7 +146,7 @@ def _labels(
 
 
 def _token_list(tokens: Tokens) -> tuple[str, ...]:
-    return tuple(shortened(token) for token in (tokens.split() if isinstance(tokens, str) else tokens))
+    return tuple(shortened(token) for token in (split(tokens)[0] if isinstance(tokens, str) else tokens))
 
 
 def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:

@@ -1,6 +1,7 @@
 """Masks as SVG: one plain file that needs nothing else, for a browser, a paper or a slide.
 
-Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different.
+Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different. Colours are
+attributes for light paper, which every program reads; the style turns them dark where the reader's screen is dark.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
+from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose, display_width
+from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose
 
 __all__ = ["save", "svg"]
 
 _INK, _PAPER, _LINE, _HATCH = "#1f2937", "#ffffff", "#c3c9d4", "#aab2c0"
 _VISIBLE, _PARTLY = "#2b6cb0", "#a9c9ea"
+_DARK = (  # class, property, colour
+    *(("ink", "fill", "#e5e7eb"), ("paper", "fill", "#111827"), ("line", "stroke", "#4b5563")),
+    *(("hatch", "stroke", "#64748b"), ("visible", "fill", "#63a4e8"), ("partly", "fill", "#2b5585")),
+)
 _LETTER = 7.2  # width of one column of text at 12 px
 _MARGIN, _GAP = 16, 40
+_AXIS = 18  # beside the rows and below the columns, for the words "queries" and "keys"
 
 
 def save(
@@ -109,27 +116,32 @@ def svg(
 def _document(picture: Picture) -> Iterator[str]:
     rows, columns = picture.panels[0].parts[0].cells.shape
     cell = 28.0 if picture.key_labels else max(6.0, min(24.0, 420 / max(rows, columns)))
-    side = _MARGIN + _LETTER * max(map(display_width, picture.query_labels), default=0)
+    side = _MARGIN + _AXIS + _LETTER * max(map(display_width, picture.query_labels), default=0)
     slanted = _LETTER * max(map(display_width, picture.key_labels), default=0) * 0.71 + 8 if picture.key_labels else 0
     title = max(display_width(part.title) for panel in picture.panels for part in panel.parts) * _LETTER
     part_width = max(columns * cell + slanted * 0.9, title) + _GAP
-    part_height = 30 + slanted + rows * cell + 24
+    part_height = 30 + slanted + rows * cell + 24 + _AXIS
     heading = 26 if picture.panels[0].heading else 0
-    wide = max(side + part_width * len(picture.panels[0].parts), 400)
+    legend = list(_legend(picture))
+    legend_width = sum(42 + _LETTER * len(name) for _, name in legend) + _LETTER * len(_cell_note(picture))
+    wide = max(side + part_width * len(picture.panels[0].parts), 2 * _MARGIN + legend_width)
     high = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + (20 if picture.left_out else 0)
 
     label = " beside ".join(part.title for part in picture.panels[0].parts)
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{high:.0f}" '
         f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
-        f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{_INK}">'
+        f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{_INK}" class="lowtri-ink" '
+        'style="max-width:100%;height:auto">'  # on a narrow screen smaller, in its own proportions
     )
     yield f"<title>{escape(label)}</title>"
+    dark = "".join(f".lowtri-{name}{{{what}:{colour}}}" for name, what, colour in _DARK)
+    yield f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>"
     yield (
         f'<defs><pattern id="hidden" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<path d="M0 0V6" stroke="{_HATCH}" stroke-width="2"/></pattern></defs>'
+        f'<path d="M0 0V6" class="lowtri-hatch" stroke="{_HATCH}" stroke-width="2"/></pattern></defs>'
     )
-    yield f'<rect width="100%" height="100%" fill="{_PAPER}"/>'
+    yield f'<rect width="100%" height="100%" class="lowtri-paper" fill="{_PAPER}"/>'
     y = float(_MARGIN)
     for panel in picture.panels:
         if panel.heading:
@@ -139,7 +151,13 @@ def _document(picture: Picture) -> Iterator[str]:
     if picture.left_out:
         yield _text(_MARGIN, y + 8, f"... and {picture.left_out} more")
         y += 20
-    yield from _legend(picture, y)
+    x = float(_MARGIN)
+    for fill, name in legend:
+        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{_LINE}" {fill}/>'
+        yield _text(x + 20, y + 11, name)
+        x += 42 + _LETTER * len(name)
+    if picture.positions_a_cell > 1:
+        yield _text(x, y + 11, _cell_note(picture))
     yield "</svg>"
 
 
@@ -156,6 +174,10 @@ def _panel(
             at = f"{x + (j + 0.5) * cell:.1f},{top - 6:.1f}"
             yield f'<text transform="translate({at}) rotate(-45)">{escape(label)}</text>'
         yield from _grid(part, x, top, cell)
+        rows, columns = part.cells.shape
+        yield _text(x + columns * cell / 2, top + rows * cell + 16, "keys →", ' text-anchor="middle"')
+    at = f"{_MARGIN - 4},{top + rows * cell / 2:.1f}"
+    yield f'<text transform="translate({at}) rotate(90)" text-anchor="middle">queries →</text>'
 
 
 def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
@@ -170,33 +192,37 @@ def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
     wide, high = columns * cell, rows * cell
     lines = [f"M{x:.1f} {y + i * cell:.1f}h{wide:.1f}" for i in range(rows + 1)]
     lines += [f"M{x + j * cell:.1f} {y:.1f}v{high:.1f}" for j in range(columns + 1)]
-    yield f'<path d="{"".join(lines)}" fill="none" stroke="{_LINE}" stroke-width="0.7"/>'
+    yield f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{_LINE}" stroke-width="0.7"/>'
+
+
+_HIDDEN = 'fill="url(#hidden)"'
+_FILLED = f'class="lowtri-visible" fill="{_VISIBLE}"'
+_HALF = f'class="lowtri-partly" fill="{_PARTLY}"'
 
 
 def _fill(part: Part, i: int, j: int) -> str:
     if part.cells[i, j] == 0:
-        return 'fill="url(#hidden)"'
-    if part.weights is not None:  # from paper at 0 to ink at 1
-        return f'fill="{_VISIBLE}" fill-opacity="{part.weights[i, j]:.3f}"'
-    return f'fill="{_PARTLY if part.cells[i, j] == 1 else _VISIBLE}"'
+        return _HIDDEN
+    if part.weights is not None:  # from paper at 0 to the full colour at 1
+        return f'{_FILLED} fill-opacity="{part.weights[i, j]:.3f}"'
+    return _HALF if part.cells[i, j] == 1 else _FILLED
 
 
-def _legend(picture: Picture, y: float) -> Iterator[str]:
-    parts = [part for panel in picture.panels for part in panel.parts]
-    if any(part.weights is not None for part in parts):
-        entries = [(f'fill="{_VISIBLE}"', "weight 1"), (f'fill="{_VISIBLE}" fill-opacity="0"', "weight 0")]
-    else:
-        entries = [(f'fill="{_VISIBLE}"', "may see")]
+def _legend(picture: Picture) -> Iterator[tuple[str, str]]:
+    """How a cell is filled, and what that says: the looks that this kind of picture may have."""
+    shaded = {part.weights is not None for panel in picture.panels for part in panel.parts}
+    yield _FILLED, " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
+    if True in shaded:
+        yield f'{_FILLED} fill-opacity="0.5"', "weight 0.5"
+        yield f'{_FILLED} fill-opacity="0"', "weight 0"
     if picture.positions_a_cell > 1:
-        entries.append((f'fill="{_PARTLY}"', "partly"))
-    entries.append(('fill="url(#hidden)"', "hidden"))
-    x = float(_MARGIN)
-    for fill, name in entries:
-        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{_LINE}" {fill}/>'
-        yield _text(x + 20, y + 11, name)
-        x += 20 + _LETTER * len(name) + 22
-    if picture.positions_a_cell > 1:
-        yield _text(x, y + 11, f"a cell: {picture.positions_a_cell} x {picture.positions_a_cell} pairs")
+        yield _HALF, "partly"
+    yield _HIDDEN, "hidden"
+
+
+def _cell_note(picture: Picture) -> str:
+    size = picture.positions_a_cell
+    return f"a cell: {size} x {size} pairs" if size > 1 else ""
 
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:

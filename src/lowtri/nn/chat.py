@@ -1,34 +1,49 @@
-"""A conversation as the text that a model was taught to read: the chat template that came with its weights.
+"""A conversation as the text that a model was trained to read: the chat template that comes with its weights.
 
-A template is a program in Jinja's language, so it runs in Jinja's sandbox: it can read the messages and nothing else.
+A template is a program in Jinja's language, written by somebody else. It runs in Jinja's sandbox, where it can read the
+messages and nothing else, and in a process of its own, which ends when it takes too long or too much memory.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lowtri.errors import DataError
-from lowtri.nn.checkpoint import read_json
+from lowtri.nn import chat_render
+from lowtri.nn.files import brief, read_json, read_text
 
 __all__ = ["chat_text", "template_of"]
 
+SECONDS, MEMORY = 10.0, 2**29  # of the process that fills in a template; templates in use take milliseconds
+
 
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """A folder's chat template and the tokens it may name (``bos_token``, ...); None if there is no template."""
-    beside = folder / "tokenizer_config.json"
-    config = read_json(beside) if beside.exists() else {}
-    own = folder / "chat_template.jinja"
-    template = own.read_text(encoding="utf-8") if own.exists() else config.get("chat_template")
+    """A folder's chat template and the tokens it may name (``bos_token``, ...); None if there is no template.
+
+    Raises:
+        DataError: if a file cannot be read, or what stands in the template's place is no template.
+    """
+    config = read_json(folder, "tokenizer_config.json") or {}
+    template = read_text(folder, "chat_template.jinja")
+    if template is None:
+        template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
-    if not template:
+        named = [one for one in template if isinstance(one, Mapping) and one.get("name") == "default"]
+        template = named[0].get("template", 0) if named else None
+    if template is None or template == "":
         return None
+    if not isinstance(template, str):
+        raise DataError(
+            f"{folder}: the chat template is {type(template).__name__}, expected a text, or a list of named texts"
+        )
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     tokens = {name: one.get("content") if isinstance(one, Mapping) else one for name, one in tokens.items()}
-    return template, {name: one for name, one in tokens.items() if one is not None}
+    return template, {name: one for name, one in tokens.items() if isinstance(one, str)}
 
 
 def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
@@ -46,32 +61,30 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
         messages: ``{"role": "user", "content": "..."}`` and so on, the oldest first.
 
     Raises:
-        DataError: if the folder has no template, Jinja is not installed, or the template refuses the messages.
+        DataError: if the folder has no template, Jinja is not installed, or the template raises an error or exceeds its limits.
     """
     found = template_of(folder)
     if found is None:
         raise DataError(f"{folder} has no chat template: the model continues texts.\nFix: leave --chat out")
-    try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise DataError(f"{folder}: a chat template needs the package jinja2.\nFix: pip install jinja2") from None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    if find_spec("jinja2") is None:
+        raise DataError(f"{folder}: a chat template needs the package jinja2.\nFix: pip install jinja2")
     template, tokens = found
+    variables = {"messages": [dict(one) for one in messages], "add_generation_prompt": True, **tokens}
+    given = {"template": template, "variables": variables, "path": sys.path, "memory": MEMORY}
     try:
-        made: str = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
-    except Exception as error:  # a template is a program, and somebody else's
-        raise DataError(f"{folder}: the chat template refuses: {error}") from None
-    return made
-
-
-def _refuse(message: str) -> Any:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)
+        ran = subprocess.run(
+            [sys.executable, "-I", chat_render.__file__],
+            input=json.dumps(given).encode(),
+            capture_output=True,
+            timeout=SECONDS,
+        )
+        answer: Mapping[str, str] = json.loads(ran.stdout)
+    except subprocess.TimeoutExpired:
+        raise DataError(f"{folder}: the chat template runs for more than {SECONDS:g} seconds and was stopped") from None
+    except ValueError:  # the process was ended before it could answer
+        raise DataError(
+            f"{folder}: the chat template ended its process, which may take {MEMORY // 2**20} MB (exit code {ran.returncode})"
+        ) from None
+    if "error" in answer:
+        raise DataError(f"{folder}: the chat template refuses: {brief(answer['error'])}")
+    return answer["text"]

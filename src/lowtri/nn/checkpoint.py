@@ -22,22 +22,28 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtri.errors import DataError
+from lowtri.masks import Mask, as_mask
+from lowtri.nn.config import check_sizes
 from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.nn.files import brief, file_in, read_json
 from lowtri.nn.gpt2 import GPT2, GPT2Config, from_conv1d, to_conv1d
-from lowtri.nn.layout import from_json, to_json
+from lowtri.nn.layout import end_ids, from_json
+from lowtri.nn.layout_written import to_json
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
+from lowtri.nn.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BEGIN", "END", "load", "load_tokenizer", "read_json", "save", "write_whole"]
+__all__ = ["BEGIN", "END", "load", "load_tokenizer", "save", "write_whole"]
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
 BEGIN, END = "<|begin|>", "<|end|>"  # a document's first token, and its last, in tokenizers that lowtri trains
 
@@ -91,41 +97,41 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
     write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
-def load(folder: str | Path) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
+def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
     """Read a folder that :func:`save` or transformers wrote: the model in evaluation mode, and the tokenizer if there is one.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        mask: who may see whom, instead of the mask that config.json declares.
 
     Raises:
         DataError: if a file is missing, damaged, or describes a model that is not one of ours.
+        MaskError, CallError: if the mask cannot be read, or is none for this model.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
-    config = _with_ends(_read_config(folder / "config.json"), folder)
+    config = _with_ends(_read_config(folder, mask), folder)
     tensors = _read_weights(folder)
-    if isinstance(config, RecurrentConfig):
-        recurrent = RecurrentLM.from_config(config).to(next(iter(tensors.values())).dtype)
-        _fill(recurrent, tensors, folder)
-        return recurrent.eval(), load_tokenizer(folder)
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-        model = GPT2(config) if isinstance(config, GPT2Config) else Decoder(config)
+    check_sizes(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
+    try:
+        with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+            model = _MODELS[type(config)](config)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise DataError(f"{folder}: config.json has sizes that torch cannot build: {brief(error)}") from None
     _fill(model, from_conv1d(tensors) if isinstance(model, GPT2) else tensors, folder)
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        embedding = model.model.embed_tokens if isinstance(model, Decoder) else model.embed_tokens
+        model.lm_head.weight = embedding.weight
     model = model.to(model.lm_head.weight.dtype)  # one for all, should the norms have come in another
     return model.eval(), load_tokenizer(folder)
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The folder's tokenizer, None if it has none."""
-    from tokenizers import Tokenizer
-
-    path = Path(folder) / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise DataError(f"{path} is not a tokenizer: {error}") from None
+_MODELS: dict[type, Callable[[Any], Decoder | RecurrentLM]] = {
+    DecoderConfig: Decoder,
+    GPT2Config: GPT2,
+    RecurrentConfig: RecurrentLM.from_config,
+}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -135,39 +141,25 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # config.json
 
 
-def _read_config(path: Path) -> DecoderConfig | RecurrentConfig:
-    found = read_json(path)
-    kind = found.get("model_type") if isinstance(found, dict) else None
+def _read_config(folder: Path, mask: Mask | str | None) -> DecoderConfig | RecurrentConfig:
+    path, found = folder / "config.json", read_json(folder, "config.json")
+    if found is None:
+        raise DataError(f"{folder} has no config.json: it is no checkpoint, or one that is not finished")
+    if found.get("model_type") != RECURRENT:
+        return from_json(found, path, mask)
+    known = RecurrentConfig.__dataclass_fields__
     try:
-        if kind != RECURRENT:
-            return from_json(found if isinstance(found, dict) else {}, path)
-        known = RecurrentConfig.__dataclass_fields__
-        return RecurrentConfig(**{key: value for key, value in found.items() if key in known and value is not None})
-    except DataError:
-        raise
-    except KeyError as error:
-        raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
+        config = RecurrentConfig(**{key: value for key, value in found.items() if key in known and value is not None})
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path} does not describe a decoder: {error}") from None
+        raise DataError(f"{path} does not describe a recurrent model: {brief(error)}") from None
+    return config if mask is None else replace(config, mask=repr(as_mask(mask)))
 
 
 def _with_ends(config: DecoderConfig | RecurrentConfig, folder: Path) -> DecoderConfig | RecurrentConfig:
     """What ends an answer of a model that was taught to chat stands in a file of its own, where it was taught later."""
-    beside = folder / "generation_config.json"
-    ends = read_json(beside).get("eos_token_id") if beside.exists() else None
-    if ends is None or isinstance(config, RecurrentConfig):
-        return config
-    return replace(config, eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends))
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file of a checkpoint."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path.parent} has no {path.name}: it is no checkpoint, or one that is not finished") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    beside = read_json(folder, "generation_config.json") or {}
+    ends = end_ids(beside.get("eos_token_id"), folder / "generation_config.json")
+    return config if ends is None or isinstance(config, RecurrentConfig) else replace(config, eos_token_id=ends)
 
 
 # tokenizer_config.json
@@ -196,40 +188,46 @@ def _tokenizer_config(config: DecoderConfig | RecurrentConfig, tokenizer: Tokeni
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, from its one file or from those that its index names."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists() or not index.exists():
-        tensors = _read_file(whole)
+    index = folder / "model.safetensors.index.json"
+    listed = None if file_in(folder, "model.safetensors") is not None else read_json(folder, index.name)
+    if listed is None:
+        tensors = _read_file(folder, "model.safetensors")
     else:
-        listed = read_json(index)
-        if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
+        if not isinstance(listed.get("weight_map"), dict):
             raise DataError(f"{index} has no weight_map, which says in which file each weight stands")
         parts = sorted({_inside(part, index) for part in listed["weight_map"].values()})
-        tensors = {name: tensor for part in parts for name, tensor in _read_file(folder / part).items()}
+        tensors = {name: tensor for part in parts for name, tensor in _read_file(folder, part).items()}
     if not tensors:
-        raise DataError(f"{whole} has no weights in it")
+        raise DataError(f"{folder / 'model.safetensors'} has no weights in it")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise DataError(
+                f"{folder}: the weight {brief(name)} is {tensor.dtype}, expected floats of 16, 32 or 64 bits"
+            )
     return tensors
 
 
 def _inside(part: Any, index: Path) -> str:
     """A file that an index names. A folder from elsewhere must not choose what else is read on this machine."""
     named = PureWindowsPath(part if isinstance(part, str) else "")  # knows slashes of both kinds, and drives
-    if not named.parts or named.anchor or ".." in named.parts:
-        raise DataError(f"{index} names {part!r}, which is no file of its folder. Fix: weights from another source")
-    return str(part)
+    if not named.parts or named.anchor or ".." in named.parts or "\0" in part:
+        raise DataError(
+            f"{index} names {part!r:.200}, which is no file of its folder. Fix: weights from another source"
+        )
+    return str(PurePosixPath(part))  # without dots between its slashes: each file is read once
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
+def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    path = file_in(folder, name)
+    if path is None:
+        raise DataError(f"{folder} has no {name}: training is not finished, or it is kept elsewhere")
     try:
         return load_file(path)
-    except FileNotFoundError:
-        raise DataError(
-            f"{path.parent} has no {path.name}: training is not finished, or it is kept elsewhere"
-        ) from None
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {brief(error)}") from None
 
 
 def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -241,7 +239,7 @@ def _fill(model: Decoder | RecurrentLM, tensors: dict[str, torch.Tensor], folder
     for name in sorted(wanted.keys() | came.keys()):
         if wanted.get(name) != came.get(name):
             raise DataError(
-                f"{folder}: config.json and model.safetensors do not fit together at {name}:\n"
+                f"{folder}: config.json and model.safetensors do not fit together at {brief(name)}:\n"
                 f"  the config asks for {wanted.get(name, 'nothing')}, the file has {came.get(name, 'nothing')}"
             )
-    model.load_state_dict(tensors, strict=False, assign=isinstance(model, Decoder))
+    model.load_state_dict(tensors, strict=False, assign=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lowtri.errors import CallError
+from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["DecoderConfig"]
+__all__ = ["DecoderConfig", "check_sizes"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ class DecoderConfig:
                 f"DecoderConfig: num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}: each serves a whole number of query heads."
             )
+        for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise CallError(f"DecoderConfig: {name} is {getattr(self, name)!r:.60}; it is True or False.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not isinstance(getattr(self, name), int | float):
+                raise CallError(f"DecoderConfig: {name} is {getattr(self, name)!r:.60}; it is a number.")
         if not self.rms_norm_eps >= 0 or not self.rope_theta > 0:
             raise CallError(
                 f"DecoderConfig: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
@@ -121,7 +130,32 @@ class DecoderConfig:
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CallError(f"DecoderConfig: {name} is {value!r}; it is a whole number, at least 1.")
+            raise CallError(f"DecoderConfig: {name} is {value!r:.60}; it is a whole number, at least 1.")
 
     def _fill(self, name: str, value: int | str) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for its users
+
+
+def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) -> None:
+    """Compare sizes with the weights that came along, before anything of these sizes is built.
+
+    Every size is a dimension of some weight, and every layer has some: so none exceeds the count of all numbers, or of all
+    tensors. What fits so far is then compared tensor by tensor.
+
+    Args:
+        config: sizes, under the names of :class:`DecoderConfig`.
+        shapes: of the weights, by name.
+        where: the folder or file, for the message.
+
+    Raises:
+        DataError: if a size cannot be that of these weights.
+    """
+    names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    most = dict.fromkeys(names, sum(map(math.prod, shapes.values()))) | {"num_hidden_layers": len(shapes)}
+    for name, limit in most.items():
+        value = getattr(config, name, 0)
+        if value > limit:
+            raise DataError(
+                f"{where}: config and weights do not fit together: {name} is {value!r:.30},\n"
+                f"  and the weights are {len(shapes)} tensors of {most['vocab_size']} numbers in all"
+            )

@@ -20,6 +20,7 @@ from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
+from lowtri.nn.fixed import Fixed
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.rotary import rotary_tables
 
@@ -51,6 +52,9 @@ class Decoder(nn.Module):
 
     Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
     """
+
+    config: Fixed[DecoderConfig] = Fixed("Decoder(config), or from_pretrained(path, mask=...)")
+    mask: Fixed[Mask] = Fixed("from_pretrained(path, mask=...), or mask= in the call or in start()")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -108,8 +112,11 @@ class Decoder(nn.Module):
         return self.lm_head(x[:, -logits_to_keep:])
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype | str | None = None) -> Decoder:
-        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a GGUF file of one.
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None
+    ) -> Decoder:
+        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file of one,
+        or weights in a package (``"smollm2"``, ``"glassllm"``).
 
         Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32: four bytes each, in
         memory and in the user's cache folder. ``model.tokenizer`` is the tokenizer that came along, or None.
@@ -118,19 +125,21 @@ class Decoder(nn.Module):
         >>> from lowtri.nn.checkpoint import save
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)), folder)
-        ...     Decoder.from_pretrained(folder, dtype="bfloat16").lm_head.weight.dtype
-        torch.bfloat16
+        ...     model = Decoder.from_pretrained(folder, dtype="bfloat16", mask="causal & window(64)")
+        >>> model.lm_head.weight.dtype, model.mask
+        (torch.bfloat16, causal & window(64))
 
         Args:
-            path: a folder with config.json and model.safetensors (or its parts), or a file ``*.gguf``.
+            path: a folder with config.json and model.safetensors (or its parts), a file ``*.gguf``, or the name of a package's weights.
             dtype: what the weights become, a dtype of torch or its name.
+            mask: who may see whom, instead of the mask that the model was trained with.
 
         Raises:
             DataError: if a file is missing or damaged, or describes a model that this one cannot be; the key is named.
         """
         from lowtri.nn.pretrained import read
 
-        return read(path, dtype)
+        return read(path, dtype, mask)
 
     def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> KVCache:
         """An empty state for ``batch_size`` sequences.

@@ -1,7 +1,7 @@
 """A GGUF file as a folder in Llama's layout: dequantised once, kept in the user's cache.
 
 A GGUF file holds sizes, weights (mostly quantised) and the tokenizer in one. Its weights become float32 here, and the folder is
-read like any other: by :func:`lowtri.nn.checkpoint.load`, and by transformers. The package ``gguf`` knows the format's blocks.
+read like any other: by :func:`lowtri.nn.checkpoint.load`, and by transformers. The package ``gguf`` dequantises the blocks.
 
     general.architecture llama   also Mistral and SmolLM2; rows of queries and keys stand in another order, see :func:`from_pairs`
     qwen2, qwen3, gpt2           as the folder has them
@@ -23,16 +23,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtri.errors import DataError, LowtriError
+from lowtri.nn.config import check_sizes
+from lowtri.nn.files import brief
+from lowtri.nn.gguf_header import Header, read_header
 from lowtri.nn.gguf_names import config_of, tensor_name
 from lowtri.nn.gguf_tokenizer import tokenizer_of
+from lowtri.nn.layout import from_json
 from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_speeds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cache_folder", "converted", "is_gguf"]
+__all__ = ["cache_folder", "converted", "is_gguf", "kept"]
 
-_FORM = 1  # of the folders that are written here; a new form is converted anew
+_FORM = 2  # of the folders that are written here; a new form is converted anew
+_SCALING = "rope_freqs.weight"
 
 
 def is_gguf(path: Path) -> bool:
@@ -65,23 +70,39 @@ def converted(path: str | Path, note: Callable[[str], object] | None = None) -> 
     Raises:
         DataError: if the package ``gguf`` is missing, the file is damaged, or the model is none of ours; the key is named.
     """
-    path = Path(path).resolve()
+    return kept(Path(path), "gguf", _convert, note)
+
+
+def kept(
+    path: Path, kind: str, convert: Callable[[Path, Path], object], note: Callable[[str], object] | None = None
+) -> Path:
+    """The folder that ``convert(path, folder)`` makes of a file, kept in the user's cache as long as the file is the same.
+
+    Raises:
+        DataError: if the file cannot be converted, or the cache cannot be written.
+    """
+    path = path.resolve()
     state = path.stat()
     key = hashlib.sha256(f"{_FORM} {path} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache_folder() / "gguf" / f"{path.stem}-{key}"
+    folder = cache_folder() / kind / f"{path.stem}-{key}"
     if (folder / "model.safetensors").exists():
         return folder
     if note is not None:
         note(f"converting {path.name} once, to {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise DataError(
+            f"{folder.parent} cannot be written: {error.strerror}. Fix: LOWTRI_CACHE=/another/folder"
+        ) from None
     try:
         try:
-            _convert(path, beside)
-        except LowtriError:
+            convert(path, beside)
+        except (LowtriError, OSError):
             raise
-        except (LookupError, TypeError, ValueError) as error:  # what a flipped or missing byte leads to
-            raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from None
+        except Exception as error:  # what a flipped or missing byte leads to
+            raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {brief(error)}") from None
         try:
             beside.rename(folder)
         except OSError:  # another process was faster, and its folder is the same
@@ -98,31 +119,34 @@ def _convert(path: Path, folder: Path) -> None:
 
     from safetensors.numpy import save_file
 
-    gguf, reader = _open(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors: dict[str, NDArray[np.float32]] = {}
-    for tensor in reader.tensors:
-        try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError:
-            raise DataError(
-                f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
-            ) from None
-        tensors[tensor.name] = np.asarray(values, np.float32)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    gguf, data, header = _open(path)
+    fields, shapes = header.fields, {name: one.shape for name, one in header.tensors.items()}
     config = config_of(fields, shapes, path)
-    if "rope_freqs.weight" in tensors:
-        config["rope_scaling"] = _scaling_of(tensors.pop("rope_freqs.weight"), config, path)
     kind = fields["general.architecture"]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    own = {name: tensor_name(name, kind, path) for name in shapes if name != _SCALING}
+
+    def numbers(name: str) -> NDArray[np.float32]:
+        stored = header.tensors[name]
+        block = gguf.GGMLQuantizationType(stored.kind)
+        try:
+            return np.asarray(gguf.quants.dequantize(stored.bytes_of(data), block), np.float32)
+        except NotImplementedError:
+            raise DataError(f"{path}: {brief(name)} is {block.name}, which gguf cannot dequantise") from None
+
+    if _SCALING in shapes:
+        config["rope_scaling"] = _scaling_of(numbers(_SCALING), config, path)
+    read = from_json(config, path)  # what the Decoder is built from: refused here, under the file's own name
+    check_sizes(read, shapes, path)
+    config["lowtri_mask"] = read.mask
+    heads = {"attn_q": read.num_attention_heads, "attn_k": read.num_key_value_heads}
     weights: dict[str, NDArray[np.float32]] = {}
-    for name, values in tensors.items():
-        part = name.split(".")[2] if name.startswith("blk.") else name
+    for name, own_name in own.items():
+        values, part = numbers(name), name.split(".")[2] if name.startswith("blk.") else name
         if kind == "llama" and part in heads:
             values = from_pairs(values, heads[part])
         if kind == "gpt2" and values.ndim == 2 and name.startswith("blk."):
             values = values.T  # GPT-2's own file keeps its maps as (in, out)
-        weights[tensor_name(name, kind, path)] = np.ascontiguousarray(values)
+        weights[own_name] = np.ascontiguousarray(values)
     tokenizer, its_config = tokenizer_of(fields, path)
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -134,7 +158,7 @@ def _convert(path: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _open(path: Path) -> tuple[Any, Any]:
+def _open(path: Path) -> tuple[Any, NDArray[np.uint8], Header]:
     try:
         import gguf
     except ImportError:
@@ -142,10 +166,11 @@ def _open(path: Path) -> tuple[Any, Any]:
             f"{path} is a GGUF file, and the package gguf, which reads them, is not installed.\n"
             "Fix: pip install 'lowtri[gguf]', or pip install gguf"
         ) from None
+    data = np.memmap(path, np.uint8, "r")
     try:
-        return gguf, gguf.GGUFReader(path)
-    except Exception as error:  # the reader trusts the file's numbers, and fails where they lead
-        raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from None
+        return gguf, data, read_header(data, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    except ValueError as error:
+        raise DataError(f"{path} is damaged or cut off: {brief(error)}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
+from lowtri.nn.files import brief
 
 __all__ = ["config_of", "tensor_name"]
 
@@ -68,12 +69,14 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
         DataError: for another architecture, or a field that asks for what the Decoder has not.
     """
     kind = fields.get("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise DataError(f"{path}: general.architecture {kind!r} came, lowtri reads {', '.join(ARCHITECTURES)}")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise DataError(f"{path}: general.architecture {kind!r:.60} came, lowtri reads {', '.join(ARCHITECTURES)}")
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     for key, value in own.items():
         if key not in _SIZES and key not in _ALSO and value:
-            raise DataError(f"{path}: {kind}.{key} {value!r} came, and lowtri's Decoder has nothing of the kind")
+            raise DataError(
+                f"{path}: {kind}.{brief(key)} {value!r:.60} came, and lowtri's Decoder has nothing of the kind"
+            )
     config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
     if "token_embd.weight" not in shapes:
         raise DataError(f"{path}: it has no token_embd.weight, so it is no language model")
@@ -90,6 +93,7 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
             "activation_function": "gelu_new",
         }
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    _whole(own, kind, path)
     config.setdefault("head_dim", config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
     config.setdefault("rope_theta", 10000.0)
     config["hidden_act"] = "silu"
@@ -121,10 +125,17 @@ def tensor_name(name: str, kind: str, path: Path) -> str:
     names = _GPT2_TENSORS if kind == "gpt2" else _LLAMA_TENSORS
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match.group(2) not in names:
-        raise DataError(f"{path}: the tensor {name} has no place in lowtri's Decoder")
+        raise DataError(f"{path}: the tensor {brief(name)} has no place in lowtri's Decoder")
     layer, part, end = match.groups()
     layers = "transformer.h" if kind == "gpt2" else "model.layers"
     return f"{layers}.{layer}.{names[part]}.{end}" if layer is not None else f"{names[part]}.{end}"
+
+
+def _whole(own: Mapping[str, Any], kind: str, path: Path) -> None:
+    """Fields that count something are whole numbers, one for all layers; some architectures have a list, one a layer."""
+    for key, name in _SIZES.items():
+        if key in own and not name.endswith(("eps", "theta")) and not isinstance(own[key], int):
+            raise DataError(f"{path}: {kind}.{key} {own[key]!r:.60} came, expected a whole number")
 
 
 def _check_heads(own: Mapping[str, Any], config: Mapping[str, Any], kind: str, path: Path) -> None:

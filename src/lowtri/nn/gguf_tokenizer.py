@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtri.errors import DataError
+from lowtri.nn.tokenizer import guarded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = ["tokenizer_of"]
 
+_MOST_WORK = 2**28  # the sum of squared lengths; of 128,000 tokens with 10 characters each it is 13 million
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
 # How texts are cut before merging: contractions, words, numbers, marks, white space.
@@ -46,26 +48,40 @@ def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | Non
     if kind == "none":
         return None, {}
     if kind not in ("gpt2", "llama"):
-        raise DataError(f"{path}: tokenizer.ggml.model {kind!r} came, lowtri reads gpt2 and llama")
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens)
+        raise DataError(f"{path}: tokenizer.ggml.model {kind!r:.60} came, lowtri reads gpt2 and llama")
+    return guarded(f"{path}: its tokenizer is damaged", lambda: _made(fields, kind, path))
+
+
+def _made(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    tokens = _texts(fields, "tokens", path)
+    tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens, path)
     _add_special(tokenizer, tokens, fields.get("tokenizer.ggml.token_type", ()))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = fields.get(f"tokenizer.ggml.{theirs}_token_id")
-        if index is not None and 0 <= index < len(tokens):
+        if isinstance(index, int) and 0 <= index < len(tokens):
             config[f"{ours}_token"] = tokens[index]
     _begin(tokenizer, fields, config, default=kind == "llama")
     return tokenizer, config
+
+
+def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
+    """A list of texts; to split the longest of them in every way may take no longer than to read the file."""
+    texts = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise DataError(f"{path}: tokenizer.ggml.{name} is no list of texts")
+    if sum(len(one) ** 2 for one in texts) > _MOST_WORK:
+        raise DataError(f"{path}: tokenizer.ggml.{name} has texts of up to {max(map(len, texts))} characters")
+    return texts
 
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     cut = fields.get("tokenizer.ggml.pre", "gpt-2")
-    if cut not in _CUTS:
-        raise DataError(f"{path}: tokenizer.ggml.pre {cut!r} came, lowtri knows {', '.join(_CUTS)}")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    if not isinstance(cut, str) or cut not in _CUTS:
+        raise DataError(f"{path}: tokenizer.ggml.pre {cut!r:.60} came, lowtri knows {', '.join(_CUTS)}")
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(fields, "merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in ("llama-bpe", "llama3")))
     pattern, level = _CUTS[cut], pre_tokenizers.ByteLevel
@@ -82,10 +98,12 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) ->
     return tokenizer
 
 
-def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = fields["tokenizer.ggml.scores"]
+    scores = fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) < len(tokens):
+        raise DataError(f"{path}: tokenizer.ggml.scores has no score for each of the {len(tokens)} tokens")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = fields.get("tokenizer.ggml.unknown_token_id")
     model = models.BPE(

@@ -110,10 +110,10 @@ def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layer, part, kind = match.groups() if match else (None, name, "")
         if part == "attn":
             continue  # old files keep the causal table as a weight
-        if part in _MAPS and kind == "weight":
+        if part in _MAPS and kind == "weight" and tensor.ndim == 2:
             tensor = tensor.T
         place = "model." if layer is None else f"model.layers.{layer}."
-        if part == "attn.c_attn":
+        if part == "attn.c_attn" and tensor.ndim and tensor.shape[0] % 3 == 0:
             found |= {f"{place}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
         else:
             found[f"{place}{_NAMES[part]}.{kind}" if part in _NAMES else name] = tensor

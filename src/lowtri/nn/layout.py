@@ -1,4 +1,4 @@
-"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read and written.
+"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read. :mod:`lowtri.nn.layout_written` writes it.
 
     model_type  what it has besides Llama's decoder
     llama       rotary turns slowed for long contexts (rope_scaling linear, llama3), biases
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
-from lowtri.masks import as_mask, causal, window
+from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig
+from lowtri.nn.files import brief
 from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["KINDS", "from_json", "to_json"]
+__all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
@@ -43,8 +43,12 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-_SIZES = {field.name for field in fields(DecoderConfig)}
-_OF_GPT2 = {
+# Keys that are a field of the config under the same name; its other fields are made from several keys below.
+_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+_SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+_MOST_LAYERS = 10_000
+_LONGEST_MASK = 4096  # characters
+GPT2_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -55,27 +59,44 @@ _OF_GPT2 = {
 _THETA = {"smollm3": 2e6}  # where a file says nothing
 
 
-def from_json(found: Mapping[str, Any], path: Path) -> DecoderConfig:
+def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
     """What a decoder is built from, out of the content of a config.json.
 
+    Args:
+        found: the content.
+        path: of the file, for messages.
+        mask: the user's own, instead of the one that the file declares.
+
     Raises:
-        DataError: for another kind of model, or a key that asks for what the Decoder has not.
+        DataError: for another kind of model, a key that asks for what the Decoder has not, or a value of the wrong type.
     """
+    own = None if mask is None else repr(as_mask(mask))
+    try:
+        return _from_json(found, path, own)
+    except DataError:
+        raise
+    except KeyError as error:
+        raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{path} does not describe a decoder: {brief(error)}") from None
+
+
+def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> DecoderConfig:
     kind = found.get("model_type")
     if kind not in KINDS:
-        raise DataError(f"{path}: model_type {kind!r} came, lowtri's Decoder reads {', '.join(KINDS)}")
+        raise DataError(f"{path}: model_type {kind!r:.60} came, lowtri's Decoder reads {', '.join(KINDS)}")
     for key, good in _MUST_BE.items():
         value = found.get(key)
         if value is not None and value not in good:
             only = " or ".join(repr(one) for one in good) or "none"
-            raise DataError(f"{path}: {key} {value!r} came, lowtri's Decoder has {only} only")
+            raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
     sizes = {key: value for key, value in found.items() if key in _SIZES and value is not None}
-    sizes |= {
-        "eos_token_id": _ends(found.get("eos_token_id")),
-        "mask": found.get("lowtri_mask") or _mask_of(found, path),
-    }
+    layers = sizes.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists of one entry a layer are made below
+        raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
+    sizes |= {"eos_token_id": end_ids(found.get("eos_token_id"), path), "mask": mask or _declared(found, path)}
     if kind == "gpt2":
-        sizes |= {ours: found[theirs] for theirs, ours in _OF_GPT2.items() if found.get(theirs) is not None}
+        sizes |= {ours: found[theirs] for theirs, ours in GPT2_KEYS.items() if found.get(theirs) is not None}
         sizes.setdefault("tie_word_embeddings", True)
         sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
         sizes.setdefault("rms_norm_eps", 1e-5)
@@ -95,61 +116,24 @@ def from_json(found: Mapping[str, Any], path: Path) -> DecoderConfig:
     return DecoderConfig(**sizes)
 
 
-def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a config.json, which transformers reads where it has such a model; else model_type is lowtri's own."""
-    own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
-    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-    own["architectures"] = [architecture[own["model_type"]]]
-    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    shared += ["max_position_embeddings", "tie_word_embeddings"]
-    own |= {name: getattr(config, name) for name in shared}
-    if isinstance(config, GPT2Config):
-        theirs = {ours: theirs for theirs, ours in _OF_GPT2.items()}
-        own = {theirs.get(name, name): value for name, value in own.items()}
-        return {**own, "layer_norm_epsilon": config.rms_norm_eps, "activation_function": "gelu_new"}
-    own |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")}
-    own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
-    own["attention_bias"] = config.o_bias
-    if config.rope_layers is not None:
-        own["pad_token_id"] = None  # or transformers takes one of SmolLM3's own vocabulary
-        own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
-    n = _window_size(config)
-    if n is not None:
-        own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
-    return own
-
-
-def _kind_of(config: DecoderConfig) -> str:
-    """The model_type under which transformers computes the same."""
-    if isinstance(config, GPT2Config):
-        return "gpt2"
-    parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
-    windowed = _window_size(config) is not None
-    kinds = {
-        (False, False, False, False, False): "mistral" if windowed else "llama",
-        (False, False, True, False, False): "qwen2",
-        (True, False, False, False, False): "qwen3",
-        (True, False, True, True, False): "qwen3",
-    }
-    if parts in kinds:
-        return kinds[parts]
-    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
-        return "smollm3" if config.rope_layers is not None else "llama"
-    raise DataError(
-        "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
-        f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
-        f"mask {config.mask}, rope_layers {config.rope_layers}\n"
-        "Fix: qkv_bias and o_bias alike, without the rest."
-    )
-
-
-def _window_size(config: DecoderConfig) -> int | None:
-    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
-    mask = as_mask(config.mask)
-    found = re.search(r"window\((\d+)\)", repr(mask))
-    n = int(found.group(1)) if found else 0
-    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
+def _declared(found: Mapping[str, Any], path: Path) -> str:
+    """The mask that the file declares: a formula of positions, the same for every text. Lengths of documents and of padding
+    belong to one text, and only the user, who gives the text, may set them."""
+    text = found.get("lowtri_mask")
+    if text is None:
+        return _mask_of(found, path)
+    if not isinstance(text, str) or len(text) > _LONGEST_MASK:
+        came = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
+        raise DataError(
+            f"{path}: lowtri_mask: {came} came, expected a mask as text, of at most {_LONGEST_MASK} characters"
+        )
+    of_one_text = re.search(r"\b(documents|keys)\b", text)
+    if of_one_text:
+        raise DataError(
+            f"{path}: lowtri_mask names {of_one_text.group()}, which describes one text and not a model: a file may not set it.\n"
+            "Fix: give the mask yourself: from_pretrained(path, mask=...), or --mask"
+        )
+    return text
 
 
 def _mask_of(found: Mapping[str, Any], path: Path) -> str:
@@ -171,6 +155,8 @@ def _mask_of(found: Mapping[str, Any], path: Path) -> str:
             return "causal"
         if set(types) != {"sliding_attention"}:
             raise DataError(f"{path}: layer_types differ from layer to layer, lowtri's Decoder has one mask for all")
+    if not isinstance(n, int) or isinstance(n, bool):  # it becomes a part of the mask's text
+        raise DataError(f"{path}: sliding_window {n!r:.60} came, expected a whole number")
     return f"causal & window({n})"
 
 
@@ -197,21 +183,18 @@ def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling
     if kind == "llama3":
         began = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
         return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], began)
-    raise DataError(f"{path}: rope_scaling of rope_type {kind!r} came, lowtri's Decoder has default, linear and llama3")
+    raise DataError(
+        f"{path}: rope_scaling of rope_type {kind!r:.60} came, lowtri's Decoder has default, linear and llama3"
+    )
 
 
-def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    if scaling.linear:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    began = {"original_max_position_embeddings": scaling.original}
-    return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}
+def end_ids(came: Any, path: Path) -> tuple[int, ...] | None:
+    """The ids of ``eos_token_id``, which is one id, a list of them, or null.
 
-
-def _ends(came: Any) -> tuple[int, ...] | None:
-    if came is None:
-        return None
-    return (came,) if isinstance(came, int) else tuple(came)
+    Raises:
+        DataError: for anything else.
+    """
+    ids = came if isinstance(came, list) else [] if came is None else [came]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise DataError(f"{path}: eos_token_id {came!r:.60} came, expected an id, or a list of ids")
+    return tuple(ids) or None

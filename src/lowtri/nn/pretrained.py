@@ -1,32 +1,59 @@
-"""Weights that others trained, as a Decoder: a folder of transformers, or a GGUF file."""
+"""Weights that others trained, by the name that a user gives: a folder, a GGUF file, or weights in a package."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lowtri.errors import DataError
+from lowtri.masks import Mask
 from lowtri.nn.checkpoint import load
 from lowtri.nn.decoder import Decoder
-from lowtri.nn.gguf import converted, is_gguf
+from lowtri.nn.packaged import folder_of
+from lowtri.nn.recurrent import RecurrentLM
 
-__all__ = ["as_dtype", "read"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Named", "as_dtype", "load_named", "read"]
 
 
-def read(path: str | Path, dtype: torch.dtype | str | None = None) -> Decoder:
-    """What :meth:`lowtri.nn.Decoder.from_pretrained` does."""
+class Named(NamedTuple):
+    """What a name stands for."""
+
+    model: Decoder | RecurrentLM
+    tokenizer: Tokenizer | None
+    folder: Path
+
+
+def load_named(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    mask: Mask | str | None = None,
+    note: Callable[[str], object] | None = None,
+) -> Named:
+    """A model by its name: see :func:`~lowtri.nn.packaged.folder_of` for names, :meth:`lowtri.nn.Decoder.from_pretrained` for the rest.
+
+    Raises:
+        DataError: if there is no such model, a file is missing or damaged, or describes a model that is not one of ours.
+    """
     wanted = as_dtype(dtype)
-    path = Path(path)
-    if path.is_file():
-        if not is_gguf(path):
-            raise DataError(f"{path} is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file")
-        path = converted(path)
-    model, tokenizer = load(path)
+    folder = folder_of(name, note)
+    model, tokenizer = load(folder, mask=mask)
+    return Named(model if wanted is None else model.to(wanted), tokenizer, folder)
+
+
+def read(path: str | Path, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None) -> Decoder:
+    """What :meth:`lowtri.nn.Decoder.from_pretrained` does."""
+    model, tokenizer, _ = load_named(path, dtype=dtype, mask=mask)
     if not isinstance(model, Decoder):
         raise DataError(f"{path} holds a {type(model).__name__}, no Decoder. Fix: lowtri.nn.checkpoint.load")
     model.tokenizer = tokenizer
-    return model if wanted is None else model.to(wanted)
+    return model
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.nn.fixed import Fixed
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 
@@ -33,15 +34,19 @@ class RecurrentConfig:
     mask: str = "causal"
 
     def __post_init__(self) -> None:
-        if self.cell not in _CELLS:
-            raise CallError(f"RecurrentLM: cell is {self.cell!r}; there are {', '.join(_CELLS)}.")
+        if not isinstance(self.cell, str) or self.cell not in _CELLS:
+            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; there are {', '.join(_CELLS)}.")
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CallError(f"RecurrentLM: {name} is {value!r}; it is a whole number, at least 1.")
+                raise CallError(f"RecurrentLM: {name} is {value!r:.60}; it is a whole number, at least 1.")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise CallError(
+                f"RecurrentLM: tie_word_embeddings is {self.tie_word_embeddings!r:.60}; it is True or False."
+            )
         if self.mask != "causal":
             raise CallError(
-                f"RecurrentLM: mask is {self.mask!r}, but a state cannot forget by position: it is causal.\n"
+                f"RecurrentLM: mask is {self.mask!r:.60}, but a state cannot forget by position: it is causal.\n"
                 "Fix: a Decoder for any other mask; packed documents are said at the call, with mask= or positions=."
             )
 
@@ -101,6 +106,8 @@ class RecurrentLM(nn.Module):
     Raises:
         CallError: if a size or the cell's name does not fit.
     """
+
+    config: Fixed[RecurrentConfig] = Fixed("RecurrentLM.from_config(config)")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 import lowtri
 from lowtri.cli.acts.stage import Stage, Told
 from lowtri.errors import DataError
-from lowtri.integrations.checkpoints import PACKAGED, load_packaged
+from lowtri.nn.packaged import PACKAGED, load_packaged
 
 __all__ = ["SENTENCE", "TITLE", "play"]
 

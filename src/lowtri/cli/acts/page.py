@@ -7,17 +7,25 @@ from html import escape
 from typing import NamedTuple
 
 from lowtri.cli.acts.stage import Told
+from lowtri.masks.labels import spelled_out
 
 __all__ = ["Played", "as_html"]
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #1a202c; background: #fff }
-h2 { margin: 2.5rem 0 .2rem; border-top: 1px solid #e2e8f0; padding-top: 1.5rem }
-pre { background: #f7fafc; border: 1px solid #e2e8f0; padding: .8rem; overflow-x: auto; font-size: 13px; line-height: 1.35 }
-img { max-width: 100%; display: block; margin: 1rem 0 }
+:root { --ink: #1a202c; --paper: #fff; --line: #e2e8f0; --box: #f7fafc; --faint: #4a5568; --good: #276749; --bad: #c53030;
+  --link: #2b6cb0; color-scheme: light dark }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --paper: #111827; --line: #374151; --box: #1a2230;
+  --faint: #a3aab8; --good: #68d391; --bad: #fc8181; --link: #7ab8f5 } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
+  background: var(--paper); overflow-wrap: anywhere }
+a { color: var(--link) }
+h2 { margin: 2.5rem 0 .2rem; border-top: 1px solid var(--line); padding-top: 1.5rem }
+pre { background: var(--box); border: 1px solid var(--line); padding: .8rem; overflow-x: auto; font-size: 13px;
+  line-height: 1.35; overflow-wrap: normal }
+img { max-width: 100%; height: auto; display: block; margin: 1rem 0 }
 ul.promises { list-style: none; padding: 0 }
-.kept::before { content: "✓ "; color: #2f855a } .broken::before { content: "✗ " } .broken { color: #c53030 }
-.small { color: #4a5568; font-size: .9em }
+.kept::before { content: "✓ "; color: var(--good) } .broken::before { content: "✗ " } .broken { color: var(--bad) }
+.small { color: var(--faint); font-size: .9em }
 """
 
 
@@ -45,13 +53,17 @@ def as_html(acts: Sequence[Played], verdict: str, machine: str) -> str:
     for number, act in enumerate(acts, start=1):
         parts.append(f'<h2 id="{act.name}">{number}. {escape(act.title)}</h2><p>{escape(act.sentence)}</p>')
         parts.append('<ul class="promises">')
-        parts += [f'<li class="{_kept(p.kept)}">{escape(p.text)}</li>' for p in act.told.promises]
+        parts += [f'<li class="{_kept(p.kept)}">{_text(p.text)}</li>' for p in act.told.promises]
         parts.append("</ul>")
         parts += [f'<img src="{escape(name)}" alt="{escape(act.title)}">' for name in act.told.pictures]
-        parts.append(f"<pre>{escape(act.told.text)}</pre>")
+        parts.append(f"<pre>{_text(act.told.text)}</pre>")
         links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in act.told.files)
         parts.append(f'<p class="small">{links}{". " * bool(links)}{act.seconds:.1f} s</p>')
     return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def _text(text: str) -> str:
+    return escape(spelled_out(text, keep="\n"))
 
 
 def _kept(kept: bool) -> str:

@@ -9,19 +9,21 @@ A package brings its file to where no network is needed at run time. Its own cod
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtri.errors import DataError
+from lowtri.nn.glassllm import read
 
 if TYPE_CHECKING:
     import torch
 
     from lowtri.nn import Decoder
 
-__all__ = ["PACKAGED", "Packaged", "load_packaged", "packaged_file"]
+__all__ = ["PACKAGED", "Packaged", "folder_of", "load_packaged", "packaged_file"]
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,43 @@ def load_packaged(name: str, dtype: torch.dtype | str | None = None) -> Decoder:
     from lowtri.nn.decoder import Decoder
 
     path = packaged_file(name)
-    if path.suffix == ".npz":
-        from lowtri.integrations.glassllm import read
+    return read(path, dtype) if path.suffix == ".npz" else Decoder.from_pretrained(path, dtype=dtype)
 
-        return read(path, dtype)
-    return Decoder.from_pretrained(path, dtype=dtype)
+
+def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> Path:
+    """The folder of a model that a user named: a folder, a GGUF file, or weights in a package.
+
+    Files are converted at the first call, and the folder is kept in the user's cache. A path that is there comes before a
+    package of the same name.
+
+    Args:
+        name: the folder, the file, or the short name.
+        note: gets a line before a conversion.
+
+    Raises:
+        DataError: if there is no such model, or it cannot be converted.
+    """
+    from lowtri.nn.gguf import converted, is_gguf, kept
+
+    path = Path(name)
+    if not path.exists() and str(name) in PACKAGED:
+        path = packaged_file(str(name))
+        if path.suffix == ".npz":
+            return kept(path, "packaged", _saved)  # a few megabytes: no wait that needs a note
+    if path.is_dir():
+        return path
+    if not path.is_file():
+        raise DataError(
+            f"{name} is not a folder: a checkpoint is a folder with config.json and model.safetensors, or a GGUF file;\n"
+            f"packaged weights are {', '.join(PACKAGED)}"
+        )
+    if not is_gguf(path):
+        raise DataError(f"{path} is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file")
+    return converted(path, note)
+
+
+def _saved(path: Path, folder: Path) -> None:
+    from lowtri.nn.checkpoint import save
+
+    model = read(path)
+    save(model, folder, model.tokenizer)

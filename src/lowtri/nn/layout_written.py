@@ -1,0 +1,82 @@
+"""``config.json`` of a decoder, written: the content that transformers reads where it has such a model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lowtri.errors import DataError
+from lowtri.masks import as_mask, causal, window
+from lowtri.nn.config import DecoderConfig
+from lowtri.nn.gpt2 import GPT2Config
+from lowtri.nn.layout import GPT2_KEYS
+
+__all__ = ["to_json"]
+
+
+def to_json(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a config.json, which transformers reads where it has such a model; else model_type is lowtri's own."""
+    own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
+    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+    own["architectures"] = [architecture[own["model_type"]]]
+    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    shared += ["max_position_embeddings", "tie_word_embeddings"]
+    own |= {name: getattr(config, name) for name in shared}
+    if isinstance(config, GPT2Config):
+        theirs = {ours: theirs for theirs, ours in GPT2_KEYS.items()}
+        own = {theirs.get(name, name): value for name, value in own.items()}
+        return {**own, "layer_norm_epsilon": config.rms_norm_eps, "activation_function": "gelu_new"}
+    own |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")}
+    own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
+    own["attention_bias"] = config.o_bias
+    if config.rope_layers is not None:
+        own["pad_token_id"] = None  # or transformers takes one of SmolLM3's own vocabulary
+        own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
+    n = _window_size(config)
+    if n is not None:
+        own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
+    return own
+
+
+def _kind_of(config: DecoderConfig) -> str:
+    """The model_type under which transformers computes the same."""
+    if isinstance(config, GPT2Config):
+        return "gpt2"
+    parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
+    windowed = _window_size(config) is not None
+    kinds = {
+        (False, False, False, False, False): "mistral" if windowed else "llama",
+        (False, False, True, False, False): "qwen2",
+        (True, False, False, False, False): "qwen3",
+        (True, False, True, True, False): "qwen3",
+    }
+    if parts in kinds:
+        return kinds[parts]
+    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
+        return "smollm3" if config.rope_layers is not None else "llama"
+    raise DataError(
+        "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
+        f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
+        f"mask {config.mask}, rope_layers {config.rope_layers}\n"
+        "Fix: qkv_bias and o_bias alike, without the rest."
+    )
+
+
+def _window_size(config: DecoderConfig) -> int | None:
+    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
+    mask = as_mask(config.mask)
+    found = re.search(r"window\((\d+)\)", repr(mask))
+    n = int(found.group(1)) if found else 0
+    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
+
+
+def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.linear:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    began = {"original_max_position_embeddings": scaling.original}
+    return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}

@@ -1,0 +1,107 @@
+"""A tokenizer from a file, and text through it. The library behind it ends in exceptions of its own kinds: here in one error.
+
+Its Rust code raises bare Exceptions, and ``PanicException``, which is none, where a file holds what it did not expect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lowtri.errors import DataError
+from lowtri.nn.files import brief, file_in
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["encode", "guarded", "load_tokenizer"]
+
+_LONGEST = 2**28  # bytes of a tokenizer.json; the longest in use have some tens of megabytes
+_GROWTH = 2**16  # how many times longer a text may become by replacements
+
+T = TypeVar("T")
+
+
+def guarded(message: str, work: Callable[[], T]) -> T:
+    """The result of ``work``; what the tokenizers library raises becomes a DataError with this message in front.
+
+    >>> guarded("t.json is not a tokenizer", lambda: 1 // 0)
+    Traceback (most recent call last):
+    lowtri.errors.DataError: t.json is not a tokenizer: integer division or modulo by zero
+    """
+    try:
+        return work()
+    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # PanicException is no Exception
+        raise DataError(f"{message}: {brief(error)}") from None
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer | None:
+    """The folder's tokenizer, None if it has none.
+
+    A file may ask for cutting or padding every text. Whether a text is cut is the caller's to say: both are switched off.
+
+    Raises:
+        DataError: if the file is no tokenizer, or one that fails with its own tokens.
+    """
+    from tokenizers import Tokenizer
+
+    path = file_in(Path(folder), "tokenizer.json")
+    if path is None:
+        return None
+    if path.stat().st_size > _LONGEST:
+        raise DataError(f"{path} has more than {_LONGEST:,} bytes, the most that is read of a tokenizer")
+
+    def read() -> Tokenizer:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        growth = _growth(tokenizer.normalizer) * _growth(tokenizer.decoder)
+        if growth > _GROWTH:
+            raise DataError(f"{path} is not a tokenizer: its replacements make a text {growth:,} times longer")
+        tokenizer.encode(tokenizer.decode([0, 1, 2], skip_special_tokens=False))  # some files fail only in use
+        return tokenizer
+
+    return guarded(f"{path} is not a tokenizer", read)
+
+
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text.
+
+    Raises:
+        DataError: if the tokenizer fails.
+    """
+    ids: list[int] = guarded(
+        "the model's tokenizer cannot read this text",
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens).ids,
+    )
+    return ids
+
+
+def _growth(part: Any) -> int:
+    """How many times longer a text may become in the replacements of a normalizer or decoder, one after the other."""
+    if part is None:
+        return 1
+    waiting, growth = [json.loads(part.__getstate__())], 1
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if one.get("type") == "Replace":
+                growth *= _of_replace(one)
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+        if growth > 2**64:
+            break
+    return growth
+
+
+def _of_replace(step: dict[str, Any]) -> int:
+    pattern, content = step.get("pattern"), str(step.get("content", ""))
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if literal:
+        return max(1, -(-len(content) // len(literal)))
+    return 1 + len(content)  # an expression may match the empty text, before every character
