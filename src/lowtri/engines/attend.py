@@ -15,10 +15,12 @@ import numpy as np
 from lowtri.engines.choice import Choice, answers, choose, load
 from lowtri.engines.decode import again
 from lowtri.errors import CallError
+from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
+from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import Call, Result, describe
 
-__all__ = ["attention", "merge", "which_engine"]
+__all__ = ["attention", "is_traced", "merge", "which_engine"]
 
 
 def attention(
@@ -81,7 +83,7 @@ def attention(
     device = _autocast_device(q)
     if device is not None:
         q, k, v = _cast(device, q, k, v)
-    if _is_traced():
+    if is_traced():
         from lowtri.engines.operators import traced
 
         options = {
@@ -164,6 +166,10 @@ def merge(outputs: Any, lses: Any) -> Any:
         raise CallError(
             f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."
         )
+    outputs, lses = (
+        [plain_array("an output", x, "merge") for x in outputs],
+        [plain_array("an lse", x, "merge") for x in lses],
+    )
     whole = outputs + lses
     if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
         kinds = sorted({type(x).__name__ for x in whole})
@@ -193,7 +199,7 @@ def merge(outputs: Any, lses: Any) -> Any:
     return (parts * share[..., None]).sum(dim=0).to(outputs[0].dtype), joined
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether this call is being written into a program, by torch.compile or torch.export, and not run."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
@@ -203,6 +209,8 @@ def _autocast_device(q: Any) -> str | None:
     """The kind of q's device, where torch.autocast is on for it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
+        return None
+    if type(q) is not torch.Tensor and why_not_plain("q", q):  # refused when the call is checked
         return None
     if q.is_cpu:  # asked before each token of each layer
         return "cpu" if torch.is_autocast_enabled("cpu") else None

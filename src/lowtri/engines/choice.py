@@ -35,7 +35,7 @@ class Choice:
     answers: dict[str, str]
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<10} {answer}" for name, answer in self.answers.items())
+        return "\n".join([f"{self.engine} runs"] + [f"{name:<10} {answer}" for name, answer in self.answers.items()])
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Whether a kernel may read a tensor's memory by itself. It goes round torch, so what torch would do on the way must be nothing."""
+"""Whether a kernel may read a tensor's memory: kernels bypass torch's dispatcher, so it must have nothing to do on the way."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from torch.autograd import forward_ad
 __all__ = ["is_plain", "why_not_now"]
 
 
+def _keys(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in names:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+_ORDINARY = (
+    _keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"),
+    _keys("AutocastCPU"),
+)  # the latter of inference mode
+
+
 def is_plain(x: Any) -> bool:
-    """Whether the numbers of a tensor lie in the CPU's memory as they are: not negated as they are read, nor zeros that lie nowhere."""
-    return bool(
-        (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
-        and x.is_cpu
-        and x.layout is torch.strided
-        and not x.is_nested
-        and not x.is_neg()
-        and not x._is_zerotensor()
-    )
+    """Whether the numbers of a tensor lie in the CPU's memory as they are.
+
+    The dispatcher's keys of a tensor name all that would happen on the way: another device or layout, negated views, zeros that
+    lie nowhere, wrappers of torch.func. So a tensor whose keys are those of an ordinary one is an ordinary one.
+    """
+    ordinary = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return ordinary and torch._C._dispatch_keys(x).raw_repr() in _ORDINARY
 
 
 def why_not_now() -> str | None:

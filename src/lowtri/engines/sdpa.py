@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
 
 from lowtri.engines.plans import all_seen, asked, between
 from lowtri.masks.atoms import causal
@@ -23,6 +22,9 @@ from lowtri.ops.call import Call, Result
 __all__ = ["name", "run", "why_not"]
 
 name = "sdpa"
+
+# torch's own function by the name that nobody replaces: torch.nn.functional's may be lowtri's by now.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 
 
 def why_not(call: Call) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.errors import CallError
+from lowtri.masks.atoms import full
 from lowtri.masks.mask import Mask, default_positions
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.text import as_mask
@@ -25,7 +27,9 @@ from lowtri.ops.arguments import (
     check_positions,
     check_sinks,
     dtype_name,
+    plain_array,
 )
+from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
 
 __all__ = ["Call", "Result", "describe", "dtype_name"]
 
@@ -152,7 +156,13 @@ def describe(
         CallError: where they do not fit together; the message names the argument, what came, and the fix.
         MaskError: where the mask is none.
     """
+    diagonal = None  # who may see whom by order, as torch says it
+    if is_causal_bias(mask):
+        diagonal, mask = ("mask", mask), full()
+    elif is_causal_bias(bias):
+        diagonal, bias = ("bias", bias), None
     mask = as_mask(mask, "attention: mask")
+    q, k, v = plain_array("q", q), plain_array("k", k), plain_array("v", v)
     rank, lead = check_arrays(q, k, v)
     if rank == 2:
         q, k, v = q[None, None], k[None, None], v[None, None]
@@ -161,8 +171,9 @@ def describe(
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     check_batch(mask, rank, rows, heads)
     if bias is not None:
-        bias = check_bias(bias, q, (rows, heads, nq, nk), lead)
+        bias = check_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
     if sinks is not None:
+        sinks = plain_array("sinks", sinks)
         check_sinks(sinks, q, heads)
     check_numbers(scale, softcap, dropout)
     given = q_positions is not None or k_positions is not None
@@ -176,6 +187,14 @@ def describe(
         places = keys[:, start:]  # where the last nq keys stand, be they shifted, padded or a batch of both
     else:
         places = _counted(start, start + nq)
+    if diagonal is not None:
+        if given:
+            raise CallError(
+                f"attention: {diagonal[0]} is a CausalBias, which counts queries and keys by order, but positions came.\n"
+                'Fix: the mask "causal", which compares positions.'
+            )
+        by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
+        mask = by_order if mask == full() else mask & by_order
     return Call(
         q=q,
         k=k,
