@@ -273,6 +273,19 @@ def test_causal_bias_that_does_not_fit() -> None:
         lowtri.table(causal_upper_left(6, 6))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Dynamo detected a call to a")
+def test_causal_bias_in_a_program() -> None:
+    torch._dynamo.reset()
+    q, bias = torch.randn(1, 2, 6, 4), causal_upper_left(6, 6)
+    twin = torch.compile(
+        lambda q, bias: lowtri.scaled_dot_product_attention(q, q, q, bias), backend="eager", fullgraph=True
+    )
+    assert near(twin(q, bias), attention(q, q, q, "causal"), "float32")
+    for call_it in (lambda q, bias: attention(q, q, q, "full", bias=bias), lambda q, bias: attention(q, q, q, bias)):
+        with pytest.raises(Exception, match="a CausalBias has no numbers that a program could hold"):
+            torch.compile(call_it, backend="eager", fullgraph=True)(q, bias)
+
+
 def test_other_doors_refuse_subclasses() -> None:
     x = np.ones((1, 2, 3, 4), np.float32)
     masked = np.ma.masked_array(x, mask=x > 0)
