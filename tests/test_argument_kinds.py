@@ -188,15 +188,21 @@ def right_or_refused(kinds: dict[str, str], library: str, n: int, d: int, engine
     clean = {name: MEANS.get(kinds.get(name, ""), torch.clone)(x) for name, x in clean.items()}
     exact = {name: x.double().numpy() if x.is_floating_point() else x.numpy() for name, x in clean.items()}
     try:
-        found = call(odd, engine)
+        found = call(dict(odd), engine)
+        leaves = [name for name, x in odd.items() if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
+        grads = torch.autograd.grad(found.double().square().sum(), [odd[name] for name in leaves]) if leaves else []
     except LowtriError:
         return False
     if any(kind in ("fake", "meta") for kind in kinds.values()):  # a shape without numbers
         assert found.shape == (*exact["q"].shape[:-1], exact["v"].shape[-1])
         return True
-    assert near(
-        numbers(found), call(exact, "reference"), "bfloat16" if "bfloat16" in kinds.values() else "float32", times=64
-    )
+    dtype = "bfloat16" if "bfloat16" in kinds.values() else "float32"
+    assert near(numbers(found), call(dict(exact), "reference"), dtype, times=64)
+    if leaves:
+        tensors = {name: torch.from_numpy(x).requires_grad_(name in leaves) for name, x in exact.items()}
+        right = call(dict(tensors), "reference").square().sum()
+        for grad, truth in zip(grads, torch.autograd.grad(right, [tensors[name] for name in leaves]), strict=True):
+            assert near(numbers(grad), truth, dtype, times=256)
     return True
 
 
@@ -209,7 +215,10 @@ def test_each_argument_of_each_kind(name: str, library: str) -> None:
             assert ran or kind not in PLAINLY, (name, kind, engine)
 
 
-kinds_of = {"torch": st.sampled_from(sorted(TENSORS)), "numpy": st.sampled_from(sorted(ARRAYS))}
+kinds_of = {  # every other one such that calls run
+    library: st.one_of(st.sampled_from(sorted(PLAINLY & set(makers))), st.sampled_from(sorted(makers)))
+    for library, makers in (("torch", TENSORS), ("numpy", ARRAYS))
+}
 
 
 @pytest.mark.sweep
@@ -327,6 +336,23 @@ def test_kernels_do_not_read_across_bytes() -> None:
         assert near(
             attention(odd, odd, odd, "causal", engine=engine), attention(x, x, x, "causal"), "float32", times=32
         )
+
+
+@pytest.mark.parametrize("n", [1, 256])
+@pytest.mark.parametrize("kind", ["every second", "expanded", "backwards"])
+def test_kernels_read_sinks_in_any_layout(kind: str, n: int) -> None:
+    q, k = torch.randn(1, 6, n, 64), torch.randn(1, 6, 256, 64)
+    logits = torch.randn(6, 3)
+    sinks = {
+        "every second": logits[:, 1],
+        "expanded": logits[:1, 1].expand(6),
+        "backwards": logits[:, 0].numpy()[::-1],
+    }[kind]
+    dense = sinks.copy() if isinstance(sinks, np.ndarray) else sinks.clone().contiguous()
+    q, k = (x.numpy() if isinstance(sinks, np.ndarray) else x for x in (q, k))
+    for engine in ("cpu", "formula"):
+        found = attention(q, k, k, "causal", sinks=sinks, engine=engine)
+        assert near(found, attention(q, k, k, "causal", sinks=dense, engine="reference"), "float32"), engine
 
 
 def test_kernels_do_not_read_functional_tensors() -> None:

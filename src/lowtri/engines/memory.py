@@ -17,10 +17,8 @@ def _keys(*names: str) -> int:
     return keys.raw_repr()
 
 
-_ORDINARY = (
-    _keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"),
-    _keys("AutocastCPU"),
-)  # the latter of inference mode
+_IN_INFERENCE_MODE = _keys("AutocastCPU")
+_ORDINARY = (_keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), _IN_INFERENCE_MODE)
 
 
 def is_plain(x: Any) -> bool:

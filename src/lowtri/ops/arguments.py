@@ -39,9 +39,8 @@ def plain_array(name: str, x: Any, where: str = "attention") -> Any:
         raise CallError(f"{where}: {trouble}")
     if isinstance(x, np.ndarray):  # a file's memory is memory
         return plain_array(name, np.asarray(x), where)
-    return (
-        x.clone() if is_tensor(x) and x._is_zerotensor() else x
-    )  # torch's own kernels read what a tensor of zeros lacks
+    # Zeros that lie nowhere are written out: some of torch's own kernels read the memory that such a tensor does not have.
+    return x.clone() if is_tensor(x) and x._is_zerotensor() else x
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
@@ -98,7 +97,7 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
     if is_fake(x) != is_fake(q):
         mode = getattr(x if is_fake(x) else q, "fake_mode", None)
-        if not getattr(mode, "allow_non_fake_inputs", False):
+        if mode is not None and not mode.allow_non_fake_inputs:
             raise CallError(
                 f"attention: q is a {type(q).__name__} and {name} a {type(x).__name__}. Fix: pass all of one kind."
             )
@@ -138,8 +137,8 @@ def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...])
     return bias
 
 
-def check_sinks(sinks: Any, q: Any, heads: int) -> None:
-    """A logit for each query head."""
+def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
+    """A logit for each query head, side by side in memory, where kernels read them."""
     _check_kind("sinks", sinks, q)
     kind = _dtype(sinks)
     if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
@@ -147,6 +146,7 @@ def check_sinks(sinks: Any, q: Any, heads: int) -> None:
             f"attention: sinks is {kind} {tuple(sinks.shape)}, but it holds one logit for each query head: "
             f"floats, ({heads},)."
         )
+    return np.ascontiguousarray(sinks) if isinstance(sinks, np.ndarray) else sinks.contiguous()
 
 
 def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:

@@ -173,8 +173,7 @@ def describe(
     if bias is not None:
         bias = check_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
     if sinks is not None:
-        sinks = plain_array("sinks", sinks)
-        check_sinks(sinks, q, heads)
+        sinks = check_sinks(plain_array("sinks", sinks), q, heads)
     check_numbers(scale, softcap, dropout)
     given = q_positions is not None or k_positions is not None
     keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
@@ -195,6 +194,7 @@ def describe(
             )
         by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
         mask = by_order if mask == full() else mask & by_order
+        given = nq > nk  # no other call takes these places unless they are given
     return Call(
         q=q,
         k=k,
