@@ -176,7 +176,7 @@ REFUSED = {
     "ragged positions": (
         (X, X, X),
         {"q_positions": [[0, 1], [0]]},
-        r"q_positions is object \(\), but it holds whole numbers",
+        "q_positions is no array, but it holds whole numbers",
     ),
     "one position": ((X, X, X), {"q_positions": 3}, r"q_positions is int64 \(\), but it holds whole numbers"),
 }
@@ -209,6 +209,20 @@ MASKS_REFUSED = {
         np.zeros((5, 5)),
         r"mask: a bare ndarray of floats came\. Fix: numbers to add to the scores belong in bias=",
     ),
+    "floats of 0 and 1": (
+        torch.tril(torch.ones(5, 5)),
+        r"a bare Tensor of zeros and ones came\. Added to scores these would hide nothing\.\n"
+        r"Fix: lowtri\.table\(m != 0\) if 1 = may see, lowtri\.hidden\(m != 0\) if 1 = hidden\.$",
+    ),
+    "bfloat16 of 0 and 1": (torch.eye(5).bfloat16(), r"of zeros and ones came.*\n.*lowtri\.table\(m != 0\)"),
+    "floats of 0 and -inf": (
+        np.triu(np.full((5, 5), -np.inf), 1),
+        r"a bare ndarray of 0 and -inf came, which hides where it is added to scores\.\n"
+        r'Fix: lowtri\.table\(m == 0\) as the mask, or bias=m with the mask "full"\.$',
+    ),
+    "floats of 0 and -1e9": (np.triu(np.full((5, 5), -1e9), 1), r"of 0 and -1e\+09 came.*\n.*lowtri\.table\(m == 0\)"),
+    "other floats": (np.tri(5) - 0.5, "of floats came. Fix: numbers to add to the scores belong in bias="),
+    "whole numbers of 0 and 1": (np.tri(5, dtype=int), r"write lowtri\.table\(m != 0\) if True = may see"),
     "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: a bare Tensor of floats came"),
     "a list": ([[True]], r"mask: a bare list came\. True hides"),
     "True": (True, r"mask: a bare bool came\. True hides"),
@@ -223,6 +237,22 @@ def test_masks_that_are_none(case):
         attention(X, X, X, mask)
     with pytest.raises(MaskError, match=words):
         as_mask(mask)
+
+
+def test_the_advice_for_floats_hides_what_was_meant():
+    q = np.random.default_rng(0).normal(size=(5, 8))
+    right = attention(q, q, q, "causal")
+    flags, added = np.tri(5), np.triu(np.full((5, 5), -np.inf), 1)
+    assert np.allclose(attention(q, q, q, lowtri.table(flags != 0)), right)
+    assert np.allclose(attention(q, q, q, lowtri.hidden((1 - flags) != 0)), right)
+    assert np.allclose(attention(q, q, q, lowtri.table(added == 0)), right)
+    assert np.allclose(attention(q, q, q, "full", bias=added), right)
+
+
+def test_the_choice_begins_with_what_runs():
+    for engine in ("auto", "formula"):
+        choice = lowtri.which_engine(T, T, T, "causal", engine=engine)
+        assert str(choice).splitlines()[0] == f"{choice.engine} runs"
 
 
 def test_the_mask_has_no_default():

@@ -358,7 +358,7 @@ def test_appends_that_do_not_fit_are_refused():
         cache.append(token, token, [2, 3, 4])
     with pytest.raises(CallError, match=r"positions \[3, 5, 5\] go back"):
         cache.append(token, token, [3, 5, 5])
-    with pytest.raises(CallError, match="positions are float64"):
+    with pytest.raises(CallError, match="append: positions is float64"):
         cache.append(token, token, [3.0, 4.0, 5.0])
     cache.append(token, token, [3, -1, 7])  # pads anywhere, and gaps
     assert cache.length == 8

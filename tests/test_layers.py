@@ -35,7 +35,7 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "integrations",
     "cli",
 ]
-IN_MASKS = ["mask", "joins", "formulas", "held", "arguments", "atoms", "holders", "text", "packed"]
+IN_MASKS = ["mask", "joins", "formulas", "held", "arrays", "arguments", "atoms", "holders", "text", "packed"]
 IN_MASKS += ["plan", "labels", "panels", "svg", "draw"]
 
 FILES = sorted(SOURCE.rglob("*.py"))

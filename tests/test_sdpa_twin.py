@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import lowtri
@@ -226,8 +229,9 @@ REFUSED = {  # what torch refuses -> our words
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_torch_refuses_is_refused(case):
     call, words = REFUSED[case]
-    with pytest.raises(CallError, match=words):
+    with pytest.raises(CallError, match=words) as caught:
         call(ours)
+    assert isinstance(caught.value, RuntimeError)
     with pytest.raises((RuntimeError, TypeError, IndexError)):
         call(torchs)
 
@@ -242,3 +246,54 @@ def test_a_mask_and_is_causal_exclude_each_other():
     """So says torch's documentation; its fused CPU kernel drops one of the two in silence."""
     with pytest.raises(CallError, match="attn_mask and is_causal exclude each other, as in torch"):
         ours(Q, K, V, attn_mask=BOOLS, is_causal=True)
+
+
+def test_in_torch_s_own_place():
+    """Put where torch's function is, before and after lowtri has loaded torch's: it never calls itself."""
+    program = """
+import torch, lowtri
+import torch.nn.functional as F
+torchs = F.scaled_dot_product_attention
+F.scaled_dot_product_attention = lowtri.scaled_dot_product_attention
+q = torch.randn(1, 2, 9, 8)
+assert torch.allclose(F.scaled_dot_product_attention(q, q, q, is_causal=True), torchs(q, q, q, is_causal=True), atol=1e-5)
+layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).train()
+layer(q[0]).sum().backward()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "mask", [None, "causal", BOOLS[:, :5], torch.randn(5, 5)], ids=["none", "causal", "bools", "numbers"]
+)
+def test_a_head_size_of_0(mask):
+    """Each score is an empty sum, 0."""
+    q, v = Q[..., :0], torch.randn(2, 3, 5, 4)
+    kwargs = {"is_causal": True} if isinstance(mask, str) else {"attn_mask": mask}
+    compare(q, q, v, **kwargs)
+    compare(q, q, v, scale=0.5, **kwargs)
+    arrays = [None if x is None or isinstance(x, str) else x.numpy() for x in (q, q, v, mask)]
+    found = ours(*arrays, is_causal=isinstance(mask, str))
+    assert near(found, ours(q, q, v, **kwargs), "float32")
+    with pytest.raises(CallError, match="differ in head size D"):
+        ours(Q, q, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_once_for_all_lengths():
+    """No size of a dynamic program is looked into, but for what broadcasting and grouping ask."""
+    for kwargs in ({}, {"is_causal": True}, {"enable_gqa": True}, {"attn_mask": True}, {"scale": 0.3}):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+
+        def step(q, k, v, kwargs=kwargs):
+            chosen = dict(kwargs)
+            if "attn_mask" in chosen:
+                chosen["attn_mask"] = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            return ours(q, k, v, **chosen)
+
+        program = torch.compile(step, backend=counter, dynamic=True, fullgraph=True)
+        for b, nq, nk in ((3, 9, 10), (5, 11, 13), (7, 17, 19)):  # equal sizes would share a symbol
+            q, k, v = draw((b, 4), nq, nk, kv_front=(b, 2) if "enable_gqa" in kwargs else None)
+            assert near(program(q, k, v), step(q, k, v), "float32"), kwargs
+        assert counter.frame_count == 1, kwargs

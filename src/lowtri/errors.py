@@ -2,7 +2,7 @@
 
     LowtriError
     ├── MaskError        a mask that cannot be built, read, combined or used      (also a ValueError)
-    ├── CallError        arguments of a call that do not fit together             (also a ValueError)
+    ├── CallError        arguments of a call that do not fit together             (also a ValueError and a RuntimeError)
     ├── EngineError      an engine asked for by name cannot run the call          (also a RuntimeError)
     ├── DataError        a file, folder or text that cannot be used               (also a ValueError)
     ├── LeakError        an audit found a position that sees what it must not     (also an AssertionError)
@@ -26,8 +26,8 @@ class MaskError(LowtriError, ValueError):
     """A mask that cannot be built, read, combined or used."""
 
 
-class CallError(LowtriError, ValueError):
-    """Arguments of a call that do not fit together."""
+class CallError(LowtriError, ValueError, RuntimeError):
+    """Arguments of a call that do not fit together. A RuntimeError as well, which is what torch's functions raise for them."""
 
 
 class EngineError(LowtriError, RuntimeError):

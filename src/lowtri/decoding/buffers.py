@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.book import Slots
-from lowtri.errors import CallError
+from lowtri.masks.arrays import positions_in_numpy
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,5 @@ def describe(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
-def places(positions: Any) -> NDArray[np.int64]:
-    if hasattr(positions, "detach"):
-        positions = positions.detach().cpu().numpy()
-    array = np.asarray(positions)
-    if array.size and array.dtype.kind not in "iu":
-        raise CallError(f"positions are {array.dtype} {array.shape}, but places are whole numbers.")
-    return array.astype(np.int64, copy=False)
+def places(positions: Any, name: str = "append: positions") -> NDArray[np.int64]:
+    return positions_in_numpy(name, positions, "(N,) or (B, N)")

@@ -17,6 +17,8 @@ from lowtri.decoding.book import Book
 from lowtri.decoding.buffers import Layer, describe, places
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.arrays import is_tensor
+from lowtri.ops.arguments import plain_array
 
 __all__ = ["KVCache"]
 
@@ -119,6 +121,7 @@ class KVCache:
         Raises:
             CallError: if shapes, dtypes, positions or the order of layers do not fit.
         """
+        k, v = plain_array("k", k, "append"), plain_array("v", v, "append")
         entry = self._layers.get(layer)
         if entry is None:
             entry = self._join(k, v, layer)
@@ -159,7 +162,7 @@ class KVCache:
         Raises:
             CallError: if a row is not there, or would change its mask.
         """
-        rows = places(index)
+        rows = places(index, "reorder: index")
         size = self._rows()
         if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
             raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
@@ -189,7 +192,7 @@ class KVCache:
         Raises:
             CallError: if ``n`` is negative, or lies before what was dropped.
         """
-        back = np.atleast_1d(places(n))
+        back = np.atleast_1d(places(n, "crop: n"))
         if back.ndim != 1 or len(back) not in (1, self._rows()) or np.any(back < 0):
             raise CallError(
                 f"crop: n is {back.tolist()}; it is the place of the next token, at least 0, "
@@ -240,6 +243,9 @@ class KVCache:
 
     def _join(self, k: Any, v: Any, layer: int) -> Layer:
         """A layer that appends for the first time."""
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, np.ndarray) and not is_tensor(x):
+                raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
         if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
             raise CallError(
                 f"append: keys {describe(k)} and values {describe(v)} do not fit: "

@@ -11,6 +11,7 @@ from lowtri.decoding.models import Asker, asker, context_of
 from lowtri.decoding.pieces import Pieces, encode, own_stop, stop_ids
 from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
+from lowtri.masks.arrays import in_numpy, is_tensor
 
 __all__ = ["generate"]
 
@@ -120,8 +121,10 @@ def _texts(prompt: Any) -> tuple[list[str] | None, bool]:
 
 def _ids(prompt: Any) -> tuple[list[list[int]], bool]:
     """The prompt as rows of ids, and whether it was one alone."""
-    if hasattr(prompt, "detach"):
-        prompt = prompt.detach().cpu().numpy()
+    if is_tensor(prompt):
+        prompt = in_numpy("the prompt", prompt)
+        if isinstance(prompt, str):
+            raise CallError(f"generate: {prompt}; expected ids (N,), several of them, or text.")
     single = not (len(prompt) and np.ndim(prompt[0])) if isinstance(prompt, list | tuple) else np.ndim(prompt) == 1
     try:
         rows = [np.asarray(row) for row in ([prompt] if single else prompt)]

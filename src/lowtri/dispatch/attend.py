@@ -7,10 +7,11 @@ from typing import Any
 
 from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
+from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Inputs, Result, describe
 
-__all__ = ["attention", "which_engine"]
+__all__ = ["attention", "is_traced", "which_engine"]
 
 
 def attention(
@@ -85,7 +86,7 @@ def attention(
         "return_lse": return_lse,
         "engine": engine,
     }
-    if _is_traced():
+    if is_traced():
         from lowtri.dispatch.programs import traced
 
         return traced(q, k, v, mask, **options)
@@ -116,7 +117,7 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     return weigh(call, engine)
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether this call is being written into a program, by torch.compile or torch.export, and not run."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
@@ -126,6 +127,8 @@ def _autocast_device(q: Any) -> str | None:
     """The kind of q's device, where torch.autocast is on for it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
+        return None
+    if type(q) is not torch.Tensor and why_not_plain("q", q):  # refused when the call is checked
         return None
     if q.is_cpu:  # asked before each token of each layer
         return "cpu" if torch.is_autocast_enabled("cpu") else None

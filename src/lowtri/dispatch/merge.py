@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import CallError
+from lowtri.ops.arguments import plain_array
 
 __all__ = ["merge"]
 
@@ -34,6 +35,10 @@ def merge(outputs: Any, lses: Any) -> Any:
         raise CallError(
             f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."
         )
+    outputs, lses = (
+        [plain_array("an output", x, "merge") for x in outputs],
+        [plain_array("an lse", x, "merge") for x in lses],
+    )
     whole = outputs + lses
     if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
         kinds = sorted({type(x).__name__ for x in whole})

@@ -21,11 +21,12 @@ from torch import Tensor
 from lowtri.backends.base import KnowsGradients
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
-from lowtri.errors import MaskError
+from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.packed import pack, unpack
 from lowtri.masks.text import as_mask
 from lowtri.ops.call import Inputs
+from lowtri.ops.diagonal import is_causal_bias
 
 __all__ = ["traced"]
 
@@ -40,6 +41,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
 
     Weights, dropout and masks with a Python formula (``where``) are left to a graph break.
     """
+    if is_causal_bias(mask) or is_causal_bias(options["bias"]):
+        raise CallError('attention: a CausalBias has no numbers that a program could hold. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])

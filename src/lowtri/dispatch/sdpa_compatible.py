@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.dispatch.attend import attention
+from lowtri.dispatch.attend import attention, is_traced
 from lowtri.errors import CallError
 from lowtri.masks.atoms import causal, full
 from lowtri.masks.holders import table
 from lowtri.masks.mask import Mask
+from lowtri.ops.arguments import plain_array
+from lowtri.ops.diagonal import ahead, is_causal_bias
 
 __all__ = ["scaled_dot_product_attention"]
+
+_NAME = "scaled_dot_product_attention"
 
 
 def scaled_dot_product_attention(
@@ -35,7 +39,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The dimensions in front broadcast.
-        attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S).
+        attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
+            ``causal_upper_left`` or ``causal_lower_right``.
         dropout_p: the probability with which a weight is dropped, whether or not a module trains.
         is_causal: query i sees keys 0 .. i: aligned at the top left, also where L and S differ.
         scale: factor on the scores; 1 / sqrt(E) by default.
@@ -45,31 +50,31 @@ def scaled_dot_product_attention(
         (..., L, Ev), an array of query's kind and dtype. One difference: a query that sees nothing gives 0 on every device.
 
     Raises:
-        CallError: where torch raises too.
+        CallError: where torch raises, too; it is a RuntimeError as torch's own.
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
     if attn_mask is not None and is_causal:
         raise _error("attn_mask and is_causal exclude each other, as in torch.")
-    arrays = {"query": query, "key": key, "value": value}
-    for name, x in arrays.items():
+    if not is_traced():
+        query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if not hasattr(x, "dtype") or x.ndim < 2:
             came = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
             raise _error(
                 f"{name} is {came}, but it takes an array or a tensor of at least two dimensions, (..., N, E)."
             )
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
     q, k, v = (x[None] if x.ndim == 2 and not enable_gqa else x for x in (query, key, value))
     if min(q.ndim, k.ndim, v.ndim) < 3:
-        raise _error(f"enable_gqa=True, but where are the heads? {shapes}. Fix: (..., H, N, E).")
+        raise _error(f"enable_gqa=True, but where are the heads? {_shapes(query, key, value)}. Fix: (..., H, N, E).")
     heads = [x.shape[-3] for x in (q, k, v)]
     if not enable_gqa and any(n not in (1, max(heads)) for n in heads):
+        shapes = _shapes(query, key, value)
         raise _error(f"the heads do not broadcast: {shapes}. Fix: enable_gqa=True if key/value heads are shared.")
     most = heads[0] if enable_gqa else 0 if 0 in heads else max(heads)
-    try:
-        batch = np.broadcast_shapes(*(tuple(x.shape[:-3]) for x in (q, k, v)))
-    except ValueError:
-        raise _error(f"the dimensions in front do not broadcast: {shapes}.") from None
+    batch = _broadcast(*(tuple(x.shape[:-3]) for x in (q, k, v)))
+    if batch is None:
+        raise _error(f"the dimensions in front do not broadcast: {_shapes(query, key, value)}.")
     (nq, nk), rows = (q.shape[-2], k.shape[-2]), math.prod(batch)
     # One head that serves all is a group; only unequal ones must be spread out.
     shared = heads[1:] if enable_gqa or heads[1:] == [1, 1] else [most, most]
@@ -78,8 +83,14 @@ def scaled_dot_product_attention(
         for x, n in zip((q, k, v), (most, *shared), strict=True)
     )
     lead = (*batch, most) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
-    mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
+    if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
+        q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
     places = np.arange(nq) if is_causal and nq != nk else None  # index is place: what torch means by is_causal
+    if is_causal_bias(attn_mask):
+        mask, bias = causal(), None
+        places = np.arange(nq) + ahead(f"{_NAME}: attn_mask", attn_mask, nq, nk)
+    else:
+        mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
     output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=places)
     return output.reshape(*lead, nq, value.shape[-1])
 
@@ -88,6 +99,8 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     """torch's mask as a mask of ours and a bias (B|1, H|1, L|1, S|1).  shape: (..., H, L, S)."""
     if attn_mask is None:
         return (causal() if is_causal else full()), None
+    if not is_traced():
+        attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if not hasattr(attn_mask, "dtype"):
         raise _error(f"attn_mask is {type(attn_mask).__name__}, but it takes an array or a tensor.")
     kind, came = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
@@ -108,9 +121,36 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     return table(wide[0, 0] if wide.shape[:2] == (1, 1) else wide), None
 
 
+def _broadcast(*fronts: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The one size of all dimensions in front, as np.broadcast_shapes, which knows no sizes that a compiler leaves open."""
+    longest = max(len(front) for front in fronts)
+    out = []
+    for sizes in zip(*((1,) * (longest - len(front)) + front for front in fronts), strict=True):
+        size = 1
+        for n in sizes:
+            if n != 1 and size not in (1, n):
+                return None
+            size = size if n == 1 else n
+        out.append(size)
+    return tuple(out)
+
+
+def _of_zeros(x: Any) -> Any:
+    """(..., 0) to (..., 1), which still carries the gradient of x."""
+    if isinstance(x, np.ndarray):
+        return np.zeros((*x.shape[:-1], 1), x.dtype)
+    import torch
+
+    return torch.nn.functional.pad(x, (0, 1))
+
+
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     return np.broadcast_to(x, shape) if isinstance(x, np.ndarray) else x.expand(shape)
 
 
+def _shapes(query: Any, key: Any, value: Any) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
 def _error(text: str) -> CallError:
-    return CallError(f"scaled_dot_product_attention: {text}")
+    return CallError(f"{_NAME}: {text}")

@@ -56,7 +56,7 @@ def signature(
 
 
 def _of_numpy(*arrays: Any) -> Hashable | None:
-    if any(x is not None and type(x) is not np.ndarray for x in arrays):
+    if any(x is not None and (type(x) is not np.ndarray or not x.flags.aligned) for x in arrays):
         return None
     return thread_count(is_numpy=True), *(None if x is None else (x.shape, x.strides, x.dtype) for x in arrays)
 

@@ -6,14 +6,10 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-from lowtri.ops.guards import active_mode
+from lowtri.ops.guards import active_mode, is_plain
 
 __all__ = ["of_tensors"]
-
-_strided = torch.strided
 
 
 def of_tensors(*tensors: Any) -> Hashable | None:
@@ -25,10 +21,7 @@ def of_tensors(*tensors: Any) -> Hashable | None:
         if x is None:
             parts.append(None)
             continue
-        kind = type(x)
-        if not ((kind is Tensor or kind is Parameter) and x.is_cpu and x.layout is _strided) or x.is_nested:
-            return None
-        if x.is_neg() or x._is_zerotensor():
+        if not is_plain(x):
             return None
         parts += (x.shape, x.stride(), x.dtype, x.requires_grad)
     return tuple(parts)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
+from lowtri.masks.arrays import in_numpy
+from lowtri.ops.arguments import plain_array
 
 __all__ = ["Inside", "given_scores", "look_inside", "three_arrays"]
 
@@ -204,9 +206,10 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
 
 def _array(x: Any) -> Floats:
     """A NumPy array, a tensor or nested lists as float64."""
-    if hasattr(x, "detach"):
-        x = x.detach().cpu().double().numpy()
-    return np.asarray(x, dtype=np.float64)
+    found = in_numpy("an array", plain_array("an array", x, "explain"))
+    if isinstance(found, str):
+        raise CallError(f"explain: {found}, but it takes numbers.")
+    return np.asarray(found, dtype=np.float64)
 
 
 def _row(arrays: dict[str, Any], dims: int, batch: int | None) -> tuple[list[Any], int]:

@@ -23,7 +23,7 @@ from lowtri.errors import CallError
 from lowtri.integrations.onnx_arrays import behind, cast, heads_apart, hide, scores_of, work_dtype
 from lowtri.integrations.onnx_places import band_of, bools_and_bias, places_of, whole
 from lowtri.masks import END
-from lowtri.ops.call import dtype_name
+from lowtri.ops.arguments import dtype_name, plain_array
 
 __all__ = ["Outputs", "attention"]
 
@@ -98,7 +98,9 @@ def attention(
 
     Source: the ONNX operator schemas, Attention, versions 23, 24 and 25, with the errata of ONNX 1.23.
     """
-    _check_inputs(Q=Q, K=K, V=V, attn_mask=attn_mask, past_key=past_key, past_value=past_value)
+    Q, K, V, attn_mask, past_key, past_value = _checked_inputs(
+        Q=Q, K=K, V=V, attn_mask=attn_mask, past_key=past_key, past_value=past_value
+    )
     _check_flags(is_causal=is_causal, return_qk_matmul=return_qk_matmul)
     _check_numbers(scale=scale, softcap=softcap)
     _check_whole(
@@ -137,8 +139,9 @@ def attention(
 # What comes in.
 
 
-def _check_inputs(**inputs: Any) -> None:
+def _checked_inputs(**inputs: Any) -> list[Any]:
     """Arrays of one library, in the standard's two types: that of Q, K and past_key, and that of V and past_value."""
+    inputs = {name: plain_array(name, x, "onnx.attention") for name, x in inputs.items()}
     came = {name: x for name, x in inputs.items() if x is not None or name in ("Q", "K", "V")}
     kinds = {type(x).__module__.split(".")[0] for x in came.values()}
     if len(kinds) > 1 or not kinds <= {"numpy", "torch"} or not all(hasattr(x, "ndim") for x in came.values()):
@@ -153,6 +156,7 @@ def _check_inputs(**inputs: Any) -> None:
             raise CallError(
                 f"onnx.attention: {name} is {types[name]} and {like} is {types[like]}. Fix: cast them to one dtype."
             )
+    return list(inputs.values())
 
 
 def _check_flags(**flags: Any) -> None:

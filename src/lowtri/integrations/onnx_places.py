@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import END, Mask, band, causal, full, table
+from lowtri.masks.arrays import in_numpy
 
 __all__ = ["Places", "band_of", "bools_and_bias", "places_of", "whole"]
 
@@ -62,10 +63,9 @@ def places_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Places:
     keys = np.arange(nk)[None]
     if nonpad is None:
         return Places(mask, past + np.arange(nq)[None], keys)
-    try:
-        lengths = np.asarray(nonpad.detach().cpu() if hasattr(nonpad, "detach") else nonpad)
-    except ValueError:  # rows of different lengths
-        lengths = np.asarray(nonpad, object)
+    lengths = in_numpy("nonpad_kv_seqlen", nonpad)
+    if isinstance(lengths, str):
+        raise CallError(f"onnx.attention: {lengths}, but it counts the real keys of each row: ({rows},) whole numbers.")
     if lengths.shape != (rows,) or lengths.dtype.kind not in "iu" or np.any((lengths < 0) | (lengths > nk)):
         raise CallError(
             f"onnx.attention: nonpad_kv_seqlen is {lengths.dtype} {lengths.tolist()}, but it counts the real keys of each "

@@ -20,6 +20,7 @@ from lowtri.masks.atoms import causal, full
 from lowtri.masks.held import Held, Keys
 from lowtri.masks.holders import table
 from lowtri.masks.mask import Mask
+from lowtri.ops.arguments import plain_array
 
 __all__ = ["Given", "fitting", "given", "least"]
 
@@ -55,6 +56,7 @@ def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
         if (mask.seen.nq, mask.seen.nk) == (nq, nk):
             return Given(mask.seen, None)
         mask = mask.written()
+    mask = plain_array("attention_mask", mask, "transformers")
     shape = fitting(mask, nq, nk)
     key = (mask._version, nq, nk, dtype)
     known = _read.get(mask)

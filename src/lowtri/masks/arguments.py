@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
+from lowtri.masks.arrays import in_numpy
 from lowtri.masks.held import is_traced
 from lowtri.masks.mask import END
 
@@ -27,11 +28,15 @@ def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> N
     """Integers of one of these ranks, from lists, arrays or tensors."""
     if is_traced(value):
         return _traced(mask, name, value, ranks)
-    array = _array(value)
+    array = in_numpy(name, value)
+    if isinstance(array, str):
+        raise MaskError(f"{mask}: {array}, but it takes integers of shape {_shapes(ranks)}.")
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype.kind not in "iu" or array.ndim not in ranks:
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
+    if array.max() > END:  # asked before the cast, where uint64 would turn negative
+        raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most END (2**62) is taken.")
     return array.astype(np.int64)
 
 
@@ -39,23 +44,15 @@ def bool_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDAr
     """Bools of one of these ranks. Numbers are refused: nobody can say which way round they are."""
     if is_traced(value):
         return _traced(mask, name, value, ranks)
-    array = _array(value)
+    array = in_numpy(name, value)
+    if isinstance(array, str):
+        raise MaskError(f"{mask}: {array}, but it takes bools of shape {_shapes(ranks)}.")
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype != bool or array.ndim not in ranks:
         fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
     return array
-
-
-def _array(value: Any) -> NDArray[Any]:
-    """NumPy's view of lists, arrays and torch tensors (on any device)."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    try:
-        return np.asarray(value)
-    except ValueError:  # rows of different lengths
-        return np.asarray(None)
 
 
 def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:

@@ -118,6 +118,7 @@ class Mask:
         """
         if self.batch:
             return self._each(lambda one: one(q, k))
+        q, k = (_in_int64(x) if isinstance(x, np.ndarray | np.generic) and x.dtype != np.int64 else x for x in (q, k))
         seen = self._sees(q, k) & (q >= 0) & (k >= 0)
         return bool(seen) if type(q) is int and type(k) is int else seen
 
@@ -344,9 +345,20 @@ def _door(edge: Any) -> NDArray[np.int64]:
     """One edge of a rectangle as int64; here, and only here, infinity is accepted and becomes END."""
     array = np.asarray(edge)
     if array.dtype.kind == "f":
-        array = np.where(np.isposinf(array), END, array)
+        array = np.where(array >= END, END, array)
         if not np.all(array == np.floor(array)):
             raise MaskError(f"tile: an edge is {edge}, but positions are whole numbers (or inf).")
     elif array.dtype.kind not in "iu":
         raise MaskError(f"tile: an edge is {edge!r}, but positions are whole numbers (or inf).")
+    if array.dtype.itemsize == 8:  # asked in its own dtype: cast first, uint64 would turn negative
+        array = np.minimum(array, array.dtype.type(END))
     return array.astype(np.int64)
+
+
+def _in_int64(positions: Any) -> Any:
+    """Whole numbers of any dtype as int64: unsigned and narrow ones would wrap in the formulas' arithmetic."""
+    if positions.dtype.kind not in "iu":
+        return positions
+    if positions.dtype.itemsize == 8 and np.any(positions > END):
+        raise MaskError(f"a position is {np.max(positions)}, but positions lie below END (2**62).")
+    return positions.astype(np.int64)

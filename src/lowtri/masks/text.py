@@ -13,7 +13,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from lowtri.errors import MaskError
+from lowtri.masks.arrays import in_numpy
 from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
 from lowtri.masks.holders import documents, heads, keys
 from lowtri.masks.mask import Mask
@@ -118,15 +121,33 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
         return mask(value)
     if value is None:
         raise MaskError(f"{name}: who may see whom is always said. Fix: lowtri.full() if everybody may see everybody.")
-    kind = str(getattr(value, "dtype", ""))
+    kind, came = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
     if "float" in kind:
-        raise MaskError(
-            f"{name}: a bare {type(value).__name__} of floats came. Fix: numbers to add to the scores belong in bias=."
-        )
+        raise MaskError(_of_floats(came, value))
+    m = "m" if "bool" in kind or not kind else "m != 0"
     raise MaskError(
-        f"{name}: a bare {type(value).__name__} came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
-        "write lowtri.table(m) if True = may see, lowtri.hidden(m) if True = hidden."
+        f"{came} came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
+        f"write lowtri.table({m}) if True = may see, lowtri.hidden({m}) if True = hidden."
     )
+
+
+def _of_floats(came: str, value: Any) -> str:
+    """What a table of floats means is read from its numbers: flags, what hides when it is added, or anything else."""
+    if type(value).__name__ == "CausalBias":
+        return f'{came} came. Fix: the mask "causal".'
+    numbers = "m" if _is_traced() else in_numpy("m", value)
+    if not isinstance(numbers, str) and numbers.any():
+        if np.isin(numbers, (0, 1)).all():
+            return (
+                f"{came} of zeros and ones came. Added to scores these would hide nothing.\n"
+                "Fix: lowtri.table(m != 0) if 1 = may see, lowtri.hidden(m != 0) if 1 = hidden."
+            )
+        if ((numbers == 0) | (numbers <= -1000)).all():
+            return (
+                f"{came} of 0 and {numbers.min():g} came, which hides where it is added to scores.\n"
+                'Fix: lowtri.table(m == 0) as the mask, or bias=m with the mask "full".'
+            )
+    return f"{came} of floats came. Fix: numbers to add to the scores belong in bias=."
 
 
 def _read(node: ast.expr, depth: int) -> Mask:

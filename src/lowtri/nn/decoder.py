@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.config import DecoderConfig
 from lowtri.nn.fixed import Fixed
 from lowtri.nn.multi_head import MultiHeadAttention
@@ -103,7 +104,9 @@ class Decoder(nn.Module):
                 f"Decoder: mask {as_mask(mask)!r} came with a state that drops keys by {state.mask!r}.\n"
                 "Fix: start(batch_size, mask=...), and no mask here."
             )
-        places = _places(positions) if positions is not None else None
+        places = None
+        if positions is not None:
+            places = positions_in_numpy("Decoder: positions", positions, "(N,) or (B, N)")
         if places is None and state is not None:
             places = state.next_positions(ids.shape[1])
         self._check_context(ids.shape[1], places)
@@ -232,10 +235,3 @@ def embedded(ids: Tensor, table: nn.Embedding) -> Tensor:
             f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
             f"0 .. {table.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
         ) from None
-
-
-def _places(positions: Any) -> NDArray[np.int64]:
-    """Positions as NumPy, once for all layers."""
-    if isinstance(positions, Tensor):
-        positions = positions.detach().cpu().numpy()
-    return np.asarray(positions)

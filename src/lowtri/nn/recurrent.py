@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.fixed import Fixed
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
@@ -217,9 +218,7 @@ def _where(rows: NDArray[np.bool_], yes: Tensor, no: Tensor) -> Tensor:
 
 
 def _places(positions: Any, batch: int, n: int) -> NDArray[np.int64]:
-    if isinstance(positions, Tensor):
-        positions = positions.detach().cpu().numpy()
-    return np.broadcast_to(np.asarray(positions), (batch, n))
+    return np.broadcast_to(positions_in_numpy("RecurrentLM: positions", positions, "(N,) or (B, N)"), (batch, n))
 
 
 def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
+from lowtri.masks.arrays import positions_in_numpy, why_not_plain
 
 __all__ = ["RopeScaling", "apply_rotary", "from_pairs", "rotary_speeds", "rotary_tables"]
 
@@ -111,6 +112,11 @@ def rotary_tables(
     """
     if size < 2 or size % 2:
         raise CallError(f"rotary: the head size is {size}, but entries turn in pairs. Fix: an even head size.")
+    if not torch.compiler.is_compiling():
+        if trouble := why_not_plain("positions", positions):
+            raise CallError(f"rotary: {trouble}")
+        if not isinstance(positions, Tensor):
+            positions = positions_in_numpy("rotary: positions", positions, "(N,) or (B, N)")
     places = torch.as_tensor(np.asarray(positions) if isinstance(positions, list | tuple) else positions)
     if places.ndim not in (1, 2) or places.is_floating_point():
         raise CallError(

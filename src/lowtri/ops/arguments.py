@@ -6,7 +6,6 @@ Many calls take microseconds, so that what fits passes with few comparisons; wor
 from __future__ import annotations
 
 import math
-import sys
 from functools import cache
 from typing import Any
 
@@ -14,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
+from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
 from lowtri.masks.mask import Mask
 
 __all__ = [
+    "bias_in_four",
     "check_arrays",
     "check_batch",
     "check_bias",
@@ -24,14 +25,29 @@ __all__ = [
     "check_positions",
     "check_sinks",
     "dtype_name",
+    "packed",
+    "plain_array",
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+def plain_array(name: str, x: Any, where: str = "attention") -> Any:
+    """An array or tensor whose memory holds its numbers, as it is; NumPy's views across the bytes of numbers are copied."""
+    if type(x) is np.ndarray:
+        return x if x.flags.aligned else x.copy()
+    trouble = why_not_plain(name, x)
+    if trouble is not None:
+        raise CallError(f"{where}: {trouble}")
+    if isinstance(x, np.ndarray):  # a file's memory is memory
+        return plain_array(name, np.asarray(x), where)
+    # Zeros that lie nowhere are written out: some of torch's own kernels read the memory that such a tensor does not have.
+    return x.clone() if is_tensor(x) and x._is_zerotensor() else x
+
+
 def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     """The rank of q, k and v, which they have in common, and the dimensions before (H, N, D)."""
-    if not isinstance(q, np.ndarray) and not _is_tensor(q):
+    if not isinstance(q, np.ndarray) and not is_tensor(q):
         raise CallError(
             f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
         )
@@ -41,9 +57,6 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
     numpys = isinstance(q, np.ndarray)
-    if not numpys:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            _check_layout(name, x)
     rank = q.ndim
     if numpys and kind == "bfloat16":  # another library's type, which NumPy multiplies one number at a time
         raise CallError("attention: q is NumPy's foreign bfloat16. Fix: a torch tensor, or q.astype(np.float32).")
@@ -77,20 +90,19 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     return rank, tuple(of_q[:-3])
 
 
-def _check_layout(name: str, x: Any) -> None:
-    """A tensor of torch has a place in memory for each of its numbers."""
-    if _is_tensor(x) and (x.is_nested or x.layout is not sys.modules["torch"].strided):
-        kind, fix = ("nested", "pad it") if x.is_nested else (str(x.layout), f"{name}.to_dense()")
-        raise CallError(f"attention: {name} is a {kind} tensor, but attention takes dense ones. Fix: {fix}.")
-
-
 def _check_kind(name: str, x: Any, q: Any) -> None:
     """x is of the same library as q, and on the same device."""
     numpys = isinstance(q, np.ndarray)
-    if not (isinstance(x, np.ndarray) if numpys else type(x) is type(q) or _is_tensor(x)):
+    if not (isinstance(x, np.ndarray) if numpys else type(x) is type(q) or is_tensor(x)):
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
     if not numpys and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
+    if is_fake(x) != is_fake(q):
+        mode = getattr(x if is_fake(x) else q, "fake_mode", None)
+        if mode is not None and not mode.allow_non_fake_inputs:
+            raise CallError(
+                f"attention: q is a {type(q).__name__} and {name} a {type(x).__name__}. Fix: pass all of one kind."
+            )
 
 
 def check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
@@ -108,36 +120,45 @@ def check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
 def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
     """The bias in four dimensions that broadcast against ``shape``, (B, Hq, Nq, Nk)."""
     _check_kind("bias", bias, q)
-    _check_layout("bias", bias)
     kind = _dtype(bias)
     if kind not in _FLOATS:
         fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
         raise CallError(f"attention: bias is {kind}, but numbers are added to the scores.{fix}")
     came = tuple(bias.shape)
-    if bias.ndim > 4:  # the user's own leading dimensions become rows here as they do for q
-        front, tail = came[:-3], came[-3:]
-        fits = len(front) == len(lead) and all(n in (1, full) for n, full in zip(front, lead, strict=True))
-        if fits and math.prod(front) > 1:
-            whole = (*lead, *tail)
-            bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
-        if fits:
-            bias = bias.reshape(math.prod(bias.shape[:-3]), *tail)
-    bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
+    front = came[:-3] if len(came) > 4 else ()
+    if not front or (len(front) == len(lead) and all(n in (1, full) for n, full in zip(front, lead, strict=True))):
+        bias = bias_in_four(bias, lead)
     if bias.ndim != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
         raise CallError(f"attention: bias is {came}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}.")
     return bias
 
 
-def check_sinks(sinks: Any, q: Any, heads: int) -> None:
-    """A logit for each query head."""
+def bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
+    """A bias in four dimensions: its leading dimensions become rows as those of q do."""
+    if bias.ndim <= 4:
+        return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
+    tail = tuple(bias.shape[-3:])
+    if math.prod(bias.shape[:-3]) > 1:
+        whole = (*lead, *tail)
+        bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
+    return bias.reshape(math.prod(bias.shape[:-3]), *tail)
+
+
+def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
+    """A logit for each query head, side by side in memory, where kernels read them."""
     _check_kind("sinks", sinks, q)
-    _check_layout("sinks", sinks)
     kind = _dtype(sinks)
     if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
         raise CallError(
             f"attention: sinks is {kind} {tuple(sinks.shape)}, but it holds one logit for each query head: "
             f"floats, ({heads},)."
         )
+    return packed(sinks)
+
+
+def packed(x: Any) -> Any:
+    """The array with its numbers side by side in memory."""
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
 def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
@@ -154,20 +175,15 @@ def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
 
 def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:
     """Positions as NumPy integers, (1, N) or (B, N)."""
-    if _is_tensor(positions):
-        positions = positions.detach().cpu().numpy()
-    try:
-        array = np.asarray(positions)
-    except ValueError:  # rows of different lengths
-        array = np.asarray(None)
+    array = positions_in_numpy(f"attention: {name}", positions, f"({n},) or ({rows}, {n})")
     if array.size == 0 and n == 0:
         return np.zeros((1, 0), np.int64)
-    if array.dtype.kind not in "iu" or array.shape not in ((n,), (rows, n), (1, n)):
+    if array.shape not in ((n,), (rows, n), (1, n)):
         raise CallError(
             f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
             "the place of each in the sequence, -1 where there is no token."
         )
-    return np.atleast_2d(array).astype(np.int64, copy=False)
+    return np.atleast_2d(array)
 
 
 def _number(name: str, value: Any) -> float:
@@ -189,11 +205,5 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_tensor(x: Any) -> bool:
-    """Whether x is a torch tensor, without loading torch to find out."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
 def _kind(x: Any) -> str:
-    return "a torch tensor" if _is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__
+    return "a torch tensor" if is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.errors import CallError
+from lowtri.masks.atoms import full
 from lowtri.masks.mask import FULL, Mask, default_positions
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.text import as_mask
 from lowtri.ops.arguments import (
+    bias_in_four,
     check_arrays,
     check_batch,
     check_bias,
@@ -28,7 +31,10 @@ from lowtri.ops.arguments import (
     check_positions,
     check_sinks,
     dtype_name,
+    packed,
+    plain_array,
 )
+from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
 from lowtri.ops.threads import thread_count
 
 __all__ = ["ArrayInfo", "Call", "Inputs", "Result", "arrange", "describe", "dtype_name", "seen_keys"]
@@ -169,16 +175,21 @@ def describe(
         CallError: where they do not fit together; the message names the argument, what came, and the fix.
         MaskError: where the mask is none.
     """
+    diagonal = None  # who may see whom by order, as torch says it
+    if is_causal_bias(mask):
+        diagonal, mask = ("mask", mask), full()
+    elif is_causal_bias(bias):
+        diagonal, bias = ("bias", bias), None
     mask = as_mask(mask, "attention: mask")
+    q, k, v = plain_array("q", q), plain_array("k", k), plain_array("v", v)
     rank, lead = check_arrays(q, k, v)
     q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     check_batch(mask, rank, rows, heads)
     if bias is not None:
-        check_bias(bias, q, (rows, heads, nq, nk), lead)
-        bias = _bias_in_four(bias, lead)
+        bias = check_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
     if sinks is not None:
-        check_sinks(sinks, q, heads)
+        sinks = check_sinks(plain_array("sinks", sinks), q, heads)
     check_numbers(scale, softcap, dropout)
     given = q_positions is not None or k_positions is not None
     keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
@@ -191,9 +202,16 @@ def describe(
         queries = keys[:, start:]  # the positions of the last nq keys, be they shifted, padded or a batch of both
     else:
         queries = _counted(start, start + nq)
+    if diagonal is not None:
+        if given:
+            raise CallError(
+                f"attention: {diagonal[0]} is a CausalBias, which counts queries and keys by order, but positions came.\n"
+                'Fix: the mask "causal", which compares positions.'
+            )
+        by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
+        mask = by_order if mask == full() else mask & by_order
+        given = nq > nk  # no other call takes these places unless they are given
     is_numpy = isinstance(q, np.ndarray)
-    if not is_numpy:
-        q, k, v, bias, sinks = (x if x is None else _with_memory(x) for x in (q, k, v, bias, sinks))
     inputs = Inputs(q, k, v, bias, sinks)
     records = not is_numpy and _records_gradients()
     call = Call(
@@ -226,7 +244,8 @@ def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs
     rank, lead = call.rank, call.lead
     if rank != 4:
         q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
-    return Inputs(q, k, v, None if bias is None else _bias_in_four(bias, lead), sinks)
+    bias = None if bias is None else bias_in_four(bias, lead)
+    return Inputs(q, k, v, bias, None if sinks is None else packed(sinks))
 
 
 def _as_rows(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
@@ -234,17 +253,6 @@ def _as_rows(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
     if rank == 4:
         return x
     return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
-
-
-def _bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
-    """A checked bias in four dimensions: its leading dimensions become rows as those of q do."""
-    if bias.ndim > 4:
-        tail = tuple(bias.shape[-3:])
-        if math.prod(bias.shape[:-3]) > 1:
-            whole = (*lead, *tail)
-            bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
-        return bias.reshape(math.prod(bias.shape[:-3]), *tail)
-    return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
 
 
 def seen_keys(visible: NDArray[np.bool_]) -> slice | None:
@@ -265,11 +273,6 @@ def _info(x: Any, records: bool) -> ArrayInfo:
     if isinstance(x, np.ndarray):
         return ArrayInfo(x.shape, tuple(n // x.itemsize for n in x.strides), dtype_name(x.dtype), False)
     return ArrayInfo(tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype), records and x.requires_grad)
-
-
-def _with_memory(x: Any) -> Any:
-    """torch's zeros without memory, written down: its own attention reads memory that is not theirs."""
-    return x.new_zeros(x.shape) if x._is_zerotensor() else x
 
 
 def _opaque(inputs: Inputs) -> str | None:

@@ -1,5 +1,4 @@
-"""Whether a kernel may read a tensor's memory. Kernels bypass torch's dispatcher: lazily negated views, tensor subclasses and
-active dispatch modes are left to backends that go through it."""
+"""Whether a kernel may read a tensor's memory: kernels bypass torch's dispatcher, so it must have nothing to do on the way."""
 
 from __future__ import annotations
 
@@ -11,16 +10,25 @@ from torch.autograd import forward_ad
 __all__ = ["active_mode", "is_plain"]
 
 
+def _keys(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in names:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+_IN_INFERENCE_MODE = _keys("AutocastCPU")
+_ORDINARY = (_keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), _IN_INFERENCE_MODE)
+
+
 def is_plain(x: Any) -> bool:
-    """Whether the numbers of a tensor lie in the CPU's memory as they are: not negated on reading, nor zeros without memory."""
-    return bool(
-        (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
-        and x.is_cpu
-        and x.layout is torch.strided
-        and not x.is_nested
-        and not x.is_neg()
-        and not x._is_zerotensor()
-    )
+    """Whether the numbers of a tensor lie in the CPU's memory as they are.
+
+    The dispatcher's keys of a tensor name all that would happen on the way: another device or layout, negated views, zeros that
+    lie nowhere, wrappers of torch.func. So a tensor whose keys are those of an ordinary one is an ordinary one.
+    """
+    ordinary = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return ordinary and torch._C._dispatch_keys(x).raw_repr() in _ORDINARY
 
 
 def active_mode() -> str | None:
