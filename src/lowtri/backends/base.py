@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lowtri.ops.call import Call, Inputs, Result
 
-__all__ = ["Backend", "KnowsGradients", "Prepared"]
+__all__ = ["Backend", "Differentiates", "Prepared", "Selective"]
 
 
 class Prepared(Protocol):
@@ -25,19 +25,32 @@ class Prepared(Protocol):
         """Memory that is kept between runs."""
         ...
 
-    @property
-    def may_spread(self) -> bool:
-        """Whether a NaN or inf that is hidden from some queries may reach their output, which is then not finite."""
+    def run(self, inputs: Inputs) -> Result:
+        """The result; differentiable by torch unless the prepared call :class:`Differentiates`."""
         ...
-
-    def run(self, inputs: Inputs) -> Result: ...
 
 
 @runtime_checkable
-class KnowsGradients(Prepared, Protocol):
-    """A prepared call that computes gradients from a known output and log-sum-exp, without running forward again."""
+class Differentiates(Prepared, Protocol):
+    """A prepared call that computes first gradients itself, where torch cannot look inside."""
 
-    def gradients(self, inputs: Inputs, output: Any, lse: Any, d_output: Any, d_lse: Any) -> Inputs: ...
+    from_output: bool  # the gradients need the output and log-sum-exp, and nothing else of what ran
+    formula_dtype: str | None  # in which the formula computes further derivatives; None: that of the inputs
+
+    def record(self, inputs: Inputs) -> tuple[Result, Any]:
+        """The result, and what else the gradients need."""
+        ...
+
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+        """The gradients of the inputs, None where none is wanted; ``recorded`` is None where ``record`` ran elsewhere."""
+        ...
+
+
+@runtime_checkable
+class Selective(Prepared, Protocol):
+    """A prepared call that keeps to the mask for ordinary numbers only: ``engine="auto"`` asks it to look at them."""
+
+    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool: ...
 
 
 class Backend(Protocol):

@@ -1,19 +1,17 @@
-"""The backend ``reference``: the definition in NumPy float64, for NumPy arrays and torch tensors, with gradients."""
+"""The backend ``reference``: the definition in NumPy float64, for NumPy arrays and torch tensors, with gradients.
+
+Gradients of gradients are those of the formula in float64.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lowtri.errors import EngineError
 from lowtri.ops.call import Call, Inputs, Result
-from lowtri.ops.reference import Steps, attend, gradients
-
-if TYPE_CHECKING:
-    import torch
+from lowtri.ops.reference import attend, gradients
 
 __all__ = ["cost", "name", "prepare", "supports"]
 
@@ -21,8 +19,8 @@ name = "reference"
 
 
 def supports(call: Call) -> str | None:
-    """The definition runs everything that has one answer."""
-    return "dropout draws at random, and the definition does not" if call.dropout else None
+    """What has more than one answer, and what torch does not let NumPy read."""
+    return "dropout draws at random, and the definition does not" if call.dropout else call.transformation
 
 
 def cost(call: Call) -> float:
@@ -31,65 +29,51 @@ def cost(call: Call) -> float:
     return (100 if call.is_numpy else 1e9) + batch * heads * nq * nk / 20
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    call: Call
-    nbytes: int = 0
-    may_spread: bool = False
-
-    def run(self, inputs: Inputs) -> Result:
-        """Results in the dtype of q, log-sum-exp in float64 or float32."""
-        if not self.call.is_numpy:
-            return Result(*_function().apply(self.call, *inputs))
-        steps = _steps(self.call, *inputs)
-        dtype = inputs.q.dtype
-        lse = steps.lse.astype(np.promote_types(dtype, np.float32))
-        return Result(steps.output.astype(dtype), steps.weights.astype(dtype), lse)
-
-
 def prepare(call: Call) -> _Prepared:
     return _Prepared(call)
 
 
-def _steps(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Steps:
-    q, k, v, bias, sinks = (None if x is None else np.asarray(x, np.float64) for x in (q, k, v, bias, sinks))
-    return attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
+@dataclass(frozen=True)
+class _Prepared:
+    call: Call
+    nbytes: int = 256
+    formula_dtype: str | None = "float64"
+    from_output: bool = False
+
+    def run(self, inputs: Inputs) -> Result:
+        return self.record(inputs)[0]
+
+    def record(self, inputs: Inputs) -> tuple[Result, Any]:
+        """Results in the dtype of q, log-sum-exp in float64 or float32; and every step on the way."""
+        call = self.call
+        q, k, v, bias, sinks = map(_wide, inputs)
+        steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
+        like = inputs.q
+        if call.is_numpy:
+            lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
+            return Result(steps.output.astype(like.dtype), steps.weights.astype(like.dtype), lse), steps
+        import torch
+
+        at_least_32 = torch.promote_types(like.dtype, torch.float32)
+        output, weights = (torch.from_numpy(x).to(like) for x in (steps.output, steps.weights))
+        return Result(output, weights, torch.from_numpy(steps.lse).to(like.device, at_least_32)), steps
+
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+        """The gradients of tensors."""
+        import torch
+
+        steps, (q, k, v, bias, sinks) = recorded or self.record(inputs)[1], inputs
+        d_results = map(_wide, (d_result.output, d_result.weights, d_result.lse))
+        d_q, d_k, d_v, d_bias, d_sinks = gradients(steps, *d_results, sinks=_wide(sinks))
+        d_k, d_v = (d.reshape(*k.shape[:2], self.call.group, *d.shape[2:]).sum(axis=2) for d in (d_k, d_v))
+        to_bias = None if bias is None else torch.from_numpy(d_bias).sum_to_size(bias.shape).to(bias)
+        to_sinks = None if sinks is None else torch.from_numpy(np.asarray(d_sinks)).to(sinks)
+        to_q, to_k, to_v = (torch.from_numpy(d).to(x) for d, x in ((d_q, q), (d_k, k), (d_v, v)))
+        return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
 
 
-def _function() -> type[torch.autograd.Function]:
-    """The definition as a differentiable torch function; made late, since torch is loaded late."""
-    import torch
-
-    def wide(x: torch.Tensor | None) -> NDArray[np.float64] | None:
-        return None if x is None else x.detach().cpu().double().numpy()
-
-    class Reference(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, call: Call, *inputs: torch.Tensor | None) -> Any:
-            steps = _steps(call, *(wide(x) for x in inputs))
-            ctx.call, ctx.steps = call, steps
-            ctx.save_for_backward(*inputs)  # so that torch notices when one was changed in place
-            like = inputs[0]
-            assert like is not None
-            at_least_32 = torch.promote_types(like.dtype, torch.float32)
-            lse = torch.from_numpy(steps.lse).to(like.device, at_least_32)
-            output, weights = (torch.from_numpy(x).to(like) for x in (steps.output, steps.weights))
-            return output, weights, lse
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            if torch.is_grad_enabled():  # create_graph=True: NumPy would break the graph in silence
-                raise EngineError(
-                    'attention: engine "reference" gives gradients once, not gradients of gradients. Fix: engine="formula".'
-                )
-            call, (q, k, v, bias, sinks) = ctx.call, ctx.saved_tensors
-            d_output, d_weights, d_lse = (wide(g) for g in grads)
-            assert d_output is not None
-            d_q, d_k, d_v, d_bias, d_sinks = gradients(ctx.steps, d_output, d_weights, d_lse, sinks=wide(sinks))
-            d_k, d_v = (d.reshape(*k.shape[:2], call.group, *d.shape[2:]).sum(axis=2) for d in (d_k, d_v))
-            d_inputs = [torch.from_numpy(d).to(x) for d, x in ((d_q, q), (d_k, k), (d_v, v))]
-            to_bias = None if bias is None else torch.from_numpy(d_bias).sum_to_size(bias.shape).to(bias)
-            to_sinks = None if sinks is None else torch.from_numpy(np.asarray(d_sinks)).to(sinks)
-            return (None, *d_inputs, to_bias, to_sinks)
-
-    return Reference
+def _wide(x: Any) -> Any:
+    """An array or a tensor as NumPy float64."""
+    if x is None or isinstance(x, np.ndarray):
+        return None if x is None else x.astype(np.float64)
+    return x.detach().cpu().double().resolve_neg().numpy()

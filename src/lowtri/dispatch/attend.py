@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from lowtri.dispatch.choose import Choice, weigh
-from lowtri.dispatch.prepared import PreparedCall, prepared_call
+from lowtri.dispatch.prepared import PreparedCall, prepare, prepared_call
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Inputs, Result, describe
@@ -100,7 +100,7 @@ def attention(
 
 
 def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
-    """Which engine :func:`attention` would run for these arguments, and for each other why not.
+    """Which engine :func:`attention` would run for these arguments, what was weighed, and for each other why not.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -113,8 +113,9 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     device = _autocast_device(q)
     if device is not None:
         q, k, v = _cast(device, q, k, v)
-    call, _ = describe(q, k, v, mask, **options)
-    return weigh(call, engine)
+    call, inputs = describe(q, k, v, mask, **options)
+    ready = prepare(call, engine)
+    return weigh(call, ready.backend, ready.runs_formula(inputs), by_name=engine != "auto")
 
 
 def is_traced() -> bool:

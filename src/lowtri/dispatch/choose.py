@@ -17,18 +17,18 @@ __all__ = ["Choice", "choose", "load", "weigh"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`lowtri.which_engine` returns: the engine that would run, what each answered, and the estimates that were compared."""
+    """What :func:`lowtri.which_engine` returns: the engine that would run, why, and what each one answered."""
 
     engine: str
+    weighed: str
     answers: dict[str, str]  # "yes", or "no: " and the reason
     costs: dict[str, float]  # estimated microseconds, of those that can run the call
 
     def __str__(self) -> str:
-        first = {self.engine: self.answers[self.engine]}
-        lines = []
-        for name, answer in (first | self.answers).items():
-            cost = f", estimated {self.costs[name] / 1000:.3g} ms" if name in self.costs else ""
-            lines.append(f"{name:<10} {answer}{cost}{'  <- runs' if name == self.engine else ''}")
+        lines = [f"{self.engine} runs: {self.weighed}"]
+        for name, answer in self.answers.items():
+            cost = f", estimated {_duration(self.costs[name])}" if name in self.costs else ""
+            lines.append(f"{name:<10} {answer}{cost}")
         return "\n".join(lines)
 
 
@@ -54,11 +54,18 @@ def choose(call: Call, name: str) -> str:
     )
 
 
-def weigh(call: Call, engine: str) -> Choice:
-    """The backend that would run the call, and what every backend answers."""
+def weigh(call: Call, name: str, spreads: bool, by_name: bool) -> Choice:
+    """The choice of ``name``, explained; ``spreads``: the numbers rule it out, and the formula runs instead."""
     answers = _answers(call)
-    costs = {name: load(name).cost(call) for name, answer in answers.items() if answer == "yes"}
-    return Choice(choose(call, engine), answers, costs)
+    costs = {one: load(one).cost(call) for one, answer in answers.items() if answer == "yes"}
+    weighed = "asked for by name" if by_name else "the cheapest that can"
+    if spreads:
+        weighed = f"{name} is cheaper, but an input holds NaN, infinity or huge numbers, which it may spread to other queries, or drop"
+    return Choice("formula" if spreads else name, weighed, answers, costs)
+
+
+def _duration(microseconds: float) -> str:
+    return "a last resort" if microseconds >= 1e9 else f"{microseconds / 1000:.3g} ms"
 
 
 def _answers(call: Call) -> dict[str, str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from lowtri.backends.base import Prepared
+from lowtri.backends.base import Differentiates, Prepared, Selective
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import signature
 from lowtri.ops.call import Call, Inputs, Result, arrange, describe
@@ -25,22 +23,21 @@ class PreparedCall:
     call: Call
     backend: str
     prepared: Prepared
-    checks_output: bool
+    looks_at_numbers: bool
+    differentiates: bool
+
+    def runs_formula(self, inputs: Inputs) -> bool:
+        """Whether the numbers rule the backend out, so that the formula runs instead."""
+        return self.looks_at_numbers and not self.prepared.accepts(inputs)  # type: ignore[attr-defined]
 
     def run(self, inputs: Inputs) -> Result:
-        """Run it. Where the backend may spread what is hidden and the output is not finite, the formula runs instead."""
-        result = self.prepared.run(inputs)
-        if self.checks_output and not _is_finite(result.output):
+        if self.runs_formula(inputs):
             return load("formula").prepare(self.call).run(inputs)
-        return result
+        if self.differentiates:
+            from lowtri.dispatch.autograd import Differentiable
 
-
-def _is_finite(output: Any) -> bool:
-    """Whether all numbers of a tensor are finite: where their sum is (one pass, and a sum that overflows is only too careful)."""
-    total = (
-        output.detach().sum() if output.element_size() > 2 else output.detach().sum(dtype=sys.modules["torch"].float32)
-    )
-    return math.isfinite(total.item())
+            return Result(*Differentiable.apply(self, *inputs))
+        return self.prepared.run(inputs)
 
 
 def prepare(call: Call, engine: str) -> PreparedCall:
@@ -48,7 +45,9 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     name = choose(call, engine)
     prepared = load(name).prepare(call)
     # A backend that is asked for by name keeps its own contract; numbers inside a transform or on another device are not looked at.
-    return PreparedCall(call, name, prepared, prepared.may_spread and engine == "auto" and call.opaque is None)
+    looks = engine == "auto" and call.opaque is None and isinstance(prepared, Selective)
+    own = call.needs_grad and not call.dropout and call.opaque is None and isinstance(prepared, Differentiates)
+    return PreparedCall(call, name, prepared, looks, own)
 
 
 def prepared_call(

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends.base import KnowsGradients
+from lowtri.backends.base import Differentiates
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.packed import pack, unpack
 from lowtri.masks.text import as_mask
-from lowtri.ops.call import Inputs
+from lowtri.ops.call import Inputs, Result
 from lowtri.ops.diagonal import is_causal_bias
 
 __all__ = ["traced"]
@@ -98,7 +98,7 @@ def _tensor(array: Any) -> Any:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where nobody asks for it or will."""
     ready, inputs = _prepared(q, k, v, *rest)
-    if isinstance(ready.prepared, KnowsGradients) and not ready.call.return_lse:  # its gradients begin there
+    if _from_output(ready) and not ready.call.return_lse:  # the gradients begin there
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
     with _without_autocast(q):
@@ -128,12 +128,13 @@ def _backward(
     with _recording(), _without_autocast(output):
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
-        if isinstance(ready.prepared, KnowsGradients):
-            known = (output.reshape(*call.q.shape[:3], -1), lse.reshape(call.q.shape[:3]))
-            d_known = (d_output.reshape(*call.q.shape[:3], -1), d_lse.reshape(call.q.shape[:3]))
+        if _from_output(ready):
+            shape = call.q.shape[:3]
+            known = Result(output.reshape(*shape, -1), None, lse.reshape(shape))
+            d_known = Result(d_output.reshape(*shape, -1), None, d_lse.reshape(shape))
             with torch.no_grad():
-                found = ready.prepared.gradients(rows, *known, *d_known)
-            return [d.reshape(x.shape).contiguous() for d, x, want in zip(found, inputs, wanted, strict=True) if want]
+                grads = ready.prepared.gradients(rows, known, None, d_known)  # type: ignore[attr-defined]
+            return [d.reshape(x.shape).contiguous() for d, x, want in zip(grads, inputs, wanted, strict=True) if want]
         result = ready.run(rows)
         results, starts = [call.restore(result.output)], [d_output]
         if call.return_lse:
@@ -168,6 +169,10 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _from_output(ready: PreparedCall) -> bool:
+    return isinstance(ready.prepared, Differentiates) and ready.prepared.from_output
 
 
 def _prepared(

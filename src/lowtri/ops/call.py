@@ -90,6 +90,7 @@ class Call:
     return_lse: bool
     threads: int
     opaque: str | None  # why the numbers cannot be read from memory, or None
+    transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
     lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
 
@@ -233,6 +234,7 @@ def describe(
         return_lse=return_lse,
         threads=thread_count(is_numpy),
         opaque=None if is_numpy else _opaque(inputs),
+        transformation=None if is_numpy else _transformation(),
         lead=lead,
         rank=rank,
     )
@@ -273,6 +275,12 @@ def _info(x: Any, records: bool) -> ArrayInfo:
     if isinstance(x, np.ndarray):
         return ArrayInfo(x.shape, tuple(n // x.itemsize for n in x.strides), dtype_name(x.dtype), False)
     return ArrayInfo(tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype), records and x.requires_grad)
+
+
+def _transformation() -> str | None:
+    from lowtri.ops.guards import transformation
+
+    return transformation()
 
 
 def _opaque(inputs: Inputs) -> str | None:

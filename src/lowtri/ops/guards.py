@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["active_mode", "is_plain"]
+__all__ = ["FORWARD_MODE", "active_mode", "is_plain", "transformation"]
+
+FORWARD_MODE = "inside forward-mode differentiation"
 
 
 def _keys(*names: str) -> int:
@@ -33,10 +35,13 @@ def is_plain(x: Any) -> bool:
 
 def active_mode() -> str | None:
     """A mode of torch that must see every operation, and so rules kernels out; None where there is none."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return transformation() or "a program is being recorded, or what it does is being watched"
+    return transformation()
+
+
+def transformation() -> str | None:
+    """Whether torch differentiates or maps the call from outside, on tensors that do not show their numbers."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func"
-    if forward_ad._current_level >= 0:
-        return "inside forward-mode differentiation"
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return "a program is being recorded, or what it does is being watched"
-    return None
+    return FORWARD_MODE if forward_ad._current_level >= 0 else None

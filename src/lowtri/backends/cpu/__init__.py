@@ -60,7 +60,8 @@ def prepare(call: Call) -> PreparedKernels:
 class PreparedKernels:
     """The plan of the call, in the keys of a kernel's tile."""
 
-    may_spread = False
+    formula_dtype = None
+    from_output = True
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -68,33 +69,33 @@ class PreparedKernels:
         self.nbytes = 1024 + (0 if self.plan is None else self.plan.nbytes)
 
     def run(self, inputs: Inputs) -> Result:
-        if self.call.needs_grad:
-            from lowtri.backends.cpu.autograd import Kernels
-
-            output, lse = Kernels.apply(self, *inputs)
-        else:
-            output, lse = self.forward(inputs, self.call.return_lse)
+        output, lse = self._forward(inputs, self.call.return_lse)
         return Result(output, None, lse)
 
-    def forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
+    def record(self, inputs: Inputs) -> tuple[Result, None]:
+        """The gradients begin at the output and the log-sum-exp, and need nothing else."""
+        output, lse = self._forward(inputs, True)
+        return Result(output, None, lse), None
+
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+        from lowtri.backends.cpu.gradients import gradients
+
+        plan = self.plan or self.call.plan(kernel_file("forward").KEYS)
+        return gradients(self.call, plan, inputs, result, d_result)
+
+    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
         """Output and log-sum-exp. bf16 has a kernel of its own where the CPU multiplies it; float16 is computed in float32."""
         call, (q, k, v, bias, sinks) = self.call, inputs
         compute_dtype = call.dtype if call.dtype == "float64" else "float32"
-        if call.dtype != compute_dtype and not in_pairs(q, k, v):
-            q, k, v = (_cast(x, compute_dtype) for x in (q, k, v))
+        cast = call.dtype != compute_dtype and not in_pairs(q, k, v)
         bias, sinks = _cast(bias, compute_dtype), _cast(sinks, compute_dtype)
-        if self.plan is None:
+        q = _cast(q, compute_dtype) if cast else q
+        if self.plan is None:  # few queries: only the keys that are seen are cast
             output, lse = decode(call, q, k, v, bias, sinks, want_lse)
         else:
+            k, v = (_cast(k, compute_dtype), _cast(v, compute_dtype)) if cast else (k, v)
             output, lse = forward(call, self.plan, q, k, v, bias, sinks, want_lse)
-        return (output if q is inputs.q else _cast(output, call.dtype)), lse
-
-    def gradients(self, inputs: Inputs, output: Any, lse: Any, d_output: Any, d_lse: Any) -> Inputs:
-        """The gradients of the inputs from a known output and log-sum-exp."""
-        from lowtri.backends.cpu.autograd import gradients
-
-        plan = self.plan or self.call.plan(kernel_file("forward").KEYS)
-        return gradients(self.call, plan, inputs, output, lse, d_output, d_lse)
+        return (_cast(output, call.dtype) if cast else output), lse
 
 
 @cache

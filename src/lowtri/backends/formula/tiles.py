@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtri.backends.formula.visible_products import VisibleScores, VisibleSum
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.guards import transformation
 
 __all__ = ["Tiles"]
 
@@ -21,8 +22,6 @@ _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
 
 class Tiles:
     """The tiles of queries, each with the range of keys that any of its queries sees."""
-
-    may_spread = False
 
     def __init__(self, call: Call) -> None:
         self.call, self._table = call, None
@@ -53,7 +52,8 @@ class Tiles:
         return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
 
     def _run(self, inputs: Inputs) -> Result:
-        recompute = len(self.tiles) > 1 and self.call.needs_grad  # a tile is computed again for its gradient, not kept
+        # A tile is computed again for its gradient, not kept; torch.func cannot do so.
+        recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
         parts = []
         # Last tile first: under a causal mask it has the most keys, and each later one fits into the memory that it gave back.
         for tile in reversed(self.tiles):

@@ -1,8 +1,9 @@
-"""The backend ``sdpa``: torch's own fused attention. It passes ``is_causal`` or no mask where that says exactly the same, else a table.
+"""The backend ``sdpa``: torch's own fused attention, with ``is_causal`` or no mask where that says exactly the same, else a table.
 
-torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; under
-``engine="auto"`` the formula then runs instead. What is hidden from *everyone* (pads, cache tails) is set to 0
-before the call. Queries that see nothing give 0, whatever torch does. In half types torch may drop an infinity that a query does see.
+torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them, and it may drop a
+NaN or an infinity that a query does see. So under ``engine="auto"`` the numbers are looked at, and where they are not ordinary
+ones the formula runs instead. What is hidden from *everyone* (pads, cache tails) is set to 0 before the call; queries that see
+nothing give 0.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = ["cost", "name", "prepare", "supports"]
 
 name = "sdpa"
 
+_NEVER = 1e9  # while anything else can
 _TABLE_PAIRS = 2**24  # above, a table costs more than the formula's tiles
 
 
@@ -24,6 +26,7 @@ def supports(call: Call) -> str | None:
     """What torch's function has no argument for."""
     missing = {
         "the arrays are NumPy's": call.is_numpy,
+        f"{call.transformation}, which it does not have": call.transformation == "inside forward-mode differentiation",
         "it has no softcap": call.softcap is not None,
         "it has no sinks": call.sinks is not None,
         "it does not return weights": call.return_weights,
@@ -41,22 +44,21 @@ def cost(call: Call) -> float:
     if not (call.bias is None and (call.mask == full() or _is_torch_causal(call))):
         tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
         table = 100 + nq * nk * tables / 500
-        table += 1e9 if nq * nk * tables > _TABLE_PAIRS else 0
+        table += _NEVER if nq * nk * tables > _TABLE_PAIRS else 0
     elif _is_torch_causal(call):
         pairs /= 2
     reading = batch * kv_heads * nk * (d + dv) / 800
+    if call.transformation or (call.dropout and call.needs_grad):  # the numbers cannot be looked at
+        table += _NEVER
     return 50 + table + max(pairs * (d + dv) / 25_000, reading)
 
 
 def prepare(call: Call) -> Prepared:
-    """The arguments that torch's function gets besides the arrays."""
-    from lowtri.backends.sdpa.fused import Direct, WithTable
+    """``is_causal`` or no mask where that says exactly the same, else a table."""
+    from lowtri.backends.sdpa.fused import Fused
 
-    if call.bias is None and _is_torch_causal(call):
-        return Direct(call, is_causal=True)
-    if call.bias is None and call.shows_all:
-        return Direct(call, is_causal=False)
-    return WithTable(call)
+    is_causal = call.bias is None and _is_torch_causal(call)
+    return Fused(call, is_causal, with_table=not (is_causal or (call.bias is None and call.shows_all)))
 
 
 def _is_torch_causal(call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,68 +10,126 @@ from torch import Tensor
 
 from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
-__all__ = ["Direct", "WithTable"]
+__all__ = ["Fused"]
 
 # torch's own function by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 
-
-class Direct:
-    """``is_causal``, or no mask at all."""
-
-    nbytes = 256
-
-    def __init__(self, call: Call, is_causal: bool) -> None:
-        self.may_spread = is_causal
-        self.options = {**_options(call), "is_causal": is_causal}
-
-    def run(self, inputs: Inputs) -> Result:
-        q, k, v, _, _ = inputs
-        return Result(scaled_dot_product_attention(q, k, v, **self.options))
+_HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
+_FEW_QUERIES = 16
 
 
-class WithTable:
-    """A table of bools, or of the bias with -inf where hidden, cut to the keys that anybody sees."""
+class _Arguments(NamedTuple):
+    """What torch's function gets."""
 
-    may_spread = True
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None  # bools, or the bias with -inf where hidden
+    blind: Tensor | None  # the queries that see nothing
 
-    def __init__(self, call: Call) -> None:
-        self.options = _options(call)
+
+class Fused:
+    """A call of torch's function.
+
+    ``is_causal``, or no mask at all, or a table that is cut to the keys that anybody sees. A query that sees nothing sees all for
+    torch, and gives 0 after it; keys that nobody sees are set to 0 before, so that 0 * NaN never happens.
+    """
+
+    formula_dtype = None
+    from_output = False
+
+    def __init__(self, call: Call, is_causal: bool, with_table: bool) -> None:
+        self.scale, self.huge = call.scale, _HUGE[call.dtype]
+        self.options: dict[str, Any] = {
+            "scale": call.scale,
+            "dropout_p": call.dropout,
+            "enable_gqa": call.group > 1,
+            "is_causal": is_causal,
+        }
+        self.keys: slice | None = None
+        self.blind: Tensor | None = None
+        self.unseen: Tensor | None = None
+        self.table: Tensor | None = None
+        if with_table:
+            self._lay_out_table(call)
+        kept: list[Any] = [self.blind, self.unseen, self.table]
+        self.nbytes = 512 + sum(x.nbytes for x in kept if x is not None)
+
+    def _lay_out_table(self, call: Call) -> None:
         visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
         self.keys = seen_keys(visible)
         visible = visible if self.keys is None else visible[..., self.keys]
         sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
         seen = _by_kv_head(visible.any(axis=2), call.group)[..., None]  # (B|1, Hkv|1, keys, 1)
-        # A query that sees nothing sees all for torch, and gives 0 after it; a key that nobody sees is set to 0 before.
-        self.blind = None if sees.all() else _tensor(np.logical_not(sees), call)
+        blind = np.logical_not(sees)
+        self.blind = None if sees.all() else _tensor(blind, call)
         self.unseen = None if seen.all() else _tensor(np.logical_not(seen), call)
-        self.table = None if visible.all() else _tensor(np.logical_or(visible, np.logical_not(sees)), call)
-        kept = (self.blind, self.unseen, self.table)
-        self.nbytes = 256 + sum(0 if x is None else x.nbytes for x in kept)
+        self.table = None if visible.all() else _tensor(np.logical_or(visible, blind), call)
 
     def run(self, inputs: Inputs) -> Result:
+        q, k, v, table, blind = self._arguments(inputs)
+        output = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
+        return Result(output if blind is None else output.masked_fill(blind, 0))
+
+    def record(self, inputs: Inputs) -> tuple[Result, Any]:
+        """The output, and as torch records it: with the leaves that its graph begins with."""
+        with torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
+            output = self.run(Inputs(*leaves)).output
+        return Result(output.detach()), (output, leaves)
+
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+        output, leaves = recorded or self.record(inputs)[1]
+        wanted = [x is not None and x.requires_grad for x in leaves]
+        found = iter(
+            torch.autograd.grad(output, [x for x, want in zip(leaves, wanted, strict=True) if want], d_result.output)
+        )
+        return Inputs(*(next(found) if want else None for want in wanted))
+
+    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
+        """Whether torch's function keeps to the mask for these numbers.
+
+        Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not tell: torch
+        may also drop a NaN that a query does see.
+        """
+        q, _, v, bias, _ = inputs
+        if d_output is not None:
+            return self._tame(d_output, d_output, v, d_output) or self._tame(
+                d_output, d_output, self._arguments(inputs).v, d_output
+            )
+        # Few queries may see little of a large cache: then only that is looked at.
+        if q.shape[2] >= _FEW_QUERIES and self._tame(*inputs[:4]):
+            return True
+        if q.shape[2] >= _FEW_QUERIES and self.table is None:
+            return False
+        arguments = self._arguments(inputs)  # without what nobody sees
+        return self._tame(*arguments[:3], None if bias is None else arguments.table)
+
+    def _tame(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+        """Whether neither a number nor a product of these is NaN, infinite or near overflow (-inf in a bias hides)."""
+        of_q, of_k, of_v = (torch.linalg.vector_norm(x.detach(), torch.inf).item() for x in (q, k, v))
+        of_bias = 0.0 if bias is None else max(bias.detach().amax().item(), 0.0) if bias.numel() else 0.0
+        score = q.shape[3] * of_q * of_k * max(1.0, abs(self.scale))  # at most
+        return bool(score + of_q + of_k + of_v + of_bias < self.huge)
+
+    def _arguments(self, inputs: Inputs) -> _Arguments:
         q, k, v, bias, _ = inputs
         if self.keys is not None:  # a new token under a window, the tail of a cache
             k, v = k[:, :, self.keys], v[:, :, self.keys]
             bias = bias[..., self.keys] if bias is not None and bias.shape[3] > 1 else bias
-        blind = self.blind
+        blind, table = self.blind, self.table
         if blind is not None:
             q = q.masked_fill(blind, 0)
         if self.unseen is not None:
             k, v = k.masked_fill(self.unseen, 0), v.masked_fill(self.unseen, 0)
-        table = self.table
         if bias is not None:
             bias = bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes a float32 mask for half types too
             table = bias if table is None else torch.where(table, bias, -torch.inf)
             hidden = (table == -torch.inf).all(dim=3, keepdim=True)
             blind = hidden if blind is None else hidden | blind
             table = table.masked_fill(blind, 0)
-        output = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
-        return Result(output if blind is None else output.masked_fill(blind, 0))
-
-
-def _options(call: Call) -> dict[str, Any]:
-    return {"scale": call.scale, "dropout_p": call.dropout, "enable_gqa": call.group > 1}
+        return _Arguments(q, k, v, table, blind)
 
 
 def _tensor(table: Any, call: Call) -> Tensor:

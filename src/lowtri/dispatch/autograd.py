@@ -1,0 +1,87 @@
+"""Gradients of prepared calls: the first by the backend, all further ones by the formula.
+
+A kernel, NumPy and torch's fused attention give numbers without a graph. Where torch needs the graph (``create_graph=True``), or
+transforms the backward, the call is computed again by the formula, tile by tile, and differentiated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtri.backends.base import Selective
+from lowtri.dispatch.choose import load
+from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.gradient_batches import one_by_one
+from lowtri.ops.guards import active_mode, is_plain
+
+if TYPE_CHECKING:
+    from lowtri.dispatch.prepared import PreparedCall
+
+__all__ = ["Differentiable"]
+
+
+class Differentiable(torch.autograd.Function):
+    """Output, weights and log-sum-exp of a prepared call, the latter two None where there are none."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: PreparedCall, *inputs: Tensor | None) -> Any:
+        result, recorded = ready.prepared.record(Inputs(*inputs))  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        ctx.ready, ctx.recorded = ready, [recorded]
+        ctx.save_for_backward(*inputs, result.output, result.weights, result.lse)
+        return result.output, result.weights, result.lse
+
+    @staticmethod
+    @one_by_one
+    def backward(ctx: Any, *d_results: Tensor | None) -> Any:
+        *saved, output, weights, lse = ctx.saved_tensors
+        inputs, result, ready = Inputs(*saved), Result(output, weights, lse), ctx.ready
+        d_output = torch.zeros_like(output) if d_results[0] is None else d_results[0]
+        d_result = Result(d_output, *d_results[1:])
+        if _needs_formula(ready, inputs, d_result):
+            return None, *_by_formula(ready, inputs, d_result, ctx.needs_input_grad[1:])
+        # The first backward takes what was recorded, so that its memory is free after it; a second one records again.
+        recorded = ctx.recorded.pop() if ctx.recorded else None
+        return None, *ready.prepared.gradients(inputs, result, recorded, d_result)
+
+
+def _needs_formula(ready: PreparedCall, inputs: Inputs, d_result: Result) -> bool:
+    """Whether torch records a graph of the gradients, or hands over tensors without numbers, or numbers that would spread."""
+    if torch.is_grad_enabled() or active_mode() is not None:
+        return True
+    if not all(x is None or is_plain(x) for x in (d_result.output, d_result.weights, d_result.lse)):
+        return True
+    return isinstance(ready.prepared, Selective) and not ready.prepared.accepts(inputs, d_result.output)
+
+
+def _by_formula(ready: PreparedCall, inputs: Inputs, d_result: Result, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the inputs that are ``wanted``; with a graph where torch records one."""
+    call: Call = ready.call
+    name = ready.prepared.formula_dtype  # type: ignore[attr-defined]
+    dtype = None if name is None else getattr(torch, name)
+    recording = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since one tensor may be several inputs, or one input the source of another: each has a gradient of its own.
+        views = [None if x is None else x.view_as(x) for x in inputs]
+        result = (
+            load("formula")
+            .prepare(call)
+            .run(Inputs(*(x if x is None or dtype is None else x.to(dtype) for x in views)))
+        )
+        pairs = [
+            (x, d_x.to(x.dtype))
+            for x, d_x in (
+                (result.output, d_result.output),
+                (result.weights, d_result.weights),
+                (result.lse, d_result.lse),
+            )
+            if x is not None and d_x is not None and x.requires_grad
+        ]
+        leaves = [x for x, want in zip(views, wanted, strict=True) if want and x is not None]
+        results, d_results = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(results, leaves, d_results, create_graph=recording, materialize_grads=True))
+    return [next(grads) if want else None for want in wanted]
