@@ -229,16 +229,19 @@ def test_a_visible_infinity_comes_out(dtype):
         assert (out[:, :, 2:, 1] == INF).all() and out[:, :, :2].isfinite().all(), engine
 
 
-def broken_inputs(data: st.DataObject) -> tuple[list[torch.Tensor], torch.Tensor, str]:
+def broken_inputs(data: st.DataObject) -> tuple[list[torch.Tensor], torch.Tensor]:
     """q, k, v and a gradient of the output, one of them with a row or a number that is not finite, or that overflows."""
     n, d = data.draw(st.sampled_from([1, 3, 8, 17, 40])), data.draw(st.sampled_from([4, 8, 32]))
     dtype = data.draw(st.sampled_from(DTYPES))
     parts = [*draw(b=1, hq=2, hkv=data.draw(st.integers(1, 2)), nq=n, nk=n, d=d, dv=d, dtype=dtype)]
     parts.append(draw(b=1, hq=2, hkv=2, nq=n, nk=n, d=d, dv=d, dtype=dtype, seed=1)[0])
-    value = data.draw(st.sampled_from([NAN, INF, -INF, torch.finfo(parts[0].dtype).max]))
+    huge = (
+        [] if dtype == "float16" else [torch.finfo(parts[0].dtype).max]
+    )  # which only the formula's own rounding overflows
+    value = data.draw(st.sampled_from([NAN, INF, -INF, *huge]))
     place, row = data.draw(st.integers(0, 3)), data.draw(st.integers(0, n - 1))
     parts[place][:, :, row, data.draw(st.one_of(st.just(slice(None)), st.integers(0, d - 1)))] = value
-    return parts[:3], parts[3], dtype
+    return parts[:3], parts[3]
 
 
 TEXTS = ["causal", "full", "window(3)", "causal & (window(2) | first(1))", "chunks(4)", "~causal", "causal | first(3)"]
@@ -249,11 +252,9 @@ TEXTS = ["causal", "full", "window(3)", "causal & (window(2) | first(1))", "chun
 @given(st.data(), st.sampled_from(TEXTS))
 def test_auto_spreads_and_swallows_nothing(data, text):
     """Where an input is not finite, output and gradients are finite for the same numbers as in the formula."""
-    inputs, d_out, dtype = broken_inputs(data)
+    inputs, d_out = broken_inputs(data)
     expected, found = (with_gradients(engine, tuple(inputs), text, d_out) for engine in ("formula", "auto"))
     for e, f in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
-        if dtype == "float16":  # what is largest there may round to infinity in one and not in the other
-            e, f = (x.masked_fill(x.abs() > 6e4, INF) for x in (e, f))
         assert torch.equal(e.isfinite(), f.isfinite())
 
 

@@ -99,7 +99,8 @@ def _in_one_batch(function: Any, size: int, dims: tuple[int | None, ...], inputs
     for x, dim in zip(first, dims, strict=True):
         each = x[None] if dim is None else x  # (size | 1, B | 1, ...)
         joined.append(each.expand(size, rows, *each.shape[2:]).flatten(0, 1))
-    return function.apply(*joined).unflatten(0, (size, rows))  # type: ignore[no-any-return]
+    found: Tensor = function.apply(*joined)
+    return found.unflatten(0, (size, rows))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

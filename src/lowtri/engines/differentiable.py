@@ -42,13 +42,11 @@ def by_formula(
     with torch.enable_grad():
         # Views, since one tensor may be several inputs, or one input the source of another: each has a gradient of its own.
         views = [None if x is None else x.view_as(x) for x in inputs]
-        named = zip(("q", "k", "v", "bias", "sinks"), views, strict=True)
-        found = load("formula").run(
-            replace(call, **{name: x if x is None or dtype is None else x.to(dtype) for name, x in named})
-        )
+        q, k, v, bias, sinks = (x if x is None or dtype is None else x.to(dtype) for x in views)
+        found = load("formula").run(replace(call, q=q, k=k, v=v, bias=bias, sinks=sinks))
         results = [x for x in (found.output, found.weights, found.lse) if x is not None]
         pairs = [(x, start.to(x.dtype)) for x, start in zip(results, starts, strict=False) if x.requires_grad]
-        leaves = [x for x, want in zip(views, wanted, strict=True) if want]
+        leaves = [x for x, want in zip(views, wanted, strict=True) if want and x is not None]
         outputs, begin = zip(*pairs, strict=True)
         made = iter(torch.autograd.grad(outputs, leaves, begin, create_graph=recording, materialize_grads=True))
     return tuple(next(made) if want else None for want in wanted)

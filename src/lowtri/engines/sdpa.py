@@ -60,27 +60,23 @@ def spreads(call: Call) -> str | None:
         return None
     if call.dropout and call.needs_grad:
         return "with dropout, its gradients are not checked for hidden NaN"
-    if (
-        call.q.shape[2] < FEW_QUERIES and call.bias is None and all_seen(call)
-    ):  # a look at all keys would cost what they do
-        k, v = call.k[:, :, :0], call.v[:, :, :0]
-        return None if _are_tame(call.scale, call.q, k, v) else _WORDS
-    if _are_tame(call.scale, call.q, call.k, call.v, call.bias):
+    # Few queries may see little of a large cache: then only that is looked at.
+    if call.q.shape[2] >= FEW_QUERIES and _are_tame(call.scale, call.q, call.k, call.v, call.bias):
         return None
-    q, k, v, table, _ = _prepared(call)  # once more, without what nobody sees
+    q, k, v, table, _ = _prepared(call)  # without what nobody sees
     bias = table if call.bias is not None else None
     return None if _are_tame(call.scale, q, k, v, bias) else _WORDS
 
 
 def _are_tame(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
     """Whether no product of these overflows, nor any of them is NaN or infinite (-inf in a bias hides)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    found = [torch.linalg.vector_norm(x.detach(), dtype=wide) for x in (q, k, v)]
-    if bias is not None and bias.numel():
-        found.append(bias.detach().amax().to(wide).clamp(min=0))
-    of_q, of_k, of_v, *of_bias = torch.stack(found).tolist()
-    # A score is at most the product of the norms. Each term of the sum is at least 0, so NaN and infinity reach it.
-    return bool(of_q * of_k * max(1.0, abs(scale)) + of_q + of_k + of_v + sum(of_bias) < _HUGE[wide])
+    ends = [end for x in (q, k, v) for end in torch.aminmax(x.detach())]
+    if bias is not None:
+        ends.append(bias.detach().amax().clamp(min=0))
+    numbers = [abs(x) for x in torch.stack([x.to(torch.float64) for x in ends]).tolist()]
+    of_q, of_k, of_v = (sum(numbers[i : i + 2]) for i in (0, 2, 4))
+    score = q.shape[3] * of_q * of_k * max(1.0, abs(scale))  # at most
+    return score + of_q + of_k + of_v + sum(numbers[6:]) < _HUGE[torch.promote_types(q.dtype, torch.float32)]
 
 
 _WORDS = "an input holds NaN, infinity or huge numbers, which torch's function may spread to other queries, or swallow"
@@ -131,7 +127,7 @@ def _prepared(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor
 
 
 class _Recorded(torch.autograd.Function):
-    """The output with the gradients that torch knows for it; those of gradients, and of a d_output that would spread, by the formula."""
+    """The output with the gradients that torch knows for it; of gradients, or of a d_output that would spread, the formula's."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: Tensor | None) -> Tensor:
