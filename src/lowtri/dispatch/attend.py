@@ -65,7 +65,7 @@ def attention(
     tensors. Masks of lists and ``~`` stand outside, or are said as text. Weights, dropout and ``where`` run outside of the program.
 
     Raises:
-        CallError: if the arguments do not fit together.
+        CallError: if the arguments do not fit together, or the weights asked for do not fit into memory.
         MaskError: if the mask is none; a bare tensor is refused, since True means opposite things in two libraries.
         EngineError: if the engine asked for by name cannot run the call.
 

@@ -35,6 +35,7 @@ from lowtri.ops.arguments import (
     plain_array,
 )
 from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
+from lowtri.ops.memory_limit import check_weights
 from lowtri.ops.threads import thread_count
 
 __all__ = ["ArrayInfo", "Call", "Inputs", "Result", "arrange", "describe", "dtype_name", "seen_keys"]
@@ -173,7 +174,7 @@ def describe(
     """Check the arguments of a call; returns its description and its arrays in four dimensions.
 
     Raises:
-        CallError: where they do not fit together; the message names the argument, what came, and the fix.
+        CallError: where they do not fit together, or the weights not into memory; the message names the argument, what came, and the fix.
         MaskError: where the mask is none.
     """
     diagonal = None  # who may see whom by order, as torch says it
@@ -192,6 +193,8 @@ def describe(
     if sinks is not None:
         sinks = check_sinks(plain_array("sinks", sinks), q, heads)
     check_numbers(scale, softcap, dropout)
+    if return_weights and (isinstance(q, np.ndarray) or q.is_cpu):
+        check_weights((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
     given = q_positions is not None or k_positions is not None
     keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
     start = max(nk - nq, 0)

@@ -13,6 +13,7 @@ import numpy as np
 
 from lowtri.backends.cpu.decode import FEW_QUERIES, decode, is_decoding
 from lowtri.backends.cpu.launch import forward, in_pairs, kernel_file
+from lowtri.masks.atoms import causal
 from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["PreparedKernels", "cost", "name", "prepare", "supports"]
@@ -21,6 +22,9 @@ name = "cpu"
 
 _FIRST_COMPILE = 5e6  # a call that is over in a millisecond anywhere must not wait seconds for a compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
+_LARGE_CAST = (
+    2**24
+)  # of keys and values in a half type: 64 MB in float32, more than is written and read again in a cache
 _NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
 
 
@@ -41,16 +45,38 @@ def supports(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """Of visible pairs for many queries, of reading the cache for few; small calls are left to backends without a compiler."""
+    """Of the keys and values that few queries read, or of multiplications; small calls are left to backends without a compiler."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     if nq < FEW_QUERIES:
         numbers = batch * kv_heads * nk * (d + dv)
         whole = d % 32 == 0 and dv % 16 == 0
-        return 50 + numbers / 3_000 + (0 if whole and numbers >= _NUMBERS else _FIRST_COMPILE)
+        small = not whole or numbers < _NUMBERS
+        if small:
+            return 50 + _FIRST_COMPILE
+        return 50 + numbers / (500 if _torch_is_faster(call, numbers) else 3_000)
     multiplications = batch * heads * nq * nk * (d + dv)
     if multiplications < _MULTIPLICATIONS:
         return 100 + _FIRST_COMPILE
-    return 100 + multiplications / 50_000
+    return 100 + multiplications / (10_000 if _torch_is_faster(call, 0) else 50_000)
+
+
+def _torch_is_faster(call: Call, numbers: int) -> bool:
+    """Where torch's function beat the kernel on tensors: dense bf16 on AMX, and caches in a half type that is not read as it is.
+
+    Windows, documents and other masks that hide much stay with the kernel, since torch computes what they hide.
+    """
+    if call.is_numpy or call.dtype not in ("bfloat16", "float16") or _numba_missing():
+        return False
+    from lowtri.kernels import target
+
+    if call.q.shape[2] >= FEW_QUERIES:
+        dense = call.shows_all or (call.mask == causal() and not call.positions_given)
+        return target.AMX and call.dtype == "bfloat16" and dense
+    if call.dtype == "bfloat16" and target.BF16:
+        return False
+    if call.dtype == "float16" and (target.FLOAT16 or target.AMX):
+        return True
+    return call.group == 1 and numbers >= _LARGE_CAST  # a large cache would be copied to float32
 
 
 def prepare(call: Call) -> PreparedKernels:

@@ -24,8 +24,9 @@ def supports(call: Call) -> str | None:
 
 def cost(call: Call) -> float:
     """Every pair is computed; NumPy arrays wait for torch to load."""
-    batch, heads, _, nq, nk, d, dv = call.sizes
-    return (14_000 if call.is_numpy else 400) + batch * heads * nq * nk * (d + dv + 64) / 8_000
+    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+    computing, reading = batch * heads * nq * nk * (d + dv + 64) / 8_000, batch * kv_heads * nk * (d + dv) / 400
+    return (14_000 if call.is_numpy else 400) + max(computing, reading)
 
 
 def prepare(call: Call) -> Prepared:
