@@ -174,7 +174,8 @@ def describe(
     """Check the arguments of a call; returns its description and its arrays in four dimensions.
 
     Raises:
-        CallError: where they do not fit together, or the weights not into memory; the message names the argument, what came, and the fix.
+        CallError: where they do not fit together, or the weights do not fit into memory; the message names the argument,
+            what came, and the fix.
         MaskError: where the mask is none.
     """
     diagonal = None  # who may see whom by order, as torch says it

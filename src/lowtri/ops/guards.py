@@ -42,6 +42,6 @@ def active_mode() -> str | None:
 
 def transformation() -> str | None:
     """Whether torch differentiates or maps the call from outside, on tensors that do not show their numbers."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "inside a transform of torch.func"
-    return FORWARD_MODE if forward_ad._current_level >= 0 else None
+    if forward_ad._current_level >= 0:
+        return FORWARD_MODE
+    return "inside a transform of torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None
