@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,8 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.held import is_traced
-from lowtri.masks.mask import END
 
-__all__ = ["bool_array", "integer_array", "whole_number"]
-
-
-def whole_number(mask: str, name: str, value: Any, least: int) -> int:
-    """A number of tokens."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise MaskError(f"{mask}: {name} is {value!r}, but it counts tokens: a whole number, at least {least}.")
-    if not least <= value <= END:
-        raise MaskError(f"{mask}: {name} is {value}, but it must lie in {least} .. END (2**62).")
-    return int(value)
+__all__ = ["bool_array", "integer_array"]
 
 
 def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
@@ -32,29 +23,43 @@ def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> N
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype.kind not in "iu" or array.ndim not in ranks:
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
-    return array.astype(np.int64)
+    if array.dtype == np.uint64 and np.any(array >= np.uint64(2**63)):
+        raise MaskError(f"{mask}: {name} has numbers of 2**63 and more, but it takes 64-bit integers with a sign.")
+    return _fitting(mask, name, array, lambda: array.astype(np.int64))
 
 
-def bool_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Bools of one of these ranks. Numbers are refused: nobody can say which way round they are."""
+def bool_array(
+    mask: str, name: str, value: Any, ranks: tuple[int, ...], *, inverted: bool = False
+) -> NDArray[np.bool_]:
+    """Bools of one of these ranks, or their opposites. Numbers are refused: nobody can say which way round they are."""
     if is_traced(value):
-        return _traced(mask, name, value, ranks)
+        return ~_traced(mask, name, value, ranks) if inverted else _traced(mask, name, value, ranks)
     array = _array(value)
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype != bool or array.ndim not in ranks:
         fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
-    return array
+    return _fitting(mask, name, array, lambda: ~array) if inverted else array
+
+
+def _fitting(mask: str, name: str, array: NDArray[Any], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    try:
+        return make()
+    except MemoryError:
+        raise MaskError(f"{mask}: {name} is {_came(array)}, which does not fit into memory.") from None
 
 
 def _array(value: Any) -> NDArray[Any]:
     """NumPy's view of lists, arrays and torch tensors (on any device)."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
     try:
-        return np.asarray(value)
-    except ValueError:  # rows of different lengths
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RuntimeError,
+    ):  # rows of different lengths; tensors NumPy has no type for
         return np.asarray(None)
 
 
