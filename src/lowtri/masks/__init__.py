@@ -13,6 +13,7 @@ text       a mask from text, and back
 packed     a mask as a text and its arrays, for programs
 patterns   the bits of partial tiles, equal ones stored once
 plan       what kernels read: runs of tiles, and the bits of the partial ones
+labels     labels of pictures, cut into tokens
 panels     what a picture shows, before it is text or SVG
 svg        the picture as a file
 draw       the picture as text

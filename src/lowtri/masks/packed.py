@@ -18,8 +18,8 @@ import numpy as np
 from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
 from lowtri.masks.grammar import read
 from lowtri.masks.held import Heads, Held, KeyLengths, Keys, Table
-from lowtri.masks.joins import And, Join, Not
 from lowtri.masks.ids import Documents, Packed
+from lowtri.masks.joins import And, Join, Not
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import mask
 
