@@ -226,7 +226,10 @@ MASKS_REFUSED = {
     "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: a bare Tensor of floats came"),
     "a list": ([[True]], r"mask: a bare list came\. True hides"),
     "True": (True, r"mask: a bare bool came\. True hides"),
-    "text that is none": ("causl", "mask: there is no mask 'causl'. There are: full, causal, window"),
+    "text that is none": (
+        "causl",
+        "mask: there is no mask 'causl'. Did you mean causal? There are: full, causal, window",
+    ),
 }
 
 

@@ -35,8 +35,21 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "integrations",
     "cli",
 ]
-IN_MASKS = ["mask", "joins", "formulas", "held", "arrays", "arguments", "atoms", "holders", "text", "packed"]
-IN_MASKS += ["plan", "labels", "panels", "svg", "draw"]
+IN_MASKS = [
+    "mask",
+    "joins",
+    "formulas",
+    "held",
+    "ids",
+    "arrays",
+    "arguments",
+    "atoms",
+    "holders",
+    "grammar",
+    "text",
+    "packed",
+]
+IN_MASKS += ["patterns", "plan", "labels", "panels", "svg", "draw"]
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

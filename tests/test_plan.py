@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 
 import numpy as np
@@ -180,13 +181,63 @@ def test_a_batched_mask_with_a_table() -> None:
     check(keys(rng.random((2, 90)) < 0.7) & causal(), np.arange(90), np.arange(90), 32)
 
 
+SIGNED = [
+    mask("causal & documents(lengths=[130, 1, 64, 205, 3, 300, 64, 64, 400])"),
+    documents(np.repeat([4, 2, 9, 1], [100, 129, 300, 70])),
+    causal() & documents(np.repeat([0, 1, 2], [300, 64, 500]), np.repeat([1, 0, 2], [200, 400, 1])),
+    keys(np.arange(700) % 150 > 70) & (causal() | first(130)),
+    (window(200) | documents(lengths=[64] * 6)) - strided(5),
+    ~(window(70) & where(lambda q, k: (q + k) % 3 == 0)) & causal(),
+]
+
+
+@pytest.mark.parametrize("m", SIGNED, ids=map(repr, SIGNED))
+@pytest.mark.parametrize("tile_k", [64, 128])
+def test_tiles_that_are_alike_are_read_once_and_rightly(m: Mask, tile_k: int) -> None:
+    k = np.arange(900)
+    check(m, k, k, tile_k)
+    check(m, k[37:500], np.where(k % 97 == 5, -1, k + 64), tile_k)
+    check(m, np.roll(k, 300), np.roll(k, 77), tile_k)
+
+
+def test_each_mask_reads_only_the_tiles_that_it_has_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a mask whose tiles all differ, a window is read where its edge lies: a few patterns, at any length."""
+    n = 16_384
+    shuffled = documents(np.random.default_rng(0).permutation(np.repeat(np.arange(16), n // 16)))
+    band, ids, read = type(window(1)), type(shuffled), {}
+    for kind in (band, ids):
+
+        def counting(self: Mask, q, k, sees=kind._sees, kind=kind):
+            out = sees(self, q, k)
+            read[kind] = read.get(kind, 0) + np.size(out)
+            return out
+
+        monkeypatch.setattr(kind, "_sees", counting)
+    positions = np.arange(n)
+    p = plan(window(512) & shuffled, positions, positions)
+    assert len(p.bits) == len(p.tile_bits) > 1000
+    assert read[band] <= 2 * 20 * TILE_Q * p.tile_k  # in two rounds of tiles
+    assert read[ids] == len(p.tile_bits) * TILE_Q * p.tile_k
+
+
+def test_equal_documents_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, read = type(documents(lengths=[1])), []
+    sees = kind._sees
+    monkeypatch.setattr(kind, "_sees", lambda self, q, k: read.append(len(k)) or sees(self, q, k))
+    positions = np.arange(64 * 1000)
+    p = plan(window(300) & documents(lengths=[640] * 100), positions, positions)
+    assert p.pairs == 100 * (300 * 640 - 300 * 299 // 2)
+    assert sum(read) < 40
+
+
 @pytest.mark.parametrize(
     ("m", "n", "pairs"),
     [
         (causal() & window(1024), 262_144, 1024 * 262_144 - 1024 * 1023 // 2),
         (causal(), 1_000_000, 500_000_500_000),
+        (causal() & documents(lengths=[1000] * 1000), 1_000_000, 500_500_000),
     ],
-    ids=["window of 1024 over 262,144", "causal over a million"],
+    ids=["window of 1024 over 262,144", "causal over a million", "a thousand documents"],
 )
 def test_long_plans_stay_small(m: Mask, n: int, pairs: int) -> None:
     positions = np.arange(n)
@@ -199,6 +250,33 @@ def test_long_plans_stay_small(m: Mask, n: int, pairs: int) -> None:
     assert p.pairs == pairs
     assert peak < 100e6
     assert p.nbytes < 2e6
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "m",
+    [
+        mask("causal & (window(4096) | first(4))"),
+        causal() & documents(lengths=np.random.default_rng(0).integers(1, 100, 20_000)),
+        window(512) & documents(np.random.default_rng(0).permutation(np.repeat(np.arange(1000), 1000))),
+        window(512) & where(lambda q, k: (q + k) % 3 == 0),
+        causal() & keys(np.arange(1_000_000) >= 777),
+        heads([window(256 + n) for n in range(8)]),
+    ],
+    ids=["sinks", "short documents", "shuffled documents", "a formula", "left padding", "heads"],
+)
+def test_sweep_a_million_tokens_are_planned_in_seconds(m: Mask) -> None:
+    positions = np.arange(1_000_000)
+    start = time.process_time()
+    plan(m, positions, positions)
+    assert time.process_time() - start < 10
+    tracemalloc.start()
+    try:
+        plan(m, positions, positions)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 500e6
 
 
 def test_tiles_are_64_queries() -> None:

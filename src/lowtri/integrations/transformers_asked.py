@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowtri.masks.held import Extremes, Held, within
+from lowtri.masks.held import Held, within
+from lowtri.masks.ids import Extremes
 from lowtri.masks.mask import Answer, Mask, Positions
 
 __all__ = ["Asked", "Moved", "Shifted"]

@@ -23,7 +23,8 @@ from lowtri.integrations.transformers_seen import Seen, SeenTensor
 from lowtri.integrations.transformers_traced import goes_without_saying
 from lowtri.masks.atoms import band, causal, chunks, full
 from lowtri.masks.formulas import Band
-from lowtri.masks.held import Documents, Held, Keys
+from lowtri.masks.held import Held, Keys
+from lowtri.masks.ids import Documents
 from lowtri.masks.mask import EMPTY, END, Mask
 
 __all__ = ["make_mask", "read_function"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,7 @@ from lowtri.masks.arrays import in_numpy
 from lowtri.masks.held import is_traced
 from lowtri.masks.mask import END
 
-__all__ = ["bool_array", "integer_array", "whole_number"]
-
-
-def whole_number(mask: str, name: str, value: Any, least: int) -> int:
-    """A number of tokens."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise MaskError(f"{mask}: {name} is {value!r}, but it counts tokens: a whole number, at least {least}.")
-    if not least <= value <= END:
-        raise MaskError(f"{mask}: {name} is {value}, but it must lie in {least} .. END (2**62).")
-    return int(value)
+__all__ = ["bool_array", "integer_array"]
 
 
 def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
@@ -37,13 +29,15 @@ def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> N
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
     if array.max() > END:  # asked before the cast, where uint64 would turn negative
         raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most END (2**62) is taken.")
-    return array.astype(np.int64)
+    return _fitting(mask, name, array, lambda: array.astype(np.int64))
 
 
-def bool_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Bools of one of these ranks. Numbers are refused: nobody can say which way round they are."""
+def bool_array(
+    mask: str, name: str, value: Any, ranks: tuple[int, ...], *, inverted: bool = False
+) -> NDArray[np.bool_]:
+    """Bools of one of these ranks, or their opposites. Numbers are refused: nobody can say which way round they are."""
     if is_traced(value):
-        return _traced(mask, name, value, ranks)
+        return ~_traced(mask, name, value, ranks) if inverted else _traced(mask, name, value, ranks)
     array = in_numpy(name, value)
     if isinstance(array, str):
         raise MaskError(f"{mask}: {array}, but it takes bools of shape {_shapes(ranks)}.")
@@ -52,7 +46,14 @@ def bool_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDAr
     if array.dtype != bool or array.ndim not in ranks:
         fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
-    return array
+    return _fitting(mask, name, array, lambda: ~array) if inverted else array
+
+
+def _fitting(mask: str, name: str, array: NDArray[Any], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    try:
+        return make()
+    except MemoryError:
+        raise MaskError(f"{mask}: {name} is {_came(array)}, which does not fit into memory.") from None
 
 
 def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:

@@ -7,9 +7,8 @@ The formulas behind them stand in :mod:`lowtri.masks.formulas`; the doors to mas
 
 from __future__ import annotations
 
-from lowtri.masks.arguments import whole_number
 from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
-from lowtri.masks.mask import END, Mask
+from lowtri.masks.mask import END, Mask, check_count
 
 __all__ = ["band", "causal", "chunks", "first", "full", "strided", "window"]
 
@@ -64,7 +63,7 @@ def window(n: int) -> Mask:
     The same mask elsewhere: FlashAttention ``window_size=(n - 1, 0)``; transformers ``sliding_window=n``.
     Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
     """
-    n = whole_number("window", "n", n, least=1)
+    n = check_count("window", "n", n, least=1)
     return Band(n - 1, 0, f"window({n})")
 
 
@@ -84,7 +83,7 @@ def band(before: int, after: int) -> Mask:
     The same mask elsewhere: FlashAttention ``window_size=(before, after)``.
     Source: the symmetric window of Longformer (Beltagy et al. 2020).
     """
-    before, after = whole_number("band", "before", before, least=0), whole_number("band", "after", after, least=0)
+    before, after = check_count("band", "before", before, least=0), check_count("band", "after", after, least=0)
     return Band(before, after, f"band({before}, {after})")
 
 
@@ -105,7 +104,7 @@ def first(n: int) -> Mask:
 
     Source: prefix LM, Raffel et al. 2020; sinks, Xiao et al. 2023 (StreamingLLM).
     """
-    return First(whole_number("first", "n", n, least=1))
+    return First(check_count("first", "n", n, least=1))
 
 
 def chunks(n: int) -> Mask:
@@ -123,7 +122,7 @@ def chunks(n: int) -> Mask:
 
     The same mask elsewhere: transformers ``attention_chunk_size=n`` (with causal). Source: blockwise attention, Qiu et al. 2019.
     """
-    return Chunks(whole_number("chunks", "n", n, least=1))
+    return Chunks(check_count("chunks", "n", n, least=1))
 
 
 def strided(n: int) -> Mask:
@@ -141,4 +140,4 @@ def strided(n: int) -> Mask:
 
     Source: the strided pattern of Sparse Transformers (Child et al. 2019).
     """
-    return Strided(whole_number("strided", "n", n, least=1))
+    return Strided(check_count("strided", "n", n, least=1))

@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from lowtri.errors import MaskError
 from lowtri.masks.labels import display_width
-from lowtri.masks.mask import Mask
-from lowtri.masks.panels import Panel, Picture, Tokens, compose
+from lowtri.masks.mask import Mask, check_count
+from lowtri.masks.panels import MOST_CELLS, Panel, Picture, Tokens, compose
 from lowtri.masks.svg import save
 
 __all__ = ["draw", "save"]
@@ -82,7 +82,12 @@ def draw(
     if latex and (tokens is not None or titles is not None):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
     if ticks and tokens is None:
-        nk = nq if nk is None else nk
+        nq = check_count("draw", "nq", nq)
+        nk = nq if nk is None else check_count("draw", "nk", nk)
+        if max(nq, nk) > MOST_CELLS:
+            raise MaskError(
+                f"draw: ticks for {nq} queries and {nk} keys: at most {MOST_CELLS} each way. Fix: no ticks."
+            )
         tokens = [str(k) for k in range(nk)]
         query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
     picture = compose(mask, nq, nk, beside=beside, tokens=tokens, query_tokens=query_tokens, titles=titles)

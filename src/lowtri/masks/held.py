@@ -1,7 +1,7 @@
-"""The masks that hold something of the user's: an array of ids, flags or pairs, a function, or a mask for each head.
+"""The masks that hold something of the user's: an array of flags or pairs, a function, or a mask for each head.
 
-Each array has a small index beside it, made when it is first asked, so that a question about a rectangle costs the same
-whatever the rectangle's size.
+Each array has a small index, made on first use, so that a question about a rectangle costs the same whatever the rectangle's
+size. Documents are in :mod:`lowtri.masks.ids`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.formulas import First, same
+from lowtri.masks.formulas import First
 from lowtri.masks.mask import Answer, Mask, Positions, verdict
 
-__all__ = ["Documents", "Extremes", "Heads", "Held", "KeyLengths", "Keys", "Table", "Where", "is_traced", "within"]
+__all__ = ["Heads", "Held", "KeyLengths", "Keys", "Table", "Where", "is_traced", "within"]
 
 
 class Held:
@@ -34,7 +34,12 @@ class Held:
         if is_traced(array):
             self.array = self.memory = array
             return
-        self.memory = np.array(array, order="C")
+        try:
+            self.memory = np.array(array, order="C")
+        except MemoryError:
+            raise MaskError(
+                f"mask: an array of {array.shape} {array.dtype} does not fit into memory, and a mask copies its array."
+            ) from None
         self.array = self.memory.view()
         self.array.setflags(write=False)
 
@@ -60,82 +65,6 @@ def is_traced(value: Any) -> bool:
     """Whether this is a tensor of a program that torch.compile or torch.export is tracing: a shape without numbers."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
-
-
-@dataclass(frozen=True)
-class Documents(Mask):
-    """Labels for queries and keys; a query sees the keys of its own label. The last label goes on for ever."""
-
-    ids: Held
-    key_ids: Held | None = None
-    lengths: tuple[int, ...] | None = None
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.ids.array.shape[:-1]
-
-    @cached_property
-    def _labels(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids renamed in the order in which they first occur, so that packed documents count 0, 1, 2, ..."""
-        keys = self.ids.array if self.key_ids is None else self.key_ids.array
-        _, at, names = np.unique(np.concatenate([keys, self.ids.array]), return_index=True, return_inverse=True)
-        rank = np.empty(len(at), np.int64)
-        rank[np.argsort(at)] = np.arange(len(at))
-        labels = rank[names]
-        return labels[len(keys) :], labels[: len(keys)]
-
-    @cached_property
-    def _extremes(self) -> tuple[Extremes, Extremes]:
-        queries, keys = self._labels
-        return Extremes(queries), Extremes(keys)
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        queries, keys = self._labels
-        return queries[within(q, len(queries))] == keys[within(k, len(keys))]
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        queries, keys = self._extremes
-        return same(*queries(q0, q1), *keys(k0, k1))
-
-    @cached_property
-    def _rows(self) -> list[Documents]:
-        keys = [None] * len(self.ids.array) if self.key_ids is None else [Held(row) for row in self.key_ids.array]
-        return [Documents(Held(row), key) for row, key in zip(self.ids.array, keys, strict=True)]
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self._rows[b]
-
-    def __repr__(self) -> str:
-        if self.lengths is not None:
-            return f"documents(lengths={list(self.lengths)})"
-        return f"documents({self.ids})" if self.key_ids is None else f"documents({self.ids}, {self.key_ids})"
-
-
-class Extremes:
-    """Least and greatest label in any range of positions: two overlapping powers of two, looked up in a table."""
-
-    def __init__(self, labels: NDArray[np.int64]) -> None:
-        self.n = len(labels)
-        self.ordered = bool(np.all(labels[1:] >= labels[:-1]))
-        self.least, self.greatest = [labels], [labels]
-        while not self.ordered and 2 ** len(self.least) <= self.n:
-            half = 2 ** (len(self.least) - 1)
-            low, high = self.least[-1], self.greatest[-1]
-            self.least.append(np.minimum(low[:-half], low[half:]))
-            self.greatest.append(np.maximum(high[:-half], high[half:]))
-
-    def __call__(self, start: Positions, stop: Positions) -> tuple[Any, Any]:
-        start, last = within(start, self.n), within(stop - 1, self.n)
-        if self.ordered:  # packed documents: the ends of the range are its extremes
-            return self.least[0][start], self.least[0][last]
-        level = np.frexp(np.asarray(last - start + 1, np.float64))[1] - 1  # floor of log2 of the length
-        low, high = np.empty(np.shape(level), np.int64), np.empty(np.shape(level), np.int64)
-        for depth in np.unique(level):
-            here = level == depth
-            one, two = np.asarray(start)[here], np.asarray(last)[here] - 2**depth + 1
-            low[here] = np.minimum(self.least[depth][one], self.least[depth][two])
-            high[here] = np.maximum(self.greatest[depth][one], self.greatest[depth][two])
-        return low, high
 
 
 @dataclass(frozen=True)
@@ -166,6 +95,9 @@ class Keys(Mask):
         beyond = (k1 - k0) - (stop - start)
         real = self._counts[stop] - self._counts[start] + beyond
         return verdict(full=real == k1 - k0, empty=real == 0) + 0 * q0
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+        return [k0]
 
     @cached_property
     def _rows(self) -> list[Keys]:
@@ -278,7 +210,14 @@ class Where(Mask):
         if seen.dtype != bool:
             raise MaskError(f"where: the formula gave {seen.dtype} values; who may see whom is True or False.")
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
-        return np.broadcast_to(seen, shape) if shape else bool(seen)
+        try:
+            seen = np.broadcast_to(seen, shape)
+        except ValueError:
+            raise MaskError(
+                f"where: the formula gave shape {seen.shape} for positions that broadcast to {shape}. "
+                "Fix: compute with q and k, element by element."
+            ) from None
+        return seen if shape else bool(seen)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return 1 + 0 * (q0 + k0)  # always PARTIAL: whoever needs more reads the pairs
@@ -292,10 +231,16 @@ class Where(Mask):
 class Heads(Mask):
     masks: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        # Lists: torch.compile does not follow max() of a generator.
+        rows = max([1, *[one.batch[0] for one in self.masks if one.batch]])
+        object.__setattr__(self, "_batch", (rows, len(self.masks)))
+        object.__setattr__(self, "_depth", max([one._depth for one in self.masks]))
+        object.__setattr__(self, "_joined", max([one._joined for one in self.masks]))
+
     @property
     def batch(self) -> tuple[int, ...]:
-        rows = max((one.batch[0] for one in self.masks if one.batch), default=1)
-        return (rows, len(self.masks))
+        return self._batch  # type: ignore[attr-defined]
 
     @property
     def asks_query(self) -> bool:

@@ -5,15 +5,17 @@ Public doors as in :mod:`lowtri.masks.atoms`; what they make stands in :mod:`low
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from lowtri.errors import MaskError
 from lowtri.masks.arguments import bool_array, integer_array
-from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table, Where
-from lowtri.masks.mask import Mask
+from lowtri.masks.held import Heads, Held, KeyLengths, Keys, Table, Where
+from lowtri.masks.ids import Documents, Packed
+from lowtri.masks.mask import END, Mask, shown
 
 __all__ = ["documents", "heads", "hidden", "keys", "table", "where"]
 
@@ -39,6 +41,8 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
 
     Beyond the array the last document goes on, so that generating continues it.
 
+    Documents given by their lengths hold a number for each document and none for each token.
+
     Raises:
         MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.
 
@@ -48,17 +52,12 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     if sum(given is not None for given in (ids, lengths, cu_seqlens)) != 1 or (key_ids is not None and ids is None):
         raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
     if cu_seqlens is not None:
-        edges = integer_array("documents", "cu_seqlens", cu_seqlens, (1,))
+        edges = integer_array("documents", "cu_seqlens", cu_seqlens, (1,)).tolist()
         if len(edges) < 2 or edges[0] != 0:
-            raise MaskError(f"documents: cu_seqlens is {edges[:8].tolist()}; it begins with 0 and ends with the total.")
-        lengths = np.diff(edges)
+            raise MaskError(f"documents: cu_seqlens is {edges[:8]}; it begins with 0 and ends with the total.")
+        return _packed([after - before for before, after in pairwise(edges)])
     if lengths is not None:
-        sizes = integer_array("documents", "lengths", lengths, (1,))
-        if len(sizes) == 0 or np.any(sizes < 1):
-            raise MaskError(
-                f"documents: lengths are {sizes[:8].tolist()}; there is at least one, and each is at least 1."
-            )
-        return Documents(Held(np.repeat(np.arange(len(sizes)), sizes)), None, tuple(sizes.tolist()))
+        return _packed(integer_array("documents", "lengths", lengths, (1,)).tolist())
     rows = integer_array("documents", "ids", ids, (1, 2))
     if key_ids is None:
         return Documents(Held(rows))
@@ -66,6 +65,14 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     if columns.shape[:-1] != rows.shape[:-1]:
         raise MaskError(f"documents: ids {rows.shape} and key_ids {columns.shape} differ in their batch.")
     return Documents(Held(rows), Held(columns))
+
+
+def _packed(lengths: list[int]) -> Mask:
+    if min(lengths) < 1:
+        raise MaskError(f"documents: lengths are {lengths[:8]}; there is at least one, and each is at least 1.")
+    if sum(lengths) > END:  # Python's ints: a sum of 64 bits would wrap
+        raise MaskError(f"documents: lengths add up to {sum(lengths)}, but positions end at END (2**62).")
+    return Packed(tuple(lengths))
 
 
 def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
@@ -92,10 +99,12 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
     if lengths is not None:
-        sizes = integer_array("keys", "lengths", lengths, (1,))
-        if len(sizes) == 0 or np.any(sizes < 0):
-            raise MaskError(f"keys: lengths are {sizes[:8].tolist()}; there is one for each batch row, none below 0.")
-        return KeyLengths(tuple(sizes.tolist()))
+        sizes = integer_array("keys", "lengths", lengths, (1,)).tolist()
+        if min(sizes) < 0 or max(sizes) > END:
+            raise MaskError(
+                f"keys: lengths are {sizes[:8]}; there is one for each batch row, none below 0 or beyond END (2**62)."
+            )
+        return KeyLengths(tuple(sizes))
     return Keys(Held(bool_array("keys", "valid", valid, (1, 2))))
 
 
@@ -127,7 +136,7 @@ def hidden(bools: Any) -> Mask:
     Args:
         bools: bool, (Nq, Nk), or with (B,) or (B, H) in front; see :func:`table`.
     """
-    return Table(Held(~bool_array("hidden", "bools", bools, (2, 3, 4))))
+    return Table(Held(bool_array("hidden", "bools", bools, (2, 3, 4), inverted=True)))
 
 
 def where(fn: Callable[[Any, Any], Any]) -> Mask:
@@ -147,12 +156,16 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
     more (``window(n) & where(fn)``) where it can be said.
 
     Raises:
-        MaskError: if ``fn`` is not callable; when asked, if it gives no bools.
+        MaskError: if ``fn`` is not callable or does not take two positions; when asked, if it gives no bools.
+
+    FlexAttention's ``mask_mod(b, h, q, k)`` becomes ``where(lambda q, k: mask_mod(0, 0, q, k))``; where it differs by head,
+    one such mask for each head goes into :func:`heads`.
     """
     if not callable(fn):
         raise MaskError(
             f"where: fn is {type(fn).__name__}; it takes a function of two positions. Fix: lowtri.table(bools)."
         )
+    _check_two_positions(fn)
     try:
         hash(fn)
     except TypeError:
@@ -160,6 +173,24 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
             f"where: fn is {type(fn).__name__}, which cannot be hashed. Fix: give it __hash__, or wrap it in a function."
         ) from None
     return Where(fn)
+
+
+def _check_two_positions(fn: Callable[..., Any]) -> None:
+    try:
+        takes = inspect.signature(fn)
+    except (TypeError, ValueError):  # some compiled functions do not say
+        return
+    try:
+        takes.bind(0, 0)
+    except TypeError:
+        fix = "where(lambda q, k: fn(...))"
+        with contextlib.suppress(TypeError):
+            takes.bind(0, 0, 0, 0)
+            fix = (
+                "where(lambda q, k: fn(0, 0, q, k)) for FlexAttention's (b, h, q, k); "
+                "one of them for each head in heads([...]) where they differ"
+            )
+        raise MaskError(f"where: fn takes {takes}, but it is given two positions, (q, k).\nFix: {fix}.") from None
 
 
 def heads(masks: Sequence[Mask | str]) -> Mask:
@@ -177,9 +208,13 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
     """
     from lowtri.masks.text import as_mask
 
-    found = tuple(as_mask(one) for one in masks)
-    if not found:
-        raise MaskError("heads: the list is empty; it takes one mask for each query head.")
+    try:
+        listed = [] if isinstance(masks, str | Mask) else list(masks)
+    except TypeError:
+        listed = []
+    if not listed:
+        raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
+    found = tuple([as_mask(one) for one in listed])
     if any(len(one.batch) > 1 for one in found):
         raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
     rows = {one.batch[0] for one in found if one.batch} - {1}

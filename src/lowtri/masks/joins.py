@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import MaskError
-from lowtri.masks.mask import Answer, Mask, Positions
+from lowtri.masks.mask import Answer, Mask, Positions, shown
 
 __all__ = ["And", "Join", "Not", "Or"]
+
+DEEPEST = 100  # operators inside operators: every question goes down all of them
+MOST_JOINED = 1000  # masks under all operators together
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,16 @@ class Join(Mask):
     right: Mask
 
     def __post_init__(self) -> None:
-        _common_batch(self.left, self.right)  # raises where the two do not fit together
+        _limit(self, self.left, self.right)
+        object.__setattr__(self, "_batch", _common_batch(self.left, self.right))
 
     @property
     def batch(self) -> tuple[int, ...]:
-        return _common_batch(self.left, self.right)
+        return self._batch  # type: ignore[attr-defined]
 
     @property
     def asks_query(self) -> bool:
         return self.left.asks_query or self.right.asks_query
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        one, two = self.left._signature(q0, k0, nq, nk), self.right._signature(q0, k0, nq, nk)
-        return None if one is None or two is None else one + two
 
     def _at(self, b: int, h: int) -> Mask:
         return type(self)(self.left.at(b, h), self.right.at(b, h))
@@ -76,6 +76,9 @@ class Not(Mask):
 
     inner: Mask
 
+    def __post_init__(self) -> None:
+        _limit(self, self.inner)
+
     @property
     def batch(self) -> tuple[int, ...]:
         return self.inner.batch
@@ -91,14 +94,23 @@ class Not(Mask):
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return 2 - self.inner._tile(q0, q1, k0, k1)
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        return self.inner._signature(q0, k0, nq, nk)
-
     def _at(self, b: int, h: int) -> Mask:
         return Not(self.inner.at(b, h))
 
     def __repr__(self) -> str:
         return f"~({self.inner!r})" if isinstance(self.inner, Join) else f"~{self.inner!r}"
+
+
+def _limit(made: Mask, *parts: Mask) -> None:
+    """Count what is joined, and refuse what would be too deep to walk through."""
+    depth, joined = 1 + max([part._depth for part in parts]), sum([part._joined for part in parts])
+    if depth > DEEPEST or joined > MOST_JOINED:
+        raise MaskError(
+            f"mask: {joined} masks under {depth} operators, one inside the other; at most {MOST_JOINED} masks and "
+            f"{DEEPEST} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) that says the same."
+        )
+    object.__setattr__(made, "_depth", depth)
+    object.__setattr__(made, "_joined", joined)
 
 
 def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
@@ -110,6 +122,6 @@ def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
     sizes = []
     for m, n in zip(a + (1,) * (long - len(a)), b + (1,) * (long - len(b)), strict=True):
         if m != n and 1 not in (m, n):
-            raise MaskError(f"{left!r} with {right!r}: their batches {a} and {b} do not fit together.")
+            raise MaskError(f"{shown(left)} with {shown(right)}: their batches {a} and {b} do not fit together.")
         sizes.append(max(m, n))
     return tuple(sizes)

@@ -10,6 +10,7 @@ negative positions (no token there), empty rectangles, the end of time, and one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,12 +32,18 @@ __all__ = [
     "Mask",
     "Positions",
     "Tile",
+    "check_count",
     "default_positions",
+    "first_position",
+    "shown",
     "verdict",
 ]
 
 END = 2**62
 """The end of time: later than any position, and small enough that sums of two stay inside int64."""
+
+MOST_POSITIONS = 2**28  # written out one by one they are 2 GB
+_ROWS_AT_ONCE = 2**22  # pairs of a table that are computed together: about 32 MB of intermediate numbers
 
 Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
 Answer: TypeAlias = Any  # 0, 1, 2 or an array of them
@@ -89,6 +96,9 @@ class Mask:
         """Whether the answer depends on where the query stands (``full``, ``first`` and ``keys`` do not ask)."""
         return True
 
+    _depth = 0  # operators on the way to the deepest mask inside
+    _joined = 1  # masks joined
+
     # What a subclass writes, for non-negative positions and non-empty rectangles.
 
     def _sees(self, q: Positions, k: Positions) -> Any:
@@ -98,7 +108,10 @@ class Mask:
         raise TypeError(f"{type(self).__name__} has no tile formula")
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where nothing is known."""
+        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where nothing is known.
+
+        Written for single masks only: a plan looks into joined masks itself.
+        """
         return None
 
     def _at(self, b: int, h: int) -> Mask:
@@ -115,10 +128,13 @@ class Mask:
 
         Returns:
             a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
+
+        Raises:
+            MaskError: if the positions are no whole numbers.
         """
         if self.batch:
             return self._each(lambda one: one(q, k))
-        q, k = (_in_int64(x) if isinstance(x, np.ndarray | np.generic) and x.dtype != np.int64 else x for x in (q, k))
+        q, k = _checked_positions(q), _checked_positions(k)
         seen = self._sees(q, k) & (q >= 0) & (k >= 0)
         return bool(seen) if type(q) is int and type(k) is int else seen
 
@@ -140,10 +156,12 @@ class Mask:
         if type(q0) is int and type(q1) is int and type(k0) is int and type(k1) is int:
             if q0 < 0 or k0 < 0:  # the negative part holds no token, so the rest cannot be FULL
                 return min(self.tile(max(q0, 0), q1, max(k0, 0), k1), PARTIAL)
+            if q1 > END or k1 > END:  # later than END there is nothing, and other numbers may leave int64
+                return self.tile(q0, min(q1, END), k0, min(k1, END))
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
             return _TILES[self._tile(q0, q1, k0, k1)]
-        edges = [_door(edge) for edge in (q0, q1, k0, k1)]
+        edges = [_edge(edge) for edge in (q0, q1, k0, k1)]
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
         q0, q1, k0, k1 = np.broadcast_arrays(*edges)
@@ -187,9 +205,24 @@ class Mask:
 
         Returns:
             bool array, ``m.batch + (nq, nk)``.
+
+        Raises:
+            MaskError: if the table does not fit into memory.
         """
         q, k = default_positions(self, nq, nk)
-        return np.broadcast_to(self(q[:, None], k[None, :]), (*self.batch, len(q), len(k))).copy()
+        shape = (*self.batch, len(q), len(k))
+        try:
+            out = np.empty(shape, bool)
+        except (MemoryError, ValueError):
+            size = f"{float(math.prod(shape)):,.0f} bytes"
+            raise MaskError(
+                f"dense: a table of {shape} pairs takes {size}, which this machine does not give.\n"
+                "Fix: pairs(), tile() and draw() need no table, and attention takes the mask itself."
+            ) from None
+        rows = max(1, _ROWS_AT_ONCE // max(1, len(k)))
+        for at in range(0, len(q), rows):
+            out[..., at : at + rows, :] = self(q[at : at + rows, None], k[None, :])
+        return out
 
     def additive(
         self, nq: int, nk: int | None = None, *, dtype: Any = np.float32, hidden: float = -np.inf, like: Any = None
@@ -210,9 +243,9 @@ class Mask:
         Raises:
             MaskError: if ``hidden`` is not negative, or is a number that the dtype does not have (-1e9 in float16).
         """
-        if not hidden < 0:
+        if not isinstance(hidden, int | float | np.number) or not hidden < 0:
             raise MaskError(
-                f"additive: hidden is {hidden}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
+                f"additive: hidden is {shown(hidden)}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
             )
         values = np.where(self.dense(nq, nk), 0.0, hidden)
         if like is not None:
@@ -314,16 +347,42 @@ def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArr
     More queries than keys have no such place. Where the mask does not ask for the query's place they count from 0; else it
     has to be said, since two libraries mean two things by it.
     """
-    nk = nq if nk is None else nk
-    if nq < 0 or nk < 0:
-        raise MaskError(f"{nq} queries and {nk} keys: a number of positions cannot be negative.")
+    start, nq, nk = first_position(mask, nq, nk)
+    if max(nq, nk) > MOST_POSITIONS:
+        raise MaskError(
+            f"{nq} queries and {nk} keys: at most {MOST_POSITIONS} (2**28) positions are written out. "
+            "Fix: tile() answers for rectangles of any size."
+        )
+    return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
+
+
+def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int, int]:
+    """Where the first of ``nq`` queries stands, and the two numbers, checked; see :func:`default_positions`."""
+    nq = check_count("mask", "nq, a number of queries,", nq)
+    nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
     if nq > nk and mask.asks_query:
         raise MaskError(
-            f"{nq} queries and {nk} keys under {mask!r}: the queries cannot stand at the last {nq} of {nk} keys.\n"
+            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
             "Fix: say where they stand, q_positions=range(nq) if query i stands beside key i."
         )
-    start = max(nk - nq, 0)
-    return np.arange(start, start + nq), np.arange(nk)
+    return max(nk - nq, 0), nq, nk
+
+
+def check_count(what: str, name: str, value: Any, least: int = 0) -> int:
+    """A number of tokens, as a Python int between ``least`` and END."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise MaskError(f"{what}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}.")
+    if not least <= value <= END:
+        raise MaskError(f"{what}: {name} is {shown(value)}, but it must lie in {least} .. END (2**62).")
+    return int(value)
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value as an error shows it: short, whatever it is."""
+    if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def _joins() -> Any:
@@ -341,24 +400,31 @@ def _operand(other: object, sign: str) -> Mask:
     )
 
 
-def _door(edge: Any) -> NDArray[np.int64]:
+def _edge(edge: Any) -> NDArray[np.int64]:
     """One edge of a rectangle as int64; here, and only here, infinity is accepted and becomes END."""
     array = np.asarray(edge)
-    if array.dtype.kind == "f":
-        array = np.where(array >= END, END, array)
-        if not np.all(array == np.floor(array)):
-            raise MaskError(f"tile: an edge is {edge}, but positions are whole numbers (or inf).")
-    elif array.dtype.kind not in "iu":
-        raise MaskError(f"tile: an edge is {edge!r}, but positions are whole numbers (or inf).")
-    if array.dtype.itemsize == 8:  # asked in its own dtype: cast first, uint64 would turn negative
-        array = np.minimum(array, array.dtype.type(END))
-    return array.astype(np.int64)
+    if array.dtype.kind == "f" and np.all(array == np.floor(array)):
+        return np.clip(array, -END, END).astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise MaskError(f"tile: an edge is {shown(edge)}, but positions are whole numbers (or inf).")
+    return _int64(array)
 
 
-def _in_int64(positions: Any) -> Any:
-    """Whole numbers of any dtype as int64: unsigned and narrow ones would wrap in the formulas' arithmetic."""
-    if positions.dtype.kind not in "iu":
+def _checked_positions(positions: Positions) -> Positions:
+    """Ints as they are, and arrays of any integers as int64, in which differences are right."""
+    if type(positions) is int:
+        return min(positions, END)
+    if type(positions) is np.ndarray and positions.dtype == np.int64:
         return positions
-    if positions.dtype.itemsize == 8 and np.any(positions > END):
-        raise MaskError(f"a position is {np.max(positions)}, but positions lie below END (2**62).")
-    return positions.astype(np.int64)
+    array = np.asarray(positions)
+    if array.dtype.kind not in "iu":
+        raise MaskError(
+            f"mask: the positions are {shown(positions)}, but a position is a whole number.\n"
+            "Fix: ints, or NumPy arrays of integers."
+        )
+    return _int64(array)
+
+
+def _int64(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Unsigned numbers beyond int64 are later than END, not negative."""
+    return np.minimum(array, np.uint64(END)).astype(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)

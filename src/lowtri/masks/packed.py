@@ -7,26 +7,23 @@ follow.
 
 from __future__ import annotations
 
-import ast
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from lowtri.errors import MaskError
 from lowtri.masks.formulas import Band, Chunks, First, Full, Strided
-from lowtri.masks.held import Documents, Heads, Held, KeyLengths, Keys, Table
-from lowtri.masks.holders import documents, keys, table
+from lowtri.masks.grammar import read
+from lowtri.masks.held import Heads, Held, KeyLengths, Keys, Table
+from lowtri.masks.ids import Documents, Packed
 from lowtri.masks.joins import And, Join, Not
 from lowtri.masks.mask import Mask
-from lowtri.masks.text import mask, read
+from lowtri.masks.text import mask
 
 __all__ = ["pack", "unpack"]
-
-_HOLDERS: dict[str, Callable[..., Mask]] = {"documents": documents, "keys": keys, "table": table}
 
 
 def pack(what: Mask) -> tuple[str | None, list[Any]]:
@@ -79,25 +76,7 @@ _last: tuple[_Unpacked, ...] = ()
 
 @lru_cache(32)
 def _unpacked(text: str, held: tuple[Held, ...]) -> Mask:
-    class Fill(ast.NodeTransformer):
-        """Put a mask where the text has one that holds placeholders."""
-
-        def visit_Call(self, node: ast.Call) -> ast.AST:
-            names = [entry.id for entry in node.args if isinstance(entry, ast.Name) and entry.id[0] == "_"]
-            if not names or not isinstance(node.func, ast.Name) or node.func.id not in _HOLDERS:
-                return self.generic_visit(node)
-            made: Any = _HOLDERS[node.func.id](*(held[int(name[1:])].array for name in names))
-            return ast.Constant(made)
-
-    if not held:
-        return mask(text)
-    try:
-        tree = Fill().visit(ast.parse(text, mode="eval").body)
-    except MaskError:  # an array that does not fit its mask
-        raise
-    except (SyntaxError, ValueError, IndexError):
-        raise MaskError(f"unpack: {text!r} with {len(held)} arrays is not what pack writes.") from None
-    return read(tree)
+    return read(text, [one.array for one in held]) if held else mask(text)
 
 
 def _text(mask: Mask, arrays: list[Any]) -> str | None:
@@ -111,9 +90,9 @@ def _text(mask: Mask, arrays: list[Any]) -> str | None:
     if isinstance(mask, Heads):
         texts = [_text(one, arrays) for one in mask.masks]
         return None if None in texts else "heads([" + ", ".join([text for text in texts if text]) + "])"
+    if isinstance(mask, Packed):
+        return f"documents(lengths={_list(mask.lengths)})"
     if isinstance(mask, Documents):
-        if mask.lengths is not None:
-            return f"documents(lengths={_list(mask.lengths)})"
         labels = _held(mask.ids, arrays)
         return f"documents({labels})" if mask.key_ids is None else f"documents({labels}, {_held(mask.key_ids, arrays)})"
     if isinstance(mask, Keys):

@@ -6,8 +6,10 @@ shows the answer of the tile question, so a picture of a million positions costs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.labels import shortened, split
-from lowtri.masks.mask import Mask, Tile, default_positions
+from lowtri.masks.mask import Mask, Tile, check_count, first_position
 from lowtri.masks.text import as_mask
 
 __all__ = [
@@ -80,7 +82,8 @@ def compose(
         weights: for each of the one or two masks None or its attention weights, ``(nq, nk)`` or with the batch in front.
     """
     masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
-    nk = nq if nk is None else nk
+    nq = check_count("draw", "nq", nq)
+    nk = nq if nk is None else check_count("draw", "nk", nk)
     if nq < 1 or nk < 1:
         raise MaskError(f"draw: {nq} queries and {nk} keys: there is nothing to draw. Fix: at least one of each.")
     keys, queries = _labels(nq, nk, tokens, query_tokens)
@@ -90,9 +93,8 @@ def compose(
     shades = [_weights(one, nq, nk) for one in (*weights, None, None)[: len(masks)]]
 
     batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
-    places = list(np.ndindex(batch))
     panels = []
-    for place in places[:MOST_PANELS]:
+    for place in islice(np.ndindex(batch), MOST_PANELS):
         b, h = (*place, 0, 0)[:2]
         parts = zip(names, masks, shades, strict=True)
         panels.append(
@@ -104,7 +106,7 @@ def compose(
                 ),
             )
         )
-    left_out = len(places) - len(panels)
+    left_out = math.prod(batch) - len(panels)
     return Picture(tuple(panels), left_out, cell_size(nq, nk), queries, keys)
 
 
@@ -118,9 +120,10 @@ def _cells(mask: Mask, nq: int, nk: int) -> NDArray[np.int8]:
     step = cell_size(nq, nk)
     if step == 1:  # a pair is looked at, since the tile question may say PARTIAL of it
         return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
-    q, k = default_positions(mask, nq, nk)
-    q0, k0 = q[::step, None], k[None, ::step]
-    cells: NDArray[np.int8] = mask.tile(q0, np.minimum(q0 + step, q[-1] + 1), k0, np.minimum(k0 + step, nk))
+    start, nq, nk = first_position(mask, nq, nk)
+    q0 = start + step * np.arange(-(-nq // step))[:, None]
+    k0 = step * np.arange(-(-nk // step))[None, :]
+    cells: NDArray[np.int8] = mask.tile(q0, np.minimum(q0 + step, start + nq), k0, np.minimum(k0 + step, nk))
     return cells
 
 

@@ -17,19 +17,16 @@ and the bits of the smallest tiles are read pair by pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import END, FULL, PARTIAL, Mask
+from lowtri.masks.mask import FULL, PARTIAL, Mask
+from lowtri.masks.patterns import TILE_Q, Patterns, boxes
 
 __all__ = ["TILE_Q", "Plan", "plan"]
-
-TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
-_AT_ONCE = 1024  # tiles whose pairs are read together: 8 million pairs, about 8 MB
 
 Ints = NDArray[np.int64]
 
@@ -112,7 +109,7 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
     """
     q, k = np.atleast_2d(q_positions), np.atleast_2d(k_positions)
     shape = (max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1])
-    pool = _Patterns(tile_k)
+    pool = Patterns(tile_k)
     known: dict[tuple[Mask, bytes, bytes], int] = {}
     sheets: list[_Sheet] = []
     sheet = np.zeros(shape, np.int32)
@@ -135,7 +132,7 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
         row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         runs=np.concatenate([done.runs for done in sheets]),
         tile_bits=np.concatenate([done.tile_bits for done in sheets]).astype(np.int32),
-        bits=np.array(pool.words, np.uint64).reshape(-1, tile_k),
+        bits=pool.bits(),
         sheet_pairs=tuple(done.pairs for done in sheets),
     )
 
@@ -147,7 +144,7 @@ class _Sheet(NamedTuple):
     pairs: int
 
 
-def _sheet(mask: Mask, q: Ints, k: Ints, pool: _Patterns) -> _Sheet:
+def _sheet(mask: Mask, q: Ints, k: Ints, pool: Patterns) -> _Sheet:
     """The rows of one unbatched mask over one line of positions."""
     rows, columns = -(-len(q) // TILE_Q), -(-len(k) // pool.tile_k)
     full, partial = _descend(mask, q, k, pool.tile_k)
@@ -158,11 +155,11 @@ def _sheet(mask: Mask, q: Ints, k: Ints, pool: _Patterns) -> _Sheet:
     kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
     if len(partial):
         found = pool.of_tiles(mask, q, k, partial)
-        kept = found != _Patterns.EMPTY
+        kept = found != Patterns.EMPTY
         tile, found = partial[kept], found[kept]
         row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
         last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, found])
-        kind = np.concatenate([kind, np.where(found == _Patterns.FULL, int(FULL), int(PARTIAL))])
+        kind = np.concatenate([kind, np.where(found == Patterns.FULL, int(FULL), int(PARTIAL))])
     order = np.argsort(row * (columns + 1) + first, kind="stable")
     row, first, last, kind, pattern = row[order], first[order], last[order], kind[order], pattern[order]
     # Neighbours of one kind become one run.
@@ -175,13 +172,13 @@ def _sheet(mask: Mask, q: Ints, k: Ints, pool: _Patterns) -> _Sheet:
     runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], place, 0)], axis=1)
     queries = np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q
     keys = np.minimum(last * pool.tile_k, len(k)) - first * pool.tile_k
-    seen = int((queries * keys)[~is_partial].sum()) + sum(pool.counts[p] for p in pattern[is_partial].tolist())
+    seen = int((queries * keys)[~is_partial].sum()) + int(pool.counts[pattern[is_partial]].sum())
     return _Sheet(np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial], seen)
 
 
 def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
     """From one rectangle over everything down: FULL ones (rows first, last, columns first, last) and PARTIAL tiles (row, column)."""
-    queries, keys = _boxes(q, TILE_Q), _boxes(k, tile_k)
+    queries, keys = boxes(q, TILE_Q), boxes(k, tile_k)
     levels = max(len(queries), len(keys))
     queries += [queries[-1]] * (levels - len(queries))
     keys += [keys[-1]] * (levels - len(keys))
@@ -202,105 +199,6 @@ def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
             inside = (i < len(queries[level - 1].low)) & (j < len(keys[level - 1].low))
             i, j = i[inside], j[inside]
     return np.concatenate(full), np.stack([i, j], axis=1)
-
-
-class _Boxes(NamedTuple):
-    low: Ints  # least position in each block
-    stop: Ints  # one past the greatest
-    real: NDArray[np.bool_]  # whether every position holds a token
-
-
-def _boxes(positions: Ints, tile: int) -> list[_Boxes]:
-    """The least box of positions around each tile, each two tiles, each four, ... up to all."""
-    if len(positions) == 0:
-        return [_Boxes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
-    edges = np.arange(0, len(positions), tile)
-    least = np.minimum.reduceat(positions, edges)
-    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, END, positions), edges)
-    boxes = [_Boxes(low, np.maximum.reduceat(positions, edges) + 1, least >= 0)]
-    while len(boxes[-1].low) > 1:
-        below = boxes[-1]
-        edges = np.arange(0, len(below.low), 2)
-        low, stop = np.minimum.reduceat(below.low, edges), np.maximum.reduceat(below.stop, edges)
-        boxes.append(_Boxes(low, stop, np.logical_and.reduceat(below.real, edges)))
-    return boxes
-
-
-class _Patterns:
-    """The bits of partial tiles, equal ones stored once."""
-
-    EMPTY, FULL = -1, -2  # what bits turned out to be that need not be stored
-
-    def __init__(self, tile_k: int) -> None:
-        self.tile_k = tile_k
-        self.words: list[NDArray[np.uint64]] = []
-        self.counts: list[int] = []  # visible pairs of each pattern
-        self._known: dict[bytes, int] = {}
-
-    def of_tiles(self, mask: Mask, q: Ints, k: Ints, tiles: Ints) -> Ints:
-        """The pattern of each tile (row, column); tiles that must be alike are read once."""
-        group, sample = _alike(mask, q, k, tiles, self.tile_k)
-        q_tiles, k_tiles = _tiles_of(q, TILE_Q), _tiles_of(k, self.tile_k)
-        found = np.empty(len(sample), np.int64)
-        for at in range(0, len(sample), _AT_ONCE):
-            row, column = tiles[sample[at : at + _AT_ONCE]].T
-            seen = mask(q_tiles[row][:, None, :], k_tiles[column][:, :, None])  # (n, tile_k, 64)
-            exists = (np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q) * (
-                np.minimum((column + 1) * self.tile_k, len(k)) - column * self.tile_k
-            )
-            found[at : at + _AT_ONCE] = list(self._store(np.asarray(seen), exists))
-        return found[group]
-
-    def _store(self, seen: NDArray[np.bool_], exists: Ints) -> Iterator[int]:
-        counts = np.count_nonzero(seen, axis=(1, 2))
-        words = np.packbits(seen, axis=2, bitorder="little").view(np.uint64)[:, :, 0]  # (n, tile_k)
-        for word, count, everything in zip(words, counts.tolist(), exists.tolist(), strict=True):
-            if count == 0:
-                yield self.EMPTY
-            elif count == everything:
-                yield self.FULL
-            else:
-                content = word.tobytes()
-                if content not in self._known:
-                    self._known[content] = len(self.words)
-                    self.words.append(word)
-                    self.counts.append(count)
-                yield self._known[content]
-
-
-def _alike(mask: Mask, q: Ints, k: Ints, tiles: Ints, tile_k: int) -> tuple[Ints, Ints]:
-    """Tiles that must hold the same bits, by the mask's signature: the group of each tile, and one tile of each group."""
-    each = np.arange(len(tiles))
-    q0, k0 = tiles[:, 0] * TILE_Q, tiles[:, 1] * tile_k
-    signature = mask._signature(q[q0], k[k0], TILE_Q, tile_k)
-    if signature is None:
-        return each, each
-    # A signature speaks of whole tiles of consecutive positions; the others stand for themselves.
-    alone = ~(_consecutive(q, TILE_Q)[tiles[:, 0]] & _consecutive(k, tile_k)[tiles[:, 1]])
-    group = np.where(alone, each + 1, 0)
-    for column in signature:
-        _, number = np.unique(np.broadcast_to(column, each.shape), return_inverse=True)
-        _, group = np.unique(group * (number.max() + 1) + number, return_inverse=True)
-    _, sample, group = np.unique(group, return_index=True, return_inverse=True)
-    return group, sample
-
-
-def _consecutive(positions: Ints, tile: int) -> NDArray[np.bool_]:
-    """For each tile, whether it is whole and its positions count up by one."""
-    steps = np.ones(len(positions), bool)
-    steps[1:] = np.diff(positions) == 1
-    edges = np.arange(0, len(positions), tile)
-    steps[edges] = positions[edges] >= 0
-    good = np.logical_and.reduceat(steps, edges)
-    good[-1] &= len(positions) % tile == 0
-    return good
-
-
-def _tiles_of(positions: Ints, tile: int) -> Ints:
-    """(tiles, tile) positions; the last tile is filled up with -1: no token, so nothing seen."""
-    filled = np.full(-(-len(positions) // tile) * tile, -1, np.int64)
-    filled[: len(positions)] = positions
-    return filled.reshape(-1, tile)
 
 
 def _count_up(sizes: Ints) -> Ints:

@@ -1,15 +1,12 @@
 """A mask from text, and back: the text of a mask is its ``repr``.
 
-The grammar is Python's own, so ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``. It is read by :mod:`ast` and a
-white list; nothing is ever evaluated.
+The grammar is Python's own, so ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``; it is read in
+:mod:`lowtri.masks.grammar`.
 """
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,24 +14,12 @@ import numpy as np
 
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
-from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
-from lowtri.masks.holders import documents, heads, keys
-from lowtri.masks.mask import Mask
+from lowtri.masks.grammar import read
+from lowtri.masks.mask import Mask, shown
 
-__all__ = ["as_mask", "mask", "read"]
+__all__ = ["as_mask", "mask"]
 
 LONGEST = 65_536  # characters: enough for the lengths of ten thousand documents
-DEEPEST = 100  # nested operators
-
-_ATOMS: dict[str, Callable[..., Mask]] = {
-    make.__name__: make for make in (full, causal, window, band, first, documents, chunks, strided, keys, heads)
-}
-_ARRAYS = ("table", "hidden", "where")
-_JOINS: dict[type[ast.operator], Callable[[Mask, Mask], Mask]] = {
-    ast.BitAnd: lambda left, right: left & right,
-    ast.BitOr: lambda left, right: left | right,
-    ast.Sub: lambda left, right: left - right,
-}
 
 
 def mask(text: str | Mask) -> Mask:
@@ -67,18 +52,10 @@ def mask(text: str | Mask) -> Mask:
 def _parsed(text: str) -> Mask:
     if len(text) > LONGEST:
         raise MaskError(f"mask: the text has {len(text)} characters, but at most {LONGEST} are read.")
-    held = re.search(r"\w+\([^()<]*<[^>]*>", text)
-    if held:
-        raise MaskError(
-            f"mask: {held.group()}) stands for an array or a function, which a text cannot hold. Fix: pass the mask."
-        )
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        return read(tree)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        if isinstance(error, MaskError):
-            raise
-        raise MaskError(f"mask: {_short(text)} cannot be read. Fix: write e.g. 'causal & window(256)'.") from None
+        return read(text)
+    except RecursionError:  # the caller's own stack is nearly used up
+        raise MaskError(f"mask: {shown(text)} nests deeper than Python's stack allows here.") from None
 
 
 class _Read:
@@ -106,11 +83,6 @@ def _is_traced() -> bool:
 
 
 _formula = lru_cache(64)(_parsed)  # a text without lists holds no arrays: small enough to keep
-
-
-def read(node: ast.expr) -> Mask:
-    """The mask that a parsed text says; it may hold whole masks, as constants."""
-    return _read(node, 0)
 
 
 def as_mask(value: Any, name: str = "mask") -> Mask:
@@ -148,62 +120,3 @@ def _of_floats(came: str, value: Any) -> str:
                 'Fix: lowtri.table(m == 0) as the mask, or bias=m with the mask "full".'
             )
     return f"{came} of floats came. Fix: numbers to add to the scores belong in bias=."
-
-
-def _read(node: ast.expr, depth: int) -> Mask:
-    if depth > DEEPEST:
-        raise MaskError(f"mask: the text nests more than {DEEPEST} operators.")
-    if isinstance(node, ast.Constant) and isinstance(node.value, Mask):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _JOINS:
-        return _JOINS[type(node.op)](_read(node.left, depth + 1), _read(node.right, depth + 1))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return ~_read(node.operand, depth + 1)
-    if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
-        raise MaskError(f"mask: {_short(ast.unparse(node))}: masks are joined by & | ~ -, not by and, or, not.")
-    if isinstance(node, ast.Name):
-        return _made(_atom(node.id), node, [], {})
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        make = _atom(node.func.id)
-        values: list[Any] = [_value(argument, depth) for argument in node.args]
-        named = {keyword.arg: _value(keyword.value, depth) for keyword in node.keywords if keyword.arg is not None}
-        if len(named) != len(node.keywords):
-            raise MaskError(f"mask: {_short(ast.unparse(node))}: ** has no meaning here.")
-        return _made(make, node, values, named)
-    raise MaskError(
-        f"mask: {_short(ast.unparse(node))} is no mask. Fix: masks are joined by & | ~ -, e.g. 'causal & window(256)'."
-    )
-
-
-def _made(make: Callable[..., Mask], node: ast.expr, values: list[Any], named: dict[str, Any]) -> Mask:
-    try:
-        return make(*values, **named)
-    except TypeError as error:  # too few or too many arguments, in Python's words
-        raise MaskError(f"mask: {_short(ast.unparse(node))}: {str(error).split(') ', 1)[-1]}.") from None
-
-
-def _atom(name: str) -> Callable[..., Mask]:
-    if name in _ARRAYS:
-        raise MaskError(
-            f"mask: {name} holds an array or a function, which a text cannot hold. Fix: lowtri.{name}(...) in Python."
-        )
-    if name not in _ATOMS:
-        raise MaskError(f"mask: there is no mask {name!r}. There are: {', '.join(_ATOMS)}.")
-    return _ATOMS[name]
-
-
-def _value(node: ast.expr, depth: int) -> Any:
-    """An argument: a whole number, a bool, a list of arguments, or (in heads) a mask."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        return -_value(node.operand, depth)
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(entry, depth + 1) for entry in node.elts]
-    if isinstance(node, ast.Constant) and not isinstance(node.value, Mask):
-        raise MaskError(f"mask: {node.value!r} is no whole number.")
-    return _read(node, depth + 1)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")

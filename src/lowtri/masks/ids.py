@@ -1,0 +1,148 @@
+"""Documents packed in a row: a query sees the keys of its own document.
+
+Known by their lengths they are a list of cuts, whatever the lengths; known by an id for each position they hold that array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.masks.formulas import same
+from lowtri.masks.held import Held, within
+from lowtri.masks.mask import END, Answer, Mask, Positions
+
+__all__ = ["Documents", "Extremes", "Packed"]
+
+
+@dataclass(frozen=True)
+class Packed(Mask):
+    """Documents one after the other, of these lengths. The last one goes on for ever."""
+
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def _cuts(self) -> NDArray[np.int64]:
+        """Where each document but the first begins."""
+        return np.cumsum(np.array(self.lengths[:-1], np.int64))
+
+    def _documents(self, positions: Positions) -> Any:
+        return self._cuts.searchsorted(positions, side="right")
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self._documents(q) == self._documents(k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        of = self._documents
+        return same(of(q0), of(q1 - 1), of(k0), of(k1 - 1))
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+        edges = np.concatenate([[0], self._cuts, [END]])
+        return _one_document(q0, k0, nk, self._documents(q0), self._documents(q0 + nq - 1), edges[:-1], edges[1:])
+
+    def __repr__(self) -> str:
+        return f"documents(lengths={list(self.lengths)})"
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Labels for queries and keys; a query sees the keys of its own label. The last label goes on for ever."""
+
+    ids: Held
+    key_ids: Held | None = None
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.ids.array.shape[:-1]
+
+    @cached_property
+    def _labels(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Ids renamed in the order in which they first occur, so that packed documents count 0, 1, 2, ..."""
+        keys = self.ids.array if self.key_ids is None else self.key_ids.array
+        every = keys if self.key_ids is None else np.concatenate([keys, self.ids.array])
+        _, at, names = np.unique(every, return_index=True, return_inverse=True)
+        rank = np.empty(len(at), np.min_scalar_type(len(at)))  # small numbers: an index of them is small, too
+        rank[np.argsort(at)] = np.arange(len(at))
+        labels = rank[names]
+        return (labels, labels) if self.key_ids is None else (labels[len(keys) :], labels[: len(keys)])
+
+    @cached_property
+    def _extremes(self) -> tuple[Extremes, Extremes]:
+        queries, keys = self._labels
+        of_keys = Extremes(keys)
+        return (of_keys if queries is keys else Extremes(queries)), of_keys
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        queries, keys = self._labels
+        return queries[within(q, len(queries))] == keys[within(k, len(keys))]
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        queries, keys = self._extremes
+        return same(*queries(q0, q1), *keys(k0, k1))
+
+    @cached_property
+    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the keys of each label begin and end, if they are packed; a label without keys ends where it begins."""
+        queries, keys = self._labels
+        names = np.arange(1 + max(int(queries.max()), int(keys.max())), dtype=keys.dtype)
+        start, stop = keys.searchsorted(names), keys.searchsorted(names, side="right")
+        stop[keys[-1]] = END
+        return start, stop
+
+    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        of_queries, of_keys = self._extremes
+        if not of_keys.ordered:
+            return None
+        least, greatest = of_queries(q0, q0 + nq)
+        return _one_document(q0, k0, nk, least, greatest, *self._edges)
+
+    @cached_property
+    def _rows(self) -> list[Documents]:
+        keys = [None] * len(self.ids.array) if self.key_ids is None else [Held(row) for row in self.key_ids.array]
+        return [Documents(Held(row), key) for row, key in zip(self.ids.array, keys, strict=True)]
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self._rows[b]
+
+    def __repr__(self) -> str:
+        return f"documents({self.ids})" if self.key_ids is None else f"documents({self.ids}, {self.key_ids})"
+
+
+def _one_document(
+    q0: Positions, k0: Positions, nk: int, least: Any, greatest: Any, start: Any, stop: Any
+) -> list[Positions]:
+    """The signature of packed documents: where all queries are of one document, which of the keys are; else the place itself."""
+    one = least == greatest
+    edges = (np.where(one, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
+    return [*edges, np.where(one, -1, q0), np.where(one, -1, k0)]
+
+
+class Extremes:
+    """Least and greatest label in any range of positions: two overlapping powers of two, looked up in a table."""
+
+    def __init__(self, labels: NDArray[Any]) -> None:
+        self.n = len(labels)
+        self.ordered = bool(np.all(labels[1:] >= labels[:-1]))
+        self.least, self.greatest = [labels], [labels]
+        while not self.ordered and 2 ** len(self.least) <= self.n:
+            half = 2 ** (len(self.least) - 1)
+            low, high = self.least[-1], self.greatest[-1]
+            self.least.append(np.minimum(low[:-half], low[half:]))
+            self.greatest.append(np.maximum(high[:-half], high[half:]))
+
+    def __call__(self, start: Positions, stop: Positions) -> tuple[Any, Any]:
+        start, last = within(start, self.n), within(stop - 1, self.n)
+        if self.ordered:  # packed documents: the ends of the range are its extremes
+            return self.least[0][start], self.least[0][last]
+        level = np.frexp(np.asarray(last - start + 1, np.float64))[1] - 1  # floor of log2 of the length
+        low, high = (np.empty(np.shape(level), self.least[0].dtype) for _ in range(2))
+        for depth in np.unique(level):
+            here = level == depth
+            one, two = np.asarray(start)[here], np.asarray(last)[here] - 2**depth + 1
+            low[here] = np.minimum(self.least[depth][one], self.least[depth][two])
+            high[here] = np.maximum(self.greatest[depth][one], self.greatest[depth][two])
+        return low, high

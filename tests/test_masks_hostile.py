@@ -1,0 +1,449 @@
+"""Texts and arguments that nobody means well with: always a mask or a MaskError, quickly, and in little memory."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lowtri import masks as lt
+from lowtri.errors import MaskError
+from lowtri.masks import END, Mask
+from lowtri.masks.text import _parsed
+
+LONGEST = 65_536
+QUICKLY = 0.05  # seconds, for any text
+
+
+def read(text: str) -> Mask | None:
+    """The mask of a text, None where it is refused; and never anything else, nor slowly."""
+    taken = []
+    for _ in range(5):  # another process may disturb the first attempts
+        start = time.process_time()
+        try:
+            made, words = _parsed(text), ""
+        except MaskError as error:
+            made, words = None, str(error)
+        taken.append(time.process_time() - start)
+        if taken[-1] < QUICKLY:
+            assert len(words) < 600
+            return made
+    raise AssertionError(f"{text[:40]!r}: {min(taken)} s")
+
+
+def whole(start: str, repeated: str, end: str) -> str:
+    """The longest text of this form."""
+    return start + repeated * ((LONGEST - len(start) - len(end)) // len(repeated)) + end
+
+
+REFUSED = {
+    "one name": whole("", "a", ""),
+    "one number": whole("window(", "9", ")"),
+    "one number in base 16": whole("window(0x", "f", ")"),
+    "a number in a list": whole("documents([", "9", "])"),
+    "an open list": whole("documents([", "1,", ""),
+    "arguments": whole("window(", "1,", ")"),
+    "names of arguments": whole("window(", "n=1,", ")"),
+    "strings": whole("window(", "'a',", ")"),
+    "a string": whole("window('", "a", "')"),
+    "an open string": whole("window('", "a", ""),
+    "quotes": whole("", "'", ""),
+    "joined": whole("", "causal|", "causal"),
+    "joined on the right": whole("", "causal|(", ""),
+    "not": whole("", "~", "causal"),
+    "minus": whole("window(", "-", "1)"),
+    "parentheses": whole("", "(", ""),
+    "closed parentheses": "(" * 30_000 + "causal" + ")" * 30_000,
+    "brackets": whole("heads(", "[", ""),
+    "nested heads": "heads([" * 5_000 + "causal" + "])" * 5_000,
+    "nested lists": "documents(" + "[" * 90 + "1" + "]" * 90 + ")",
+    "attributes": whole("a", ".a", ""),
+    "powers": whole("", "1**", "1"),
+    "functions": whole("", "lambda:", "1"),
+    "and": whole("", "causal and ", "causal"),
+    "in words": whole("", "not ", "causal"),
+    "if": whole("", "a if a else ", "a"),
+    "many heads": whole("heads([", "~~full,", "])"),
+    "an array": whole("documents(<", "<", ""),
+    "arrays": whole("", "documents(<", ">"),
+    "a null": "causal\0",
+    "no characters": "causal \ud800",
+    "another alphabet": "ｃausal",
+    "zeros": "documents(lengths=[0000, 1])",
+    "too long": "a" * (LONGEST + 1),
+    "a wrapping sum": f"documents(lengths=[{2**62}, {2**62}, {2**62}, {2**62}])",
+    "twice": "window(n=1, n=2)",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
+def test_hostile_texts_are_refused_quickly(text: str) -> None:
+    assert read(text) is None
+
+
+TAKEN = {
+    "the lengths of many documents": whole("documents(lengths=[", "1, ", "])"),
+    "ids": whole("documents([", "-1, ", "])"),
+    "lengths of many rows": whole("keys(lengths=[", "7,", "])"),
+    "keys": whole("keys([", "True, False,", "])"),
+    "white space": whole("", " ", "causal"),
+    "lines": "causal\n& (window(4)\n| first(1),)[0]".replace(",)[0]", ")"),
+}
+
+
+@pytest.mark.parametrize("text", TAKEN.values(), ids=TAKEN)
+def test_long_texts_are_read_quickly(text: str) -> None:
+    assert isinstance(read(text), Mask)
+
+
+PIECES = [
+    *(
+        "causal",
+        "full",
+        "window(",
+        "first(3)",
+        "documents(",
+        "keys(",
+        "heads(",
+        "lengths=",
+        "cu_seqlens=",
+        "table(",
+        "n=",
+    ),
+    *(
+        "(",
+        ")",
+        "[",
+        "]",
+        ",",
+        "&",
+        "|",
+        "~",
+        "-",
+        "+",
+        "*",
+        "**",
+        "<",
+        ">",
+        "=",
+        ":",
+        ".",
+        "'",
+        '"',
+        "\\",
+        "#",
+        "\n",
+        "\0",
+    ),
+    *(
+        "1",
+        "0",
+        "-1",
+        "1e9",
+        "0x",
+        "9" * 30,
+        str(2**62),
+        str(2**63),
+        "True",
+        "None",
+        "not ",
+        " and ",
+        "lambda ",
+        "_0",
+        "é",
+    ),
+]
+pieces = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([1, 1, 1, 2, 99, 3000])), max_size=12)
+texts = st.one_of(st.text(), pieces.map(lambda parts: "".join(piece * n for piece, n in parts)[:LONGEST]))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(texts)
+def test_any_text_is_a_mask_or_refused(text: str) -> None:
+    made = read(text)
+    if made is not None and len(text) < 500 and "<" not in repr(made):
+        assert lt.mask(repr(made)) == made
+
+
+@pytest.mark.sweep
+@settings(deadline=None, max_examples=6000, suppress_health_check=[HealthCheck.too_slow])
+@given(texts)
+def test_sweep_any_text_is_a_mask_or_refused(text: str) -> None:
+    test_any_text_is_a_mask_or_refused.hypothesis.inner_test(text)
+
+
+def test_masks_joined_without_end_are_refused() -> None:
+    """A mask is walked through in every question: neither deep ones nor ones that double are built."""
+    some = [lt.first(n + 1) for n in range(2000)]
+    with pytest.raises(MaskError, match="at most 1000 masks and 100 operators"):
+        functools.reduce(operator.or_, some)
+    with pytest.raises(MaskError, match="at most 1000 masks and 100 operators"):
+        functools.reduce(lambda one, _: ~one, some, lt.causal())
+    with pytest.raises(MaskError, match="1024 masks under 10 operators"):
+        functools.reduce(lambda one, _: one & one, some, lt.causal())
+    deepest = functools.reduce(operator.or_, some[:101])
+    with pytest.raises(MaskError, match="at most 1000 masks and 100 operators"):
+        lt.heads([lt.causal(), deepest]) & lt.causal()
+
+
+def test_the_deepest_mask_can_be_used() -> None:
+    import pickle
+
+    deepest = functools.reduce(operator.or_, [lt.first(n + 1) for n in range(101)])
+    assert deepest.pairs(200) == 200 * 101
+    assert pickle.loads(pickle.dumps(deepest)) == deepest and hash(deepest) == hash(lt.mask(repr(deepest)))
+    assert deepest.tile(0, 5, 101, 102) == lt.EMPTY
+
+
+# Arguments.
+
+NUMBERS: list[Any] = [
+    *(
+        0,
+        1,
+        7,
+        -1,
+        END,
+        END + 1,
+        -(2**63),
+        2**63,
+        2**64,
+        10**4000,
+        True,
+        None,
+        1.5,
+        float("nan"),
+        float("inf"),
+        "3",
+        b"3",
+    ),
+    *(np.int8(3), np.uint64(2**64 - 1), np.float32(2), np.array(3), 3 + 0j, [3], (), {}, object(), lt.causal(), print),
+]
+numbers = st.sampled_from(NUMBERS)
+ARRAYS: list[Any] = [
+    *(
+        [],
+        [[]],
+        [[[1]]],
+        [[1], [1, 2]],
+        [None],
+        ["a"],
+        [2**63],
+        [2**64],
+        [-(2**63)],
+        [10**400],
+        [1.0],
+        [True, 2],
+        "ids",
+        {1},
+    ),
+    *(
+        [2**62] * 4,
+        [2**62, 2**62],
+        [END],
+        [END, 1],
+        [10**9],
+        [0, 10**9],
+        [0, 2**63 - 1],
+        range(5),
+        iter([1]),
+        lt.causal(),
+    ),
+    *(
+        np.zeros((0, 3), int),
+        np.array([2**63], np.uint64),
+        np.array([1, 2], np.uint8),
+        np.zeros(3, "M8[s]"),
+        np.array(1),
+    ),
+    *(
+        np.broadcast_to(np.int64(1), 2**46),
+        np.zeros(3, [("a", int)]),
+        np.array([True, False]),
+        np.zeros((1, 1, 2), bool),
+    ),
+    *(
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.zeros(3, device="meta"),
+        torch.zeros(1, dtype=torch.int64).expand(2**46),
+    ),
+    *(torch.eye(2).to_sparse(), torch.tensor([True, False]), torch.zeros(2, requires_grad=True), torch.zeros(2).conj()),
+]
+arrays = st.one_of(st.sampled_from(ARRAYS), st.lists(numbers, max_size=4), numbers)
+FUNCTIONS: list[Any] = [
+    *(
+        print,
+        len,
+        max,
+        int,
+        np.less,
+        lambda: True,
+        lambda q: q,
+        lambda b, h, q, k: q >= k,
+        lambda *a: a[0] >= a[1],
+        3,
+        "q >= k",
+    ),
+    lambda q, k: np.ones((7, 3), bool),
+    lambda q, k: None,
+]
+
+calls = st.one_of(
+    st.tuples(st.sampled_from([lt.window, lt.first, lt.chunks, lt.strided]), st.tuples(numbers), st.just({})),
+    st.tuples(st.just(lt.band), st.tuples(numbers, numbers), st.just({})),
+    st.tuples(st.sampled_from([lt.documents, lt.keys, lt.table, lt.hidden, lt.heads]), st.tuples(arrays), st.just({})),
+    st.tuples(st.just(lt.documents), st.tuples(arrays, arrays), st.just({})),
+    st.tuples(
+        st.sampled_from([lt.documents, lt.keys]),
+        st.just(()),
+        st.one_of(arrays.map(lambda a: {"lengths": a}), arrays.map(lambda a: {"cu_seqlens": a})),
+    ).filter(lambda call: not (call[0] is lt.keys and "cu_seqlens" in call[2])),
+    st.tuples(st.just(lt.where), st.sampled_from(FUNCTIONS).map(lambda fn: (fn,)), st.just({})),
+    st.tuples(st.just(lt.mask), st.tuples(st.one_of(numbers, arrays)), st.just({})),
+)
+
+
+def made(call: tuple[Callable[..., Mask], tuple[Any, ...], dict[str, Any]]) -> Mask | None:
+    make, args, named = call
+    return answered(lambda: make(*args, **named))
+
+
+def answered(ask: Callable[[], Any]) -> Any:
+    """The answer, or None where it is refused in a few words; any other error goes on."""
+    try:
+        return ask()
+    except MaskError as error:
+        words = str(error)
+    assert len(words) < 600
+    return None
+
+
+def questions(mask: Mask, n: Any) -> None:
+    """What is asked of a mask: each is answered, or refused in words."""
+    for ask in (
+        lambda: (repr(mask), hash(mask), mask == ~mask),
+        lambda: mask.tile(0, END, n, END),
+        lambda: mask.tile(np.array([0, 5]), np.array([9, END]), n, 2**62),
+        lambda: mask(n, 10**9),
+        lambda: mask(np.arange(3), n),
+        lambda: mask.draw(3, n),
+        lambda: mask.dense(2, n).size if isinstance(n, int) and n < 10**5 else mask.dense(n, 10**6),
+    ):
+        answered(ask)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(calls, numbers.filter(lambda n: not isinstance(n, list | tuple)))
+def test_any_argument_makes_a_mask_or_is_refused(call: Any, n: Any) -> None:
+    start = time.process_time()
+    mask = made(call)
+    if mask is not None and call[0] is not lt.where:
+        questions(mask, n)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.sweep
+@settings(deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
+@given(calls, numbers.filter(lambda n: not isinstance(n, list | tuple)))
+def test_sweep_any_argument_makes_a_mask_or_is_refused(call: Any, n: Any) -> None:
+    test_any_argument_makes_a_mask_or_is_refused.hypothesis.inner_test(call, n)
+
+
+def test_numbers_that_python_refuses_to_print() -> None:
+    with pytest.raises(MaskError, match="window: n is a whole number of 16610 bits"):
+        lt.window(10**5000)
+    with pytest.raises(MaskError, match="documents: ids is no array"):
+        lt.documents([10**5000])
+
+
+def test_a_sum_of_lengths_does_not_wrap() -> None:
+    """64-bit sums of these are 0, and an array of that size was then written to."""
+    with pytest.raises(MaskError, match=f"lengths add up to {2**64}, but positions end at END"):
+        lt.documents(lengths=[2**62] * 4)
+    assert lt.documents(lengths=[2**61, 2**61]).tile(0, 2**61, 2**61, END) == lt.EMPTY
+    with pytest.raises(MaskError, match="beyond END"):
+        lt.keys(lengths=[2**62 + 1])
+
+
+def test_documents_of_any_length_take_no_memory_for_their_tokens() -> None:
+    tracemalloc.start()
+    try:
+        mask = lt.causal() & lt.documents(lengths=[10**9, 5, 10**12])
+        assert [mask(10**9 + 4, k) for k in (0, 10**9 - 1, 10**9, 10**9 + 4, 10**9 + 5)] == [
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert mask.tile(10**9 + 5, END, 0, 10**9 + 5) == lt.EMPTY
+        assert lt.documents(cu_seqlens=[0, 10**9, 10**9 + 1]).draw(4, 2**40).split()[0] == "▒" + "█" * 63
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2e6
+
+
+def test_positions_of_any_integer_type_are_the_same_positions() -> None:
+    """Differences of unsigned numbers, and small types beside large masks, must not wrap."""
+    q, k = np.arange(120)[:, None], np.arange(120)[None, :]
+    for mask in (lt.band(3, 5), lt.window(300), lt.chunks(300), lt.strided(7), lt.documents(lengths=[40, 300])):
+        for dtype in (np.int8, np.uint8, np.uint16, np.uint32, np.uint64):
+            np.testing.assert_array_equal(mask(q.astype(dtype), k.astype(dtype)), mask(q, k))
+    late = np.array([2**63, 2**64 - 1], np.uint64)
+    assert lt.causal()(late, 5).all() and not lt.window(9)(late, 5).any()
+    assert lt.first(4).tile(np.array([0], np.uint64), late[:1], 0, 2) == [lt.FULL]
+    assert lt.first(4).tile(0, 1e300, 0, 2) is lt.FULL and lt.first(4).tile(0, 2**70, 0, 2) is lt.FULL
+
+
+def test_pictures_of_any_size_cost_the_same() -> None:
+    picture = lt.causal().draw(10**15).split()
+    assert len(picture) == 64 and picture[0] == "▒" + "·" * 63
+    lt.documents(lengths=[1] * 20_000).draw(4)
+    (lt.keys(lengths=[1] * 3000) & lt.heads([lt.causal()] * 3000)).draw(2)
+    with pytest.raises(MaskError, match="at most 64 each way"):
+        lt.causal().draw(10**12, ticks=True)
+
+
+def test_sizes_that_do_not_fit_are_refused_and_not_allocated() -> None:
+    code = """
+import resource, numpy as np
+from lowtri import masks as lt
+from lowtri.errors import MaskError
+lt.causal().draw(3)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
+for ask in (
+    lambda: lt.documents(np.broadcast_to(np.int64(1), 2**40)),
+    lambda: lt.documents(np.broadcast_to(np.int8(1), 2**40)),
+    lambda: lt.table(np.broadcast_to(True, (2**20, 2**20))),
+    lambda: lt.hidden(np.broadcast_to(True, (2**20, 2**20))),
+    lambda: lt.causal().dense(10**6),
+    lambda: lt.causal().dense(10**9),
+    lambda: lt.causal().additive(10**6),
+    lambda: lt.causal().pairs(10**12),
+    lambda: lt.documents(lengths=[2**62] * 4),
+):
+    try:
+        ask()
+    except MaskError:
+        continue
+    raise SystemExit("not refused")
+lt.documents(lengths=[10**9])(5, 10**9)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert int(done.stdout) < 60_000  # kB
