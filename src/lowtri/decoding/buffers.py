@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.book import Slots
-from lowtri.errors import CallError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "describe", "places"]
+__all__ = ["Layer", "describe"]
 
 
 @dataclass(slots=True)
@@ -109,12 +108,3 @@ def _kind(x: Any) -> tuple[Any, ...]:
 
 def describe(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-def places(positions: Any) -> NDArray[np.int64]:
-    if hasattr(positions, "detach"):
-        positions = positions.detach().cpu().numpy()
-    array = np.asarray(positions)
-    if array.size and array.dtype.kind not in "iu":
-        raise CallError(f"positions are {array.dtype} {array.shape}, but places are whole numbers.")
-    return array.astype(np.int64, copy=False)
