@@ -394,3 +394,67 @@ def test_masks_and_sizes_that_do_not_fit_are_refused():
         KVCache("casual")
     with pytest.raises(CallError, match=r"keys \(3, 1, 1, 2\) float64 do not fit .*, whose batch is \(2,\)"):
         KVCache(lowtri.keys([[True], [True]])).append(np.ones((3, 1, 1, 2)), np.ones((3, 1, 1, 2)))
+
+
+# Positions by content
+
+
+def test_positions_changed_in_place_are_read_again():
+    cache, k = KVCache("causal"), np.ones((1, 2, 2))
+    told = cache.next_positions(2)
+    told += 5
+    assert cache.append(k, k, told)[2].tolist() == [5, 6]
+    told += 1
+    with pytest.raises(CallError, match="go back"):
+        cache.append(k, k, told)
+    layers = KVCache("causal")
+    for same in (np.arange(2), torch.arange(2)):
+        layers = KVCache("causal")
+        layers.append(k, k, same, layer=0)
+        same += 7
+        with pytest.raises(CallError, match="All layers of an append have the same positions"):
+            layers.append(k, k, same, layer=1)
+        follows = layers.next_positions(2, layer=1)
+        follows -= 1
+        with pytest.raises(CallError, match="All layers of an append have the same positions"):
+            layers.append(k, k, follows, layer=1)
+        follows += 1
+        assert layers.append(k, k, follows, layer=1)[2].tolist() == [0, 1]
+
+
+def test_the_positions_that_are_handed_out_cannot_change_the_cache():
+    cache, k = KVCache("causal"), np.ones((1, 2, 2))
+    _, _, places = cache.append(k, k)
+    with pytest.raises(ValueError, match="read-only"):
+        places[0] = -1
+    assert cache.append(k, k)[2].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("far", [np.array([2**63], np.uint64), [2**63 - 1], [2**62], torch.tensor([2**62])])
+def test_positions_beyond_the_last_are_refused(far):
+    k = np.ones((1, 1, 2))
+    with pytest.raises(CallError, match=r"positions reach \d+, but they must lie below 2\*\*62. Fix: count from 0"):
+        KVCache("causal").append(k, k, far)
+
+
+# Append and attend
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_attend_is_append_and_attention(kind):
+    mask, n = lowtri.causal() & (lowtri.window(5) | lowtri.first(2)), 40
+    q, k, v = (torch.from_numpy(x) if kind == "torch" else x for x in tokens(n))
+    every = ragged(n, (3, 0))
+    for options in ({}, {"scale": 0.3, "softcap": 5.0, "engine": "reference"}):
+        expected = lowtri.attention(q, k, v, mask, q_positions=every, k_positions=every, **options)
+        cache, start = KVCache(mask, block=2), 0
+        for size in (7, *[1] * 30, 3):
+            new = slice(start, start + size)
+            found = cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], every[:, new], **options)
+            assert float(abs(found - expected[:, :, new]).max()) < 1e-12
+            start += size
+    with pytest.raises(
+        CallError, match=r"attend: queries .* do not fit: each new token brings a query, a key and a value"
+    ):
+        cache.attend(q[:, :, :2], k[:, :, :1], v[:, :, :1])
+    assert cache.length == n

@@ -130,6 +130,15 @@ def test_rows_of_different_lengths_are_looked_at_row_by_row():
         KVCache(lengths).append(k[:, :, :4], k[:, :, :4])
 
 
+def test_a_row_that_begins_again_is_looked_at_though_the_others_are_past_the_prefix():
+    cache, k = KVCache("causal | first(4)"), np.ones((2, 1, 6, SIZE))
+    cache.append(k, k)
+    cache.crop([6, 0])
+    with pytest.raises(CallError, match="the query at 0 the key at 1, which is not in the cache yet"):
+        cache.append(k[:, :, :2], k[:, :, :2], [[6, 7], [-1, 0]])
+    cache.append(k, k, [[6, 7, 8, 9, 10, 11], [-1, -1, 0, 1, 2, 3]])
+
+
 def test_a_crop_within_a_prefix_is_refused():
     cache = KVCache("causal | first(4)")
     cache.append(K[:, :6], V[:, :6])

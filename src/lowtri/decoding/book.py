@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.missing import Missing, row_masks, seen
-from lowtri.decoding.positions import as_positions, same
+from lowtri.decoding.positions import following, same
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, END, FULL, Mask
 
@@ -75,7 +75,7 @@ class Book:
         """Begin an append of ``n`` tokens: let the dead go, make room, and note where the new tokens stand."""
         places = self.coming(n)
         if positions is not None and not same(positions, places, rows):
-            places = self._checked(as_positions(positions), n, rows)
+            places = following(positions, self.next, n, rows)
         if self.missing is not None:
             self.missing.check(places, self.next)
         if len(places) > len(self.positions):
@@ -154,25 +154,6 @@ class Book:
                     "so tokens cannot move.\nFix: keep= as many as the mask treats by their place; "
                     "masks of windows and sinks can be shifted."
                 )
-
-    def _checked(self, positions: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
-        places = np.maximum(np.atleast_2d(positions), -1)
-        if places.shape not in ((1, n), (rows, n)):
-            raise CallError(
-                f"append: positions {positions.shape} do not fit {n} new tokens in {rows} rows: "
-                f"expected ({n},) or ({rows}, {n})."
-            )
-        if len(places) < len(self.next):
-            places = np.broadcast_to(places, (len(self.next), n))
-        before = np.maximum.accumulate(np.concatenate([self.next[:, None] - 1 + 0 * places[:, :1], places], 1), 1)[
-            :, :-1
-        ]
-        if np.any((places <= before) & (places >= 0)):
-            raise CallError(
-                f"append: positions {positions.tolist() if positions.size <= 16 else positions.shape} go back: "
-                f"the next place is {self.next.tolist()}, and places only grow.\nFix: crop(n) first takes tokens back."
-            )
-        return places
 
     def _earliest(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The earliest place in each row from which a query can still come, (R,)."""

@@ -28,7 +28,6 @@ class KVCache:
     """The keys and values of the tokens so far, as long as the mask lets anybody see them.
 
     >>> import numpy as np
-    >>> import lowtri
     >>> from lowtri import KVCache
     >>> cache = KVCache("window(4)", block=4)
     >>> for t in range(100):
@@ -161,6 +160,7 @@ class KVCache:
             entry.move(book.moved, book.capacity)
         entry.write(book.slots, k, v)
         held = book.positions[:, : book.top]
+        held.flags.writeable = False
         return (*entry.front(book.top), held[0] if len(held) == 1 else held)
 
     def attend(
@@ -178,8 +178,9 @@ class KVCache:
     ) -> Any:
         """Append the keys and values of new tokens, and attend with their queries, under the cache's mask.
 
+        >>> import lowtri, numpy as np
         >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 8))  # (H, N, D)
-        >>> cache = KVCache("causal & window(4)")
+        >>> cache = lowtri.KVCache("causal & window(4)")
         >>> steps = [cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1]) for t in range(10)]
         >>> np.allclose(np.concatenate(steps, 1), lowtri.attention(q, k, v, "causal & window(4)"))
         True

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import END
 
-__all__ = ["as_positions", "same"]
+__all__ = ["as_positions", "following", "same"]
 
 
 def as_positions(positions: Any, name: str = "positions") -> NDArray[np.int64]:
@@ -35,3 +35,23 @@ def same(positions: Any, known: NDArray[np.int64], rows: int) -> bool:
         return positions.tobytes() == known.tobytes()  # several times faster than array_equal
     given = np.atleast_2d(as_positions(positions))
     return given.shape in ((1, known.shape[1]), (rows, known.shape[1])) and bool(np.all(np.maximum(given, -1) == known))
+
+
+def following(positions: Any, coming: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
+    """Positions of ``n`` new tokens, (n,) or (rows, n), as (R, n); in each row they grow, from ``coming`` (R,) on."""
+    given = as_positions(positions)
+    places = np.maximum(np.atleast_2d(given), -1)
+    if places.shape not in ((1, n), (rows, n)):
+        raise CallError(
+            f"append: positions {given.shape} do not fit {n} new tokens in {rows} rows: expected ({n},) or ({rows}, {n})."
+        )
+    if len(places) < len(coming):
+        places = np.broadcast_to(places, (len(coming), n))
+    start = np.broadcast_to(coming[:, None] - 1, (len(places), 1))
+    before = np.maximum.accumulate(np.concatenate([start, places], 1), 1)[:, :-1]
+    if np.any((places <= before) & (places >= 0)):
+        raise CallError(
+            f"append: positions {given.tolist() if given.size <= 16 else given.shape} go back: "
+            f"the next place is {coming.tolist()}, and places only grow.\nFix: crop(n) first takes tokens back."
+        )
+    return places
