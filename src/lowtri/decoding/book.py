@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.missing import Missing, row_masks, seen
-from lowtri.decoding.positions import following, same
+from lowtri.decoding.positions import as_positions, following, same
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, END, FULL, Mask
 
@@ -71,10 +71,18 @@ class Book:
         """Where the next ``n`` tokens stand if nothing else is said, (R, n)."""
         return self.next[:, None] + np.arange(n)
 
+    def follows(self, positions: Any) -> bool:
+        """Whether these are the positions of the newest append, said once for all rows or for each."""
+        if same(positions, self.newest):
+            return True
+        given = np.maximum(np.atleast_2d(as_positions(positions)), -1)
+        fits = given.shape[1:] == self.newest.shape[1:] and (len(given) == 1 or len(self.newest) == 1)
+        return fits and bool(np.all(given == self.newest))
+
     def open(self, n: int, rows: int, positions: Any = None) -> None:
         """Begin an append of ``n`` tokens: let the dead go, make room, and note where the new tokens stand."""
         places = self.coming(n)
-        if positions is not None and not same(positions, places, rows):
+        if positions is not None and not same(positions, places):
             places = following(positions, self.next, n, rows)
         if self.missing is not None:
             self.missing.check(places, self.next)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lowtri.decoding.book import Book
 from lowtri.decoding.buffers import Layer, describe
 from lowtri.decoding.missing import Missing
-from lowtri.decoding.positions import as_positions, same
+from lowtri.decoding.positions import as_positions
 from lowtri.engines.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
@@ -76,6 +76,7 @@ class KVCache:
         self._book = Book(self.mask, capacity, block, rewind, None if allow_missing else Missing(self.mask))
         self._layers: dict[int, Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
+        self._held: NDArray[np.int64] = self._book.positions[0]  # the positions that the newest append returns
         self.straight = False  # whether the last append gave keys at 0 .. S-1 in order, the new ones last
 
     @property
@@ -148,7 +149,10 @@ class KVCache:
             book.open(n, _rows(k), positions)
             self._arrived = 0
             self.straight = book.straight()
-        elif n != book.newest.shape[1] or not (positions is None or same(positions, book.newest, _rows(k))):
+            held = book.positions[:, : book.top]
+            self._held = held[0] if len(held) == 1 else held
+            self._held.flags.writeable = False  # it is the book's own
+        elif n != book.newest.shape[1] or not (positions is None or book.follows(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
                 f"{book.newest.shape[1]}. All layers of an append have the same positions."
@@ -159,9 +163,7 @@ class KVCache:
         if book.moved is not None:
             entry.move(book.moved, book.capacity)
         entry.write(book.slots, k, v)
-        held = book.positions[:, : book.top]
-        held.flags.writeable = False
-        return (*entry.front(book.top), held[0] if len(held) == 1 else held)
+        return (*entry.front(book.top), self._held)
 
     def attend(
         self,

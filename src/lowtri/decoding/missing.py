@@ -42,9 +42,12 @@ class Missing:
 
     def check(self, positions: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Before tokens are appended at ``positions`` (R, N) to rows whose next position is ``coming`` (R,)."""
-        if not positions.size or (high := int(positions.max())) < 0:
+        if positions.size == 1:  # by far the most frequent, and without the microseconds of two reductions
+            low = high = positions.item()
+        else:
+            low, high = int(positions.min(initial=END)), int(positions.max(initial=-1))
+        if high < 0:
             return
-        low = int(positions.min())
         low = low if low >= 0 else int(positions[positions >= 0].min())
         if self._open is None and low in self._blind and high in self._blind:
             return

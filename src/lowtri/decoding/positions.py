@@ -12,6 +12,8 @@ from lowtri.masks import END
 
 __all__ = ["as_positions", "following", "same"]
 
+_INT64 = np.dtype(np.int64)
+
 
 def as_positions(positions: Any, name: str = "positions") -> NDArray[np.int64]:
     """Whole numbers below END; negative ones mean "no token here"."""
@@ -25,16 +27,14 @@ def as_positions(positions: Any, name: str = "positions") -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def same(positions: Any, known: NDArray[np.int64], rows: int) -> bool:
-    """Whether positions, (N,) or (rows, N), are the known ones (R, N): by content, since the caller may have changed them."""
-    if (
-        isinstance(positions, np.ndarray)
-        and positions.dtype == np.int64
-        and positions.shape in (known.shape, known.shape[1:])
-    ):
-        return positions.tobytes() == known.tobytes()  # several times faster than array_equal
+def same(positions: Any, known: NDArray[np.int64]) -> bool:
+    """Whether positions are the known ones (R, N), in that shape: by content, since the caller may have changed them."""
+    if type(positions) is np.ndarray and positions.dtype == _INT64:
+        shape = positions.shape
+        if shape == known.shape or shape == known.shape[1:]:
+            return positions.tobytes() == known.tobytes()  # several times faster than array_equal
     given = np.atleast_2d(as_positions(positions))
-    return given.shape in ((1, known.shape[1]), (rows, known.shape[1])) and bool(np.all(np.maximum(given, -1) == known))
+    return given.shape == known.shape and bool(np.all(np.maximum(given, -1) == known))
 
 
 def following(positions: Any, coming: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
