@@ -126,7 +126,7 @@ class KVCache:
 
         Returns:
             keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and pads. All three are
-            views, valid until the next append; keys stand in any order.
+            views, valid until the next append, the positions read-only; keys stand in any order.
 
         Raises:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or a query comes before a key that the
