@@ -53,13 +53,18 @@ def ragged(n, pads):
     return np.maximum(np.arange(n) - np.array(pads)[:, None], -1)
 
 
+def whole_prefix(name, sizes, pads=(0,)):
+    """The sizes of the appends; a prefix of four, which sees itself in both directions, comes in the first of them."""
+    return [4 + max(pads), *sizes] if name == "prefix" else sizes
+
+
 def check(mask, sizes, block, pads=None, capacity=0):
-    """Append in chunks; the newest queries get from the cache what they would get from everything."""
+    """Append in chunks; the queries get from the cache what they get from one call over all tokens, later ones included."""
     n = sum(sizes)
     q, k, v = tokens(n)
     cache, start = KVCache(mask, block=block, capacity=capacity), 0
     for size in sizes:
-        new, past = slice(start, start + size), slice(0, start + size)
+        new = slice(start, start + size)
         if pads is None:
             places, every, keys, values, held = None, np.arange(n)[None], *cache.append(k[:, :, new], v[:, :, new])
         else:
@@ -67,9 +72,7 @@ def check(mask, sizes, block, pads=None, capacity=0):
             places = every[:, new] if start <= max(pads) else None  # once no pad comes any more it counts on alone
             keys, values, held = cache.append(k[:, :, new], v[:, :, new], places)
         found = lowtri.attention(q[:, :, new], keys, values, mask, q_positions=every[:, new], k_positions=held)
-        expected = lowtri.attention(
-            q[:, :, new], k[:, :, past], v[:, :, past], mask, q_positions=every[:, new], k_positions=every[:, past]
-        )
+        expected = lowtri.attention(q[:, :, new], k, v, mask, q_positions=every[:, new], k_positions=every)
         assert np.abs(found - expected).max(initial=0) < 1e-12, f"{mask!r}, {sizes} at {start}"
         start += size
     assert cache.held + cache.dropped == (n if pads is None else max(0, n - min(pads)))
@@ -86,6 +89,7 @@ def check(mask, sizes, block, pads=None, capacity=0):
 @example("window", [1, 30, 1, 1, 1, 1, 1, 1], 2, 0)  # a chunk longer than the window, and than the ring
 @example("window", [1] * 40, 1, 3)
 def test_attention_over_the_cache_is_attention_over_everything(name, sizes, block, capacity):
+    sizes = whole_prefix(name, sizes)
     check(masks(sum(sizes))[name], sizes, block, capacity=capacity)
 
 
@@ -98,6 +102,7 @@ def test_attention_over_the_cache_is_attention_over_everything(name, sizes, bloc
 )
 @example("window", [6] + [1] * 30, 1, (5, 0))
 def test_rows_of_different_lengths_share_the_slots(name, sizes, block, pads):
+    sizes = whole_prefix(name, sizes, pads)
     check(masks(sum(sizes))[name], sizes, block, pads)
 
 
@@ -105,11 +110,11 @@ def test_rows_of_different_lengths_share_the_slots(name, sizes, block, pads):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block", [1, 3, 16])
 def test_long_runs_of_single_tokens_and_long_chunks(name, block):
-    mask = masks(300)[name]
-    check(mask, [1] * 300, block)
-    check(mask, [100, *[1] * 50, 60, *[1] * 40, 50], block)
+    mask, mixed = masks(300)[name], [100, *[1] * 50, 60, *[1] * 40, 50]
+    check(mask, whole_prefix(name, [1] * 296 if name == "prefix" else [1] * 300), block)
+    check(mask, mixed, block)
     if name != "a table":
-        check(mask, [100, *[1] * 50, 60, *[1] * 40, 50], block, (0, 37))
+        check(mask, mixed, block, (0, 37))
 
 
 @pytest.mark.parametrize(
@@ -389,3 +394,67 @@ def test_masks_and_sizes_that_do_not_fit_are_refused():
         KVCache("casual")
     with pytest.raises(CallError, match=r"keys \(3, 1, 1, 2\) float64 do not fit .*, whose batch is \(2,\)"):
         KVCache(lowtri.keys([[True], [True]])).append(np.ones((3, 1, 1, 2)), np.ones((3, 1, 1, 2)))
+
+
+# Positions by content
+
+
+def test_positions_changed_in_place_are_read_again():
+    cache, k = KVCache("causal"), np.ones((1, 2, 2))
+    told = cache.next_positions(2)
+    told += 5
+    assert cache.append(k, k, told)[2].tolist() == [5, 6]
+    told += 1
+    with pytest.raises(CallError, match="go back"):
+        cache.append(k, k, told)
+    layers = KVCache("causal")
+    for same in (np.arange(2), torch.arange(2)):
+        layers = KVCache("causal")
+        layers.append(k, k, same, layer=0)
+        same += 7
+        with pytest.raises(CallError, match="All layers of an append have the same positions"):
+            layers.append(k, k, same, layer=1)
+        follows = layers.next_positions(2, layer=1)
+        follows -= 1
+        with pytest.raises(CallError, match="All layers of an append have the same positions"):
+            layers.append(k, k, follows, layer=1)
+        follows += 1
+        assert layers.append(k, k, follows, layer=1)[2].tolist() == [0, 1]
+
+
+def test_the_positions_that_are_handed_out_cannot_change_the_cache():
+    cache, k = KVCache("causal"), np.ones((1, 2, 2))
+    _, _, places = cache.append(k, k)
+    with pytest.raises(ValueError, match="read-only"):
+        places[0] = -1
+    assert cache.append(k, k)[2].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("far", [np.array([2**63], np.uint64), [2**63 - 1], [2**62], torch.tensor([2**62])])
+def test_positions_beyond_the_last_are_refused(far):
+    k = np.ones((1, 1, 2))
+    with pytest.raises(CallError, match=r"positions reach \d+, but they must lie below 2\*\*62. Fix: count from 0"):
+        KVCache("causal").append(k, k, far)
+
+
+# Append and attend
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_attend_is_append_and_attention(kind):
+    mask, n = lowtri.causal() & (lowtri.window(5) | lowtri.first(2)), 40
+    q, k, v = (torch.from_numpy(x) if kind == "torch" else x for x in tokens(n))
+    every = ragged(n, (3, 0))
+    for options in ({}, {"scale": 0.3, "softcap": 5.0, "engine": "reference"}):
+        expected = lowtri.attention(q, k, v, mask, q_positions=every, k_positions=every, **options)
+        cache, start = KVCache(mask, block=2), 0
+        for size in (7, *[1] * 30, 3):
+            new = slice(start, start + size)
+            found = cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], every[:, new], **options)
+            assert float(abs(found - expected[:, :, new]).max()) < 1e-12
+            start += size
+    with pytest.raises(
+        CallError, match=r"attend: queries .* do not fit: each new token brings a query, a key and a value"
+    ):
+        cache.attend(q[:, :, :2], k[:, :, :1], v[:, :, :1])
+    assert cache.length == n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,13 @@ import torch
 from torch import nn
 
 import lowtri
+from lowtri.cli.main import main
 from lowtri.errors import CallError, DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load
+from lowtri.training import run as runs
 from lowtri.training.corpus import Packed
+from lowtri.training.lock import only_training
 from lowtri.training.recipe import Recipe
 from lowtri.training.run import Plan, read_plan, run
 from lowtri.training.train import Step, _loss, train
@@ -291,6 +295,161 @@ def test_a_run_killed_at_any_file_it_writes_goes_on_bit_for_bit(
                 assert (folder / name).read_bytes() == (finished / name).read_bytes(), (moments, name)
     # tokenizer and plan, three states, the curve, four files of the checkpoint, the plan with its losses
     assert moments == 2 + 3 + 1 + 4 + 1
+
+
+def test_a_run_whose_disk_is_full_at_any_file_keeps_what_was_saved(
+    plan: Plan, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each move of a file to its place no file can be longer than 16 bytes, until there is nothing left to write."""
+    resource = pytest.importorskip("resource")
+    move, moments, most = os.replace, 0, resource.getrlimit(resource.RLIMIT_FSIZE)
+    while True:
+        folder, left = tmp_path / str(moments), [moments]
+
+        def fills(*paths: Any, left: list[int] = left) -> None:
+            move(*paths)
+            left[0] -= 1
+            if left[0] < 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (16, most[1]))
+
+        monkeypatch.setattr(os, "replace", fills)
+        try:
+            run(plan, folder)
+            break
+        except DataError as error:
+            message = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+            monkeypatch.setattr(os, "replace", move)
+        assert re.fullmatch(
+            rf"{folder}/[\w.-]+ cannot be written: File too large. What was saved before it is whole.\n"
+            rf"Fix: make room, or the folder writable; then lowtri train --out {folder} --resume",
+            message,
+        ), message
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")], "no half file, and no lock"
+        run(plan, folder)
+        for name in FILES:
+            if name not in ("loss.png", "training.json"):
+                assert (folder / name).read_bytes() == (finished / name).read_bytes(), (moments, name)
+        moments += 1
+    assert moments == 2 + 3 + 1 + 4  # all but the last, behind which nothing is written
+
+
+def test_a_full_disk_in_the_loop_alone_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    state, most = tmp_path / "state.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fills(step: Step) -> None:
+        if step.number == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most[1]))
+
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            train(small(), corpus(), RECIPE, state=state, watch=fills)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert caught.value.filename == str(state)
+    seen: list[int] = []
+    train(small(seed=99), corpus(), RECIPE, state=state, watch=lambda step: seen.append(step.number))
+    assert seen[0] == 6 and sorted(path.name for path in tmp_path.iterdir()) == ["state.pt"]
+
+
+# Two at once
+
+
+def test_a_second_training_in_a_folder_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
+    """Both in this process here, and in the next test in two: the lock belongs to the open file."""
+    folder, words = tmp_path / "out", []
+
+    def second(step: Step) -> None:
+        if step.number == 3:
+            half = folder / ".training-state.pt.123.part"
+            half.write_bytes(b"what the first may be writing now")
+            with pytest.raises(DataError) as caught:
+                run(plan, folder)
+            words.append(str(caught.value))
+            assert half.exists(), "the second has touched nothing"
+
+    run(plan, folder, watch=second)
+    assert words == [
+        f"{folder} is in use by another training (process {os.getpid()}).\n"
+        "Fix: another folder, or wait until it has ended"
+    ]
+    (folder / ".training-state.pt.123.part").unlink()
+    assert sorted(path.name for path in folder.iterdir()) == FILES, "and the lock is gone"
+
+
+def test_of_two_trainings_that_begin_together_one_is_refused(plan: Plan, tmp_path: Path) -> None:
+    """The second reads its text while the folder is not there yet."""
+    folder = tmp_path / "out"
+
+    def other(line: str) -> None:
+        if line.startswith("learning"):
+            run(plan, folder)
+
+    with pytest.raises(
+        DataError, match=r"out was written by another program since this run began.\nFix: another folder"
+    ):
+        run(plan, folder, note=other)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_a_lock_left_by_a_kill_locks_nobody_out(plan: Plan, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / ".training.lock").write_text("1")
+    run(plan, folder)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_a_process_that_was_killed_has_no_lock_and_one_that_runs_has(tmp_path: Path) -> None:
+    code = "import sys, time, pathlib; from lowtri.training.lock import only_training\n"
+    code += "with only_training(pathlib.Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
+    with (
+        pytest.raises(DataError, match=rf"in use by another training \(process {process.pid}\)"),
+        only_training(tmp_path),
+    ):
+        pass
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with only_training(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_says_how_to_go_on(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(step: Step) -> None:
+        if step.number == 3:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "a b"
+    words = ["train", *plan.files, "--vocabulary", "300", "--hidden", "16", "--layers", "1", "--heads", "2"]
+    words += ["--context", "32", "--batch", "2", "--steps", "6", "--save-every", "2", "--out", str(folder)]
+    real = runs.train
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "train", lambda *args, **options: real(*args, **{**options, "watch": pressed}))
+        assert main(words) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2:] == [
+        f"what was saved is in {folder}; go on with: lowtri train --out '{folder}' --resume",
+        "lowtri: interrupted",
+    ]
+    assert main(["train", "--out", str(folder), "--resume"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    capsys.readouterr()
+
+    def pressed_early(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "read_files", pressed_early)
+    words[-1] = str(tmp_path / "early")
+    assert main(words) == 130
+    assert "--resume" not in capsys.readouterr().err, "nothing was begun"
 
 
 def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, seed: int) -> None:

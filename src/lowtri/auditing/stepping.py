@@ -15,6 +15,7 @@ import numpy as np
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.subject import Rows
+from lowtri.decoding.models import start_stepwise
 
 __all__ = ["decoder_for"]
 
@@ -67,7 +68,7 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
 
 def _with_state(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
     subject, rows, done = context.subject, [], 0
-    state = subject.model.start(inputs.batch)
+    state = start_stepwise(subject.model, inputs.batch)
     for size in sizes:
         part = replace(inputs.span(done, done + size), options={"state": state})
         rows.append(subject(part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,8 +81,13 @@ def command(
     plan = Plan(**what, recipe=Recipe(**how))  # type: ignore[arg-type]
     use_threads(threads)
     _check_device(device)
-    with _watched(plan.recipe.steps) as watch:
-        outcome = run(plan, out, device=device, note=note, watch=watch)
+    try:
+        with _watched(plan.recipe.steps) as watch:
+            outcome = run(plan, out, device=device, note=note, watch=watch)
+    except KeyboardInterrupt:
+        if read_plan(out) is not None:
+            note(f"what was saved is in {out}; go on with: lowtri train --out {shlex.quote(str(out))} --resume")
+        raise
     _report(outcome, json)
 
 

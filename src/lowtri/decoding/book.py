@@ -11,11 +11,13 @@ and then, so that its cost for one token stays small:
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.decoding.missing import Missing, row_masks, seen
+from lowtri.decoding.positions import as_positions, following, same
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, END, FULL, Mask
 
@@ -32,7 +34,7 @@ class Book:
     batch stand at the same places, else B.
     """
 
-    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int) -> None:
+    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, missing: Missing | None) -> None:
         self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the place of the next token
@@ -45,6 +47,7 @@ class Book:
         self._sure = np.zeros(
             1, np.int64
         )  # (R,) what was dropped is dead for queries from here on, and perhaps not before
+        self.missing = missing  # None where queries may come before keys that the mask shows them
         self._free = np.arange(capacity)
         self._taken = 0  # how many of _free are in use
         self._since = 0  # tokens since the last look for the dead
@@ -64,9 +67,25 @@ class Book:
         """Whether every slot holds the token of its own number, in all rows: then nobody needs to be told the places."""
         return len(self.positions) == 1 and np.array_equal(self.positions[0, : self.top], np.arange(self.top))
 
-    def open(self, n: int, rows: int, positions: NDArray[np.int64] | None) -> None:
+    def coming(self, n: int) -> NDArray[np.int64]:
+        """Where the next ``n`` tokens stand if nothing else is said, (R, n)."""
+        return self.next[:, None] + np.arange(n)
+
+    def follows(self, positions: Any) -> bool:
+        """Whether these are the positions of the newest append, said once for all rows or for each."""
+        if same(positions, self.newest):
+            return True
+        given = np.maximum(np.atleast_2d(as_positions(positions)), -1)
+        fits = given.shape[1:] == self.newest.shape[1:] and (len(given) == 1 or len(self.newest) == 1)
+        return fits and bool(np.all(given == self.newest))
+
+    def open(self, n: int, rows: int, positions: Any = None) -> None:
         """Begin an append of ``n`` tokens: let the dead go, make room, and note where the new tokens stand."""
-        places = self.next[:, None] + np.arange(n) if positions is None else self._checked(positions, n, rows)
+        places = self.coming(n)
+        if positions is not None and not same(positions, places):
+            places = following(positions, self.next, n, rows)
+        if self.missing is not None:
+            self.missing.check(places, self.next)
         if len(places) > len(self.positions):
             self._widen(len(places))
         self.moved = None
@@ -89,6 +108,8 @@ class Book:
             )
         if len(n) > len(self.positions):
             self._widen(len(n))
+        if self.missing is not None:
+            self.missing.crop(n, self.next)
         self.positions[self.positions >= n[:, None]] = -1
         self.next = np.minimum(self.next, n)
         newest = int(self.positions.max(0, initial=-1).argmax()) if self.capacity else 0
@@ -98,6 +119,8 @@ class Book:
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
             self.positions, self.next, self._sure = self.positions[index], self.next[index], self._sure[index]
+        if self.missing is not None:
+            self.missing.reorder(index)
 
     def shift(self, keep: int) -> NDArray[np.int64]:
         """Close the gap that the dead have left behind the places below ``keep``; how far each slot's token moved, (R, top).
@@ -119,6 +142,8 @@ class Book:
         self.dropped += int(np.count_nonzero((places < 0).all(0)))
         self.positions[:, used] = after
         self.next = self.next - back
+        if self.missing is not None:
+            self.missing.shift(keep, back)
         self._sure = np.where(dead.any(1) | (back > 0), first - back, self._sure)
         self._list_free()
         return moved[:, : self.top]
@@ -130,32 +155,13 @@ class Book:
         for b in rows:
             then, now = self.next[b] + new, self.next[b] - back[b] + new  # queries to come, before and after
             old, moved = np.concatenate([before[b], then]), np.concatenate([after[b], now])
-            each = [self.mask.at(b, h) for h in range((*self.mask.batch, 1, 1)[1])] if self.mask.batch else [self.mask]
+            each = row_masks(self.mask, b, len(before))
             if any(np.any(one(then[:, None], old) != one(now[:, None], moved)) for one in each):
                 raise CallError(
                     f"shift: {self.mask!r} does not show the same at places that are {int(back[b])} lower, "
                     "so tokens cannot move.\nFix: keep= as many as the mask treats by their place; "
                     "masks of windows and sinks can be shifted."
                 )
-
-    def _checked(self, positions: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
-        places = np.maximum(np.atleast_2d(positions), -1)
-        if places.shape not in ((1, n), (rows, n)):
-            raise CallError(
-                f"append: positions {positions.shape} do not fit {n} new tokens in {rows} rows: "
-                f"expected ({n},) or ({rows}, {n})."
-            )
-        if len(places) < len(self.next):
-            places = np.broadcast_to(places, (len(self.next), n))
-        before = np.maximum.accumulate(np.concatenate([self.next[:, None] - 1 + 0 * places[:, :1], places], 1), 1)[
-            :, :-1
-        ]
-        if np.any((places <= before) & (places >= 0)):
-            raise CallError(
-                f"append: positions {positions.tolist() if positions.size <= 16 else positions.shape} go back: "
-                f"the next place is {self.next.tolist()}, and places only grow.\nFix: crop(n) first takes tokens back."
-            )
-        return places
 
     def _earliest(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The earliest place in each row from which a query can still come, (R,)."""
@@ -201,15 +207,7 @@ class Book:
 
     def _dead_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The same asked of each row of places alone, in any head: (R, S)."""
-        if not self.mask.batch or len(k) == 1:
-            answer = np.asarray(self.mask.tile(first[:, None], END, k, k + 1)) == EMPTY  # batch + (R, S)
-            return answer.reshape(-1, *k.shape).all(0)
-        dead = np.ones(k.shape, bool)
-        heads = (*self.mask.batch, 1)[1]
-        for b in range(len(k)):
-            for h in range(heads):
-                dead[b] &= self.mask.at(b, h).tile(int(first[b]), END, k[b], k[b] + 1) == EMPTY
-        return dead
+        return np.asarray(seen(self.mask, first[:, None], END, k, k + 1) == EMPTY)
 
     # Room.
 

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.book import Slots
-from lowtri.masks.arrays import positions_in_numpy
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "describe", "places"]
+__all__ = ["Layer", "describe"]
 
 
 @dataclass(slots=True)
@@ -109,7 +108,3 @@ def _kind(x: Any) -> tuple[Any, ...]:
 
 def describe(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-def places(positions: Any, name: str = "append: positions") -> NDArray[np.int64]:
-    return positions_in_numpy(name, positions, "(N,) or (B, N)")

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.decoding.book import Book
-from lowtri.decoding.buffers import Layer, describe, places
+from lowtri.decoding.buffers import Layer, describe
+from lowtri.decoding.missing import Missing
+from lowtri.decoding.positions import as_positions
+from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import is_tensor
@@ -37,7 +40,7 @@ class KVCache:
     >>> cache.capacity, cache.dropped + cache.held
     (8, 100)
 
-    Attend with what ``append`` returned: ``lowtri.attention(q, keys, values, mask, q_positions=..., k_positions=positions)``.
+    ``cache.attend(q, k, v)`` is ``append``, then attention of the new queries over everything that they can see.
 
     Args:
         mask: who may see whom, a mask or its text: the mask that the attention uses. A key is dropped when
@@ -47,6 +50,10 @@ class KVCache:
             comes in multiples of it.
         rewind: how far :meth:`crop` can always go back, in tokens before the latest append that there has been; what those
             queries may see is held that much longer.
+        allow_missing: let queries come before keys that the mask shows them; they see the keys that are there. For an
+            encoder's keys, which all come in one append, and for taking a model step by step whose mask shows the future.
+            Else such an append is refused: under ``causal() | first(16)`` the first 16 tokens are one append, and ``full()``
+            has nothing to cache.
 
     One cache serves all layers that use the same mask: pass ``layer=``. NumPy arrays and torch tensors of any dtype and
     device work alike; nothing here has gradients.
@@ -54,17 +61,24 @@ class KVCache:
     Source: the key/value cache is Shazeer 2019; a ring for windows is Mistral's (Jiang et al. 2023).
     """
 
-    def __init__(self, mask: Mask | str = "causal", *, capacity: int = 0, block: int = 64, rewind: int = 0) -> None:
+    def __init__(
+        self,
+        mask: Mask | str = "causal",
+        *,
+        capacity: int = 0,
+        block: int = 64,
+        rewind: int = 0,
+        allow_missing: bool = False,
+    ) -> None:
         if capacity < 0 or block < 1:
             raise CallError(f"KVCache: capacity is {capacity} and block {block}; they count tokens, from 0 and from 1.")
         if rewind < 0:
             raise CallError(f"KVCache: rewind is {rewind}; it counts tokens, from 0.")
         self.mask = as_mask(mask)
-        self._book = Book(self.mask, capacity, block, rewind)
+        self._book = Book(self.mask, capacity, block, rewind, None if allow_missing else Missing(self.mask))
         self._layers: dict[int, Layer] = {}
         self._arrived = 0  # layers that have seen the newest append
-        self._given: Any = None  # the positions it came with
-        self._told: Any = None  # the positions that were handed out for the next append, which need no check
+        self._held: NDArray[np.int64] = self._book.positions[0]  # the positions that the newest append returns
         self.straight = False  # whether the last append gave keys at 0 .. S-1 in order, the new ones last
 
     @property
@@ -96,10 +110,8 @@ class KVCache:
         """Where the next ``n`` tokens of a layer will stand, (n,), or (B, n) when the rows of the batch stand apart."""
         book, entry = self._book, self._layers.get(layer)
         follows = (entry.step if entry else 0) < book.step  # another layer has settled it already
-        found: NDArray[np.int64] = book.newest if follows else book.next[:, None] + np.arange(n)
-        told = found[0] if len(found) == 1 else found
-        self._told = None if follows else told
-        return told
+        found = book.newest.copy() if follows else book.coming(n)
+        return found[0] if len(found) == 1 else found
 
     def __repr__(self) -> str:
         return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
@@ -116,10 +128,11 @@ class KVCache:
 
         Returns:
             keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and pads. All three are
-            views, valid until the next append; keys stand in any order.
+            views, valid until the next append, the positions read-only; keys stand in any order.
 
         Raises:
-            CallError: if shapes, dtypes, positions or the order of layers do not fit.
+            CallError: if shapes, dtypes, positions or the order of layers do not fit, or a query comes before a key that the
+                mask shows it; the cache is then as it was.
         """
         k, v = plain_array("k", k, "append"), plain_array("v", v, "append")
         entry = self._layers.get(layer)
@@ -136,13 +149,13 @@ class KVCache:
             if self._arrived < len(self._layers):
                 late = min(name for name, other in self._layers.items() if other.step < book.step)
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
-            known = positions is None or (positions is self._told and positions.shape[-1] == n)
-            book.open(n, k.shape[0] if k.ndim == 4 else 1, None if known else places(positions))
-            self._arrived, self._given, self._told = 0, positions, None
+            book.open(n, _rows(k), positions)
+            self._arrived = 0
             self.straight = book.straight()
-        elif n != book.newest.shape[1] or not (
-            positions is None or positions is self._given or _same(places(positions), book.newest)
-        ):
+            held = book.positions[:, : book.top]
+            self._held = held[0] if len(held) == 1 else held
+            self._held.flags.writeable = False  # it is the book's own
+        elif n != book.newest.shape[1] or not (positions is None or book.follows(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
                 f"{book.newest.shape[1]}. All layers of an append have the same positions."
@@ -153,8 +166,52 @@ class KVCache:
         if book.moved is not None:
             entry.move(book.moved, book.capacity)
         entry.write(book.slots, k, v)
-        held = book.positions[:, : book.top]
-        return (*entry.front(book.top), held[0] if len(held) == 1 else held)
+        return (*entry.front(book.top), self._held)
+
+    def attend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        positions: Any = None,
+        layer: int = 0,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        engine: str = "auto",
+    ) -> Any:
+        """Append the keys and values of new tokens, and attend with their queries, under the cache's mask.
+
+        >>> import lowtri, numpy as np
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 8))  # (H, N, D)
+        >>> cache = lowtri.KVCache("causal & window(4)")
+        >>> steps = [cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1]) for t in range(10)]
+        >>> np.allclose(np.concatenate(steps, 1), lowtri.attention(q, k, v, "causal & window(4)"))
+        True
+
+        Args:
+            q: (..., Hq, N, D), the queries of the new tokens; Hq is a multiple of the key/value heads.
+            k, v, positions, layer: as in :meth:`append`.
+            scale, softcap, sinks, engine: as in :func:`lowtri.attention`.
+
+        Returns:
+            the output, (..., Hq, N, Dv).
+
+        Raises:
+            CallError: as :meth:`append` and :func:`lowtri.attention` do.
+        """
+        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+            raise CallError(
+                f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
+                "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
+            )
+        keys, values, held = self.append(k, v, positions, layer)
+        newest = self._book.newest
+        own = newest[0] if len(newest) == 1 else newest
+        # Attention's own default is the same where the keys stand at 0 .. S-1, and saves it the reading of positions.
+        at: dict[str, Any] = {} if self.straight else {"q_positions": own, "k_positions": held}
+        return attention(q, keys, values, self.mask, scale=scale, softcap=softcap, sinks=sinks, engine=engine, **at)
 
     def reorder(self, index: Any) -> None:
         """Row ``i`` goes on from what row ``index[i]`` has seen, as beam search asks; the batch may grow or shrink.
@@ -162,7 +219,7 @@ class KVCache:
         Raises:
             CallError: if a row is not there, or would change its mask.
         """
-        rows = places(index, "reorder: index")
+        rows = as_positions(index, "reorder: index")
         size = self._rows()
         if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
             raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
@@ -192,7 +249,7 @@ class KVCache:
         Raises:
             CallError: if ``n`` is negative, or lies before what was dropped.
         """
-        back = np.atleast_1d(places(n, "crop: n"))
+        back = np.atleast_1d(as_positions(n, "crop: n"))
         if back.ndim != 1 or len(back) not in (1, self._rows()) or np.any(back < 0):
             raise CallError(
                 f"crop: n is {back.tolist()}; it is the place of the next token, at least 0, "
@@ -239,7 +296,7 @@ class KVCache:
             held[...] = turn(held, moved[0] if len(moved) == 1 else moved, name)
 
     def _rows(self) -> int:
-        return next((layer.keys.shape[0] for layer in self._layers.values() if layer.keys.ndim == 4), 1)
+        return max((_rows(layer.keys) for layer in self._layers.values()), default=1)
 
     def _join(self, k: Any, v: Any, layer: int) -> Layer:
         """A layer that appends for the first time."""
@@ -260,10 +317,9 @@ class KVCache:
         return Layer.like(k, v, capacity)
 
     def _together(self, what: str) -> None:
-        self._told = None
         if self._layers and self._arrived < len(self._layers):
             raise CallError(f"{what}: some layers have not seen the newest tokens yet; finish the append first.")
 
 
-def _same(positions: NDArray[np.int64], newest: NDArray[np.int64]) -> bool:
-    return bool(np.all(np.maximum(positions, -1) == newest)) if positions.shape[-1] == newest.shape[-1] else False
+def _rows(x: Any) -> int:
+    return int(x.shape[0]) if x.ndim == 4 else 1

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["Asker", "asker", "context_of"]
+__all__ = ["Asker", "asker", "context_of", "start_stepwise"]
 
 Rows = Sequence[Sequence[int]]  # new tokens of each row; a row that has ended brings none
 Logits = NDArray[np.floating]  # (B, V); at a row that has ended, whatever
@@ -55,11 +55,20 @@ def context_of(model: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def start_stepwise(model: Any, rows: int, **options: Any) -> Any:
+    """A state in which each token sees those that are there, even under a mask that shows the future.
+
+    That is what generating does to a model that was trained to see it, and what measuring such a model step by step is for.
+    """
+    takes = inspect.signature(model.start).parameters
+    return model.start(rows, **options, **({"allow_missing": True} if "allow_missing" in takes else {}))
+
+
 class Stateful:
     """Only the new tokens are passed; the state remembers the rest."""
 
     def __init__(self, model: Any, takes: frozenset[str], rows: int) -> None:
-        self.model, self.state = model, model.start(rows)
+        self.model, self.state = model, start_stepwise(model, rows)
         self.seen = np.zeros(rows, np.int64)
         self.options = _last_only(takes)
 

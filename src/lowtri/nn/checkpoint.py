@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -49,7 +50,11 @@ BEGIN, END = "<|begin|>", "<|end|>"  # a document's first token, and its last, i
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path``, then move it there: the file is the old one or the new one, never half."""
+    """Let ``write`` fill a file beside ``path``, then move it there: the file is the old one or the new one, never half.
+
+    Raises:
+        OSError: names ``path``, whatever the library that writes makes of a full disk.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         beside.touch()
@@ -59,8 +64,26 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())  # before the move, or a power cut could leave the new name with no bytes
         os.replace(beside, path)
+    except Exception as error:
+        reason = _os_error(error)
+        if reason is None:
+            raise
+        raise OSError(reason.errno, reason.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """What the operating system answered, from the error of a library: raised on its way, or only quoted in its text."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if quoted := re.search(
+            r"\(os error (\d+)\)", str(error)
+        ):  # safetensors and tokenizers, which are written in Rust
+            return OSError(number := int(quoted[1]), os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:

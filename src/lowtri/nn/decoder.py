@@ -144,17 +144,20 @@ class Decoder(nn.Module):
 
         return read(path, dtype, mask)
 
-    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> KVCache:
+    def start(
+        self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0, allow_missing: bool = False
+    ) -> KVCache:
         """An empty state for ``batch_size`` sequences.
 
         Args:
             mask: instead of the model's own.
             capacity: for how many tokens to make room at once; it grows when it must.
+            allow_missing: as for :class:`lowtri.KVCache`: let a token come before others that the mask shows it.
         """
         chosen = self.mask if mask is None else as_mask(mask)
         if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
             raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
-        return KVCache(chosen, capacity=capacity)
+        return KVCache(chosen, capacity=capacity, allow_missing=allow_missing)
 
     def _body(self, config: DecoderConfig) -> Any:
         """All below the logits."""

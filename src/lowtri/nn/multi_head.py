@@ -144,7 +144,12 @@ class MultiHeadAttention(nn.Module):
             )
             return tuple(part[0] for part in found) if return_weights else found[0]
         self._check(x, context, cache)
-        mask = self.mask if mask is None else mask
+        mask = self.mask if mask is None else as_mask(mask)
+        if cache is not None and mask is not cache.mask and mask != cache.mask:
+            raise CallError(
+                f"MultiHeadAttention: the mask is {mask!r}, but the cache drops keys by {cache.mask!r}.\n"
+                "Fix: KVCache(mask) with the same mask."
+            )
         source = x if context is None else context
         q = self._heads(self.q_proj(x), self.num_heads)  # (B, Hq, N, D)
         k = self._heads(self.k_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)

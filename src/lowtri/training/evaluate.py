@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from lowtri.decoding.models import start_stepwise
 from lowtri.errors import DataError
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.recurrent import RecurrentLM
@@ -106,7 +107,7 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
 
 
 def _steps(model: Decoder | RecurrentLM, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
-    state = model.start(inputs.shape[0])
+    state = start_stepwise(model, inputs.shape[0])
     for place in range(inputs.shape[1]):
         yield model(inputs[:, place : place + 1], state=state)[:, 0]  # (B, V)
 

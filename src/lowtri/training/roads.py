@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtri.decoding.models import start_stepwise
 from lowtri.masks import Mask
 from lowtri.nn.decoder import Decoder
 
@@ -41,7 +42,7 @@ def with_a_cache(model: Decoder, ids: Tensor, mask: Mask | str | None = None) ->
     Args:
         mask: instead of the model's own; "full" is no mask at all.
     """
-    state = model.start(ids.shape[0], mask=mask)
+    state = start_stepwise(model, ids.shape[0], mask=mask)
     return torch.cat([model(ids[:, t : t + 1], state=state) for t in range(ids.shape[1])], dim=1)
 
 

@@ -6,13 +6,15 @@
     config.json, model.safetensors, tokenizer_config.json, loss.png        at the end
 
 So a folder with model.safetensors is a finished one, a plan that cannot work leaves nothing behind, and a run can be resumed
-from any moment.
+from any moment. While it runs, the folder is locked.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +27,7 @@ from lowtri.nn.checkpoint import load_tokenizer, save, write_whole
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.training.corpus import Packed, python_text, read_files
+from lowtri.training.lock import LOCK, only_training
 from lowtri.training.plot import plot
 from lowtri.training.recipe import Recipe
 from lowtri.training.state import History
@@ -106,8 +109,32 @@ def run(
         watch: is called after each step.
 
     Raises:
-        DataError: if a file cannot be used, the text is too short, or the folder holds another run.
+        DataError: if a file cannot be used or written, the text is too short, or the folder holds another run or is in use
+            by one.
     """
+    with ExitStack() as stack:
+        try:
+            return _run(plan, folder, device, note, watch, stack)
+        except OSError as error:
+            if error.filename is None or not Path(error.filename).is_relative_to(folder):
+                raise  # a watcher's, or of a file that is only read
+            raise DataError(
+                f"{error.filename} cannot be written: {error.strerror}. What was saved before it is whole.\n"
+                f"Fix: make room, or the folder writable; then lowtri train --out {shlex.quote(str(folder))} --resume"
+            ) from error
+
+
+def _run(
+    plan: Plan,
+    folder: Path,
+    device: str,
+    note: Callable[[str], object],
+    watch: Callable[[Step], object] | None,
+    stack: ExitStack,
+) -> Outcome:
+    locked = folder.is_dir()
+    if locked:
+        stack.enter_context(only_training(folder))
     standing = read_plan(folder)
     if standing is not None and standing != plan:
         raise DataError(f"{folder} holds another run: {', '.join(_differences(standing, plan))}.\nFix: another folder")
@@ -130,6 +157,11 @@ def run(
     model = plan.model(tokenizer.get_vocab_size()).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    if not locked:
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(only_training(folder))
+        if any(path.name != LOCK for path in folder.iterdir()):
+            raise DataError(f"{folder} was written by another program since this run began.\nFix: another folder")
     _begin(plan, folder, tokenizer)
     history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch)
     if not plot(history, folder / CURVE):
@@ -142,7 +174,6 @@ def run(
 
 
 def _begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
     _write(folder / PLAN, {"plan": asdict(plan)})
 

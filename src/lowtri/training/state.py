@@ -50,7 +50,12 @@ class Run:
             "recipe": asdict(self.recipe),
             "corpus": self.corpus.digest(),
         }
-        write_whole(path, lambda beside: torch.save(content, beside))
+
+        def write(beside: Path) -> None:
+            with open(beside, "wb") as file:  # given a path, torch does not say why it cannot be written
+                torch.save(content, file)
+
+        write_whole(path, write)
 
     def restore(self, path: Path) -> None:
         """Put everything back as it was saved.

@@ -1,0 +1,189 @@
+"""A query must find every key that the mask shows it: which appends would come too early. NumPy only.
+
+A cached query is computed once. Under a causal mask all its keys are there by then; a mask that shows the future (a prefix, a
+band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by the tile question:
+
+    when a query is appended   ``mask.tile(q, q + 1, end, END)``, ``end`` being the next position of its row: EMPTY: no key can
+                               be missing; FULL in any part of it: one is missing, and the append is refused
+    when a key is appended     PARTIAL may be said where no pair is visible (tables, formulas of the user's own): such queries
+                               stay open, and the keys of every later append are compared with them, pair by pair if need be
+
+A query that sees no later key at all needs neither, and one vectorised question finds that out for thousands of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks import EMPTY, END, FULL, Mask
+
+__all__ = ["Missing", "row_masks", "seen"]
+
+_AHEAD, _MOST_AHEAD = 64, 4096  # for how many queries to come the question is asked at once
+_LAST = 128  # so many of an append's queries are looked at closely; what they do not tell, the keys' own check does
+_FEW, _PAIRS = 4096, 2**20  # so many pairs are read without asking for tiles first, and at most so many at a time
+_EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) key by key, then twice as many each time
+
+
+class Missing:
+    """Refuses what would leave a query without a key that its mask shows; one for a cache."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self._open: NDArray[np.int64] | None = None  # (R,) queries from here on may miss a key; None: no query does
+        # Ranges of queries, for any row and head. What the mask says of them holds whatever was appended.
+        self._blind = range(0)  # each sees no later key
+        self._calm = range(0)  # for none of them a later key is certain
+        self._ahead = _AHEAD  # how long the next ranges may be
+
+    def check(self, positions: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
+        """Before tokens are appended at ``positions`` (R, N) to rows whose next position is ``coming`` (R,)."""
+        if positions.size == 1:  # by far the most frequent, and without the microseconds of two reductions
+            low = high = positions.item()
+        else:
+            low, high = int(positions.min(initial=END)), int(positions.max(initial=-1))
+        if high < 0:
+            return
+        low = low if low >= 0 else int(positions[positions >= 0].min())
+        if self._open is None and low in self._blind and high in self._blind:
+            return
+        coming = np.broadcast_to(coming, len(positions))
+        opened = coming if self._open is None else np.broadcast_to(self._open, len(positions))
+        if self._open is not None:
+            self._check_keys(positions, opened, coming)
+        first = np.where(positions >= 0, positions, END).min(1)  # (R,)
+        first = np.where(opened < coming, opened, first)
+        if low in self._calm and high in self._calm:
+            self._open = first
+            return
+        end = np.maximum(coming, positions.max(1) + 1)  # (R,)
+        if np.all(seen(self.mask, first, end, end, END) == EMPTY):
+            self._open = None
+        else:
+            first = np.where(opened < coming, opened, end)
+            self._open = np.minimum(first, self._check_queries(positions, end))
+        self._look_ahead(int(end.min()), int(end.max()))
+
+    def crop(self, n: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
+        """Before the tokens from ``n`` (R,) to before ``coming`` (R,) are taken back: no query that stays may have seen one."""
+        n = np.minimum(n, coming)
+        for b in np.flatnonzero(seen(self.mask, 0 * n, n, n, coming) != EMPTY).tolist():
+            for one in row_masks(self.mask, b, len(n)):
+                pair = _visible_pair(one, 0, int(n[b]), np.arange(n[b], coming[b]))
+                if pair is not None:
+                    raise CallError(
+                        f"crop: n is {n.tolist()}, but {self.mask!r} shows the query at {pair[0]}, which stays, the key at "
+                        f"{pair[1]}.\nFix: crop to {pair[0]} or earlier, and append from there again."
+                    )
+        if self._open is not None:
+            self._open = np.minimum(self._open, n)
+
+    def reorder(self, index: NDArray[np.int64]) -> None:
+        if self._open is not None and len(self._open) > 1:
+            self._open = self._open[index]
+
+    def shift(self, keep: int, back: NDArray[np.int64]) -> None:
+        """After the tokens from ``keep`` on have moved by ``back`` (R,) positions."""
+        if self._open is not None:
+            self._open = np.maximum(self._open - back, np.minimum(self._open, keep))
+
+    def _look_ahead(self, start: int, furthest: int) -> None:
+        """Fill the ranges from ``start`` on, far enough for rows whose next positions reach from there to ``furthest``."""
+        ahead = self._ahead + min(furthest - start, 16 * _MOST_AHEAD)
+        q = start + np.arange(ahead)[None]  # (1, A)
+        blind = _first_false(seen(self.mask, q, q + 1, q + 1, END)[0] == EMPTY)
+        self._blind = self._calm = range(start, start + blind)
+        if blind == ahead:
+            self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+            return
+        self._ahead = _AHEAD
+        q = q[:, :_AHEAD, None]
+        k = np.minimum(q + 1 + _EDGES, END)  # (1, A, S + 1)
+        certain = np.any(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL, -1)[0]
+        self._calm = range(start, start + _first_false(~certain))
+
+    def _check_queries(self, positions: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Refuse new queries that see a key from ``end`` (R,) on; else from where on they may see one, (R,)."""
+        q, beyond = positions[:, -_LAST:, None], end[:, None, None]
+        k = np.minimum(beyond + _EDGES, END)  # (R, 1, S + 1)
+        certain = np.argwhere(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL)
+        for b, i, s in certain[:1].tolist():
+            self._refuse(
+                int(q[b, i, 0]), int(k[b, 0, s]), row_masks(self.mask, b, len(positions)), "is not in the cache yet"
+            )
+        may = seen(self.mask, positions, positions + 1, end[:, None], END) != EMPTY  # (R, N)
+        return np.where(may, positions, END).min(1, initial=END)
+
+    def _check_keys(self, positions: NDArray[np.int64], opened: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
+        """Refuse new keys at ``positions`` (R, N) that a query from ``opened`` to before ``coming`` (R,) sees."""
+        for b in np.flatnonzero(opened < coming).tolist():
+            low, high = int(opened[b]), int(coming[b])
+            k = positions[b][positions[b] >= 0]
+            for one in row_masks(self.mask, b, len(positions)):
+                pair = _visible_pair(one, low, high, k)
+                if pair is not None:
+                    self._refuse(*pair, [one], "comes only after it")
+
+    def _refuse(self, q: int, k: int, masks: list[Mask], what: str) -> NoReturn:
+        last = max((_last_seen(one, q, k) for one in masks), default=k)
+        fix = (
+            "attend to the whole sequence in one call"
+            if last > END // 2
+            else f"append all tokens up to {last} in one call"
+        )
+        raise CallError(
+            f"append: {self.mask!r} shows the query at {q} the key at {k}, which {what}.\n"
+            f"Fix: {fix}; or KVCache(..., allow_missing=True), where queries see the keys that are there."
+        )
+
+
+def _last_seen(mask: Mask, q: int, k: int) -> int:
+    """The last key that the query may see, as far as tiles tell, ``k`` at least; END where there is no last one."""
+    empty, some = END, k + 1  # nothing is seen from `empty` on, and something perhaps from before `some` on
+    while some < empty:
+        middle = (some + empty) // 2
+        empty, some = (middle, some) if mask.tile(q, q + 1, middle, END) == EMPTY else (empty, middle + 1)
+    return END if empty == END else empty - 1
+
+
+def _visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
+    """A query from ``low`` to before ``high`` and one of the keys ``k`` (S,) that it sees."""
+    if (high - low) * len(k) > _FEW:
+        k = k[np.asarray(mask.tile(low, high, k, k + 1)) != EMPTY]
+    step = max(1, _PAIRS // max(1, len(k)))
+    for start in range(low, high if len(k) else low, step):
+        shown = mask(np.arange(start, min(start + step, high))[:, None], k)
+        if shown.any():
+            i, j = np.argwhere(shown)[0].tolist()
+            return start + i, int(k[j])
+    return None
+
+
+def _first_false(facts: NDArray[np.bool_]) -> int:
+    return len(facts) if facts.all() else int(facts.argmin())
+
+
+def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
+    """The tile question for each row of a batch, edges (R, ...): what any of its heads sees at the most.
+
+    One row of edges stands for all rows of the batch.
+    """
+    edges = np.broadcast_arrays(q0, q1, k0, k1)
+    shape = edges[0].shape
+    if not mask.batch or mask.batch[0] == 1 or shape[0] == 1:
+        return np.asarray(mask.tile(*edges), np.int8).reshape(-1, *shape).max(0)
+    out = np.empty(shape, np.int8)
+    for b in range(shape[0]):
+        masks = row_masks(mask, b, shape[0])
+        out[b] = np.max([np.asarray(one.tile(*(edge[b] for edge in edges))) for one in masks], 0)
+    return out
+
+
+def row_masks(mask: Mask, b: int, rows: int) -> list[Mask]:
+    """The masks of all heads in row ``b`` of ``rows``; of all rows of the batch where one row stands for all."""
+    batch, heads = (*mask.batch, 1, 1)[:2]
+    return [mask.at(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]
