@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.auditing.audit import _progress
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.picture import cells
+from lowtri.auditing.preparing import progress_line
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
@@ -96,12 +96,12 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
 
 
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    tick = _progress(True, time.monotonic() - 60)
+    tick = progress_line(True, time.monotonic() - 60)
     tick("change", 3, 9)
     captured = capsys.readouterr()
     assert captured.out == "" and "audit: change 3 of 9, 60 s" in captured.err
-    _progress(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
-    _progress(True, time.monotonic())("change", 3, 9)  # short audits say nothing
+    progress_line(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
+    progress_line(True, time.monotonic())("change", 3, 9)  # short audits say nothing
     assert capsys.readouterr().err == ""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
 from lowtri.auditing.noise import movement
-from lowtri.auditing.probes import PROBES, RESHAPED
+from lowtri.auditing.probes import PROBES, REPEATED, RESHAPED
 
 __all__ = ["run_probes"]
 
@@ -19,6 +20,10 @@ def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list
     findings, notes = [], []
     twin = _Twin(context)
     for name in chosen:
+        if name in REPEATED and any(f.status == "leak" and f.probe in REPEATED[name] for f in findings):
+            # What leaks already leaks under most other conditions too, which would cost as much again and say nothing new.
+            findings.append(Finding(name, "skipped", "not tried, since the model leaks without it"))
+            continue
         finding = PROBES[name](context)
         asked = context
         if finding.status == "doubt" or (finding.status == "leak" and name in RESHAPED):
@@ -49,6 +54,9 @@ class _Twin:
         if second.status == "skipped":
             self.why_not = self.why_not or second.message
             return self._without(name, finding)
+        if second.status != "leak" and math.isinf(size):
+            reason = f"{finding.message}, in the model's precision and not in float64"
+            return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
         if second.status == "clean":
             return (
                 second,
@@ -93,7 +101,7 @@ class _Twin:
             return None
         if made.base.dtype.kind != "f" or made.noise.broken:
             self.why_not = made.noise.broken or "its output is not made of floats"
-        elif apart > 0.05 * scale:
+        elif apart > 0.05 * scale and not context.noise.random:  # the copy may draw other numbers
             self.why_not = f"the copy answers differently, by {apart:.2g}"
         else:
             self.copy = made
@@ -108,7 +116,7 @@ def _steps_alike(context: Context, twin: Context) -> bool:
 
 def _with_module(context: Context, finding: Finding) -> Finding:
     """Name the module where each leak enters, from the probe's witness or from a change of the key."""
-    if not finding.leaks or context.subject.module is None:
+    if not finding.leaks or context.subject.module is None or finding.probe not in ("change", "gradient", "prefix"):
         return finding
     from lowtri.auditing.where import locate
 
@@ -117,8 +125,6 @@ def _with_module(context: Context, finding: Finding) -> Finding:
     if after is None or finding.probe == "change":
         after = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
         row = first.row
-    if finding.probe not in ("change", "gradient", "prefix"):
-        return finding
     try:
         name = locate(context.subject, before, after, row, first.query)
         if name is None and finding.witness is not None:

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak, moves
+from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.noise import movement
 
 __all__ = ["change"]
 
-_LONG = 48  # queries and keys looked at when the input is too long for all of them
 _BISECTED = 16  # queries that are followed down to one key
 
 
@@ -24,12 +23,13 @@ def change(context: Context) -> Finding:
     Short inputs are looked at pair by pair. Of long ones a choice of places is taken, and a query that moves is
     bisected down to one key.
     """
-    exact = context.n <= context.exact
-    keys = range(context.n) if exact else context.places(_LONG)
-    queries = range(context.n) if exact else context.places(_LONG)
+    queries = context.queries()
+    keys = queries if context.by_pair else []
     draws = context.draws * 4 if context.discrete_output else context.draws
     sweep = _Sweep(context)
     kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if context.inputs.discrete else [])]
+    if not context.by_pair and context.discrete_output:  # discrete answers move rarely
+        kinds += [(103 + more, "random") for more in range(draws - 1)]
     total = draws * len(keys) + len(kinds) * len(queries)
     for salt in range(draws):
         fresh = context.fresh(salt)
@@ -105,7 +105,7 @@ class _Sweep:
         kind = self.context.noise.weigh(size, scale)
         if kind == "clean":
             return
-        note = f"output {query} {moves(size)} when all {jointly} inputs hidden from it change together"
+        note = f"output {query} {moves(size, f' when all {jointly} inputs hidden from it change together')}"
         leak = Leak(query, key, size, "change", row, note=note if jointly else "")
         sure = kind == "leak" and self._again(row, query, changed, size)
         found = self.pairs if sure else self.doubtful
@@ -164,6 +164,6 @@ class _Sweep:
             return Finding("change", "leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
         if self.doubtful:
             leaks = tuple(self.doubtful[pair] for pair in sorted(self.doubtful))
-            message = f"hidden inputs move outputs by up to {measured['greatest']:.2g}"
+            message = f"hidden inputs move outputs, {by(measured['greatest'])}"
             return Finding("change", "doubt", message, leaks, measured)
         return Finding("change", "clean", f"no hidden input moves an output ({extent})", (), measured)

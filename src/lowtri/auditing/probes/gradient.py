@@ -11,8 +11,6 @@ from lowtri.auditing.finding import Finding, leaks_from
 
 __all__ = ["gradient"]
 
-_LONG = 48
-
 
 def gradient(context: Context) -> Finding:
     """One backward pass for each query, from a random cotangent, so that no sum over features can cancel.
@@ -36,7 +34,7 @@ def gradient(context: Context) -> Finding:
         return _skip("no look-up of the example's ids was found to differentiate by")
     if not (rows.is_floating_point() and rows.requires_grad):
         return _skip("the output carries no gradient")
-    queries = context.places(context.exact if context.n <= context.exact else _LONG)
+    queries = context.queries()
     cotangents = np.random.default_rng([context.seed, 7]).standard_normal(rows.shape)
     batch, n = context.inputs.batch, context.n
     sizes = np.zeros((batch, len(queries), n))
