@@ -36,7 +36,8 @@ def leaking() -> lowtri.AuditReport:
 def test_the_message_comes_first(leaking: lowtri.AuditReport) -> None:
     lines = str(leaking).splitlines()
     assert lines[0] == leaking.message
-    assert leaking.message.startswith("position 0 sees position 1: changing input 1 moves output 0 by ")
+    first = "position 0 sees position 1: changing input 1 moves output 0 by "
+    assert leaking.message.startswith(f"leak against causal & window(4): {first}")
     assert "(noise 0)." in lines[0]
     assert "off_by_one against causal & window(4), 1 x 6 positions" in lines
 
@@ -67,7 +68,20 @@ def test_json(leaking: lowtri.AuditReport) -> None:
     assert data["leaks"][0]["query"] == 0 and data["leaks"][0]["key"] == 1
     assert data["leaks"][0]["message"].startswith("position 0 sees position 1")
     assert [finding["probe"] for finding in data["findings"]] == [
-        *("change", "gradient", "prefix", "batch", "padding", "packing", "cache", "doors", "poison", "blindness")
+        *(
+            "change",
+            "gradient",
+            "prefix",
+            "batch",
+            "padding",
+            "packing",
+            "cache",
+            "doors",
+            "training",
+            "longer",
+            "poison",
+            "blindness",
+        )
     ]
     change = data["findings"][0]
     assert change["measured"]["every_pair"] and change["measured"]["keys"] == 6
@@ -77,7 +91,7 @@ def test_json(leaking: lowtri.AuditReport) -> None:
 def test_html(leaking: lowtri.AuditReport) -> None:
     page = leaking.to_html()
     assert page.startswith("<!doctype html>") and "http" not in page
-    assert page.count('<td class="leak"') == 5 and page.count('<td class="blind"') == 3
+    assert page.count('<rect class="leak"') == 5 + 1 and page.count('<rect class="blind"') == 3 + 1  # and the legend's
     assert "position 0 sees position 1" in page and "causal &amp; window(4)" in page
 
 
@@ -91,7 +105,9 @@ def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
 def test_no_leak_found_says_what_was_looked_at() -> None:
     report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
     assert report.ok and report.exit_code == 0 and report.first is None
-    assert report.message == ("no leak found: 1 x 6 positions, 2 draws, probes change, prefix, poison, blindness.")
+    assert report.message == (
+        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, blindness."
+    )
     assert repr(report).startswith("<AuditReport no leak found")
 
 
@@ -163,10 +179,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
     wrong, right = (f"{LEAKS / name}.py:make_model" for name in ("wrong/window_off_by_one", "right/gru"))
     assert run(right) == 0
-    assert capsys.readouterr().out.startswith("no leak found: 2 x 9 positions")
+    tried = "2 x 9 and 1 x 256 positions in eval and training mode"
+    assert capsys.readouterr().out.startswith(f"no leak found against causal: {tried}")
     assert run(wrong, out=tmp_path / "report.html") == 1
     captured = capsys.readouterr()
-    assert captured.out.startswith("position 4 sees position 0") and "wrote" in captured.err
+    assert (
+        captured.out.startswith("leak against causal & window(4): position 4 sees position 0")
+        and "wrote" in captured.err
+    )
     assert (tmp_path / "report.html").exists()
     assert run(wrong, json=True, mask="causal & window(5)") == 0  # the mask that it really has
     assert json.loads(capsys.readouterr().out)["verdict"] == "no leak found"

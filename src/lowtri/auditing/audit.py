@@ -163,9 +163,9 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
     audit(model, example, **arguments).raise_for_leak()
 
 
-def _order(leak: Leak) -> tuple[bool, int, int]:
-    """Pairs of positions come before lengths, pads, neighbours and caches."""
-    return leak.probe not in PAIRED, leak.query, leak.key
+def _order(leak: Leak) -> tuple[bool, bool, int, int]:
+    """The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours."""
+    return leak.probe not in PAIRED, not leak.paired, leak.query, leak.key
 
 
 def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) -> list[str]:

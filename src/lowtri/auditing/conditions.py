@@ -67,7 +67,7 @@ class Outcome:
 
     def finding(self, probe: str, clean: str, measured: dict[str, Any], nothing: str) -> Finding:
         """All of it as one probe's finding; `clean` and `nothing` are its words where no leak was found and nothing ran."""
-        leaks = tuple(replace(leak, probe=probe) for leak in self.leaks)
+        leaks = tuple(replace(leak, probe=probe, within=leak.probe) for leak in self.leaks)
         measured = {"tried": self.tried, "refused": self.refused, "differ": self.differ, **measured}
         if leaks:
             return Finding(probe, "leak", f"the mask is broken: {leaks[0].what}", leaks, measured)

@@ -17,7 +17,8 @@ __all__ = ["run_probes"]
 
 def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list[str]]:
     """Every probe; those in doubt again on the float64 copy."""
-    findings, notes = [], []
+    findings: list[Finding] = []
+    notes = []
     twin = _Twin(context)
     for name in chosen:
         if name in REPEATED and any(f.status == "leak" and f.probe in REPEATED[name] for f in findings):

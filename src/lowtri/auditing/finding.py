@@ -29,6 +29,12 @@ class Leak:
     module: str | None = None
     note: str = ""
     under: str = ""  # the conditions, where they are not the example's own: "in training mode"
+    within: str = ""  # the probe that found it, where another one ran it under those conditions
+
+    @property
+    def paired(self) -> bool:
+        """Whether query and key are positions of the example."""
+        return (self.within or self.probe) in PAIRED
 
     @property
     def what(self) -> str:

@@ -16,6 +16,7 @@ __all__ = ["as_html", "as_svg"]
 
 _WIDE, _SIDE, _TOP = 340.0, 34.0, 34.0  # so that its letters can still be read on a telephone
 _LINE = 18.0
+_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
 _COLOURS = (
     "svg{--ink:#1a202c;--paper:#fff;--line:#cbd5e0;--seen:#2b6cb0;--blind:#fff;--open:#bee3f8;--leak:#c53030}"
     "@media(prefers-color-scheme:dark){"
@@ -50,15 +51,15 @@ def as_html(report: AuditReport, lines: list[str]) -> str:
     )
 
 
-def as_svg(lines: list[str], n: int) -> str:
-    """The drawing with its axes and a legend in the colours that it uses."""
+def as_svg(lines: list[str], n: int, *, alone: bool = False) -> str:
+    """The drawing with its axes and a legend in the colours that it uses; `alone` as a file of its own."""
     cell = min(24.0, (_WIDE - _SIDE - 8) / len(lines))
     side = cell * len(lines)
     step = -(-n // len(lines))
     used = [sign for sign in LOOKS if any(sign in line for line in lines)]
     high = _TOP + side + 12 + _LINE * (len(used) + (step > 1))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE:.0f} {high:.0f}" width="{_WIDE:.0f}" '
+        f'<svg{_NAMESPACE if alone else ""} viewBox="0 0 {_WIDE:.0f} {high:.0f}" width="{_WIDE:.0f}" '
         f'height="{high:.0f}" role="img"><title>who sees whom: queries down, keys across</title><style>{_COLOURS}</style>'
         '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<path d="M0 0V5" style="stroke:var(--line)" stroke-width="2"/></pattern></defs>'

@@ -84,7 +84,8 @@ class AuditReport:
     def _what(self) -> str:
         if self.leaks:
             first = self.leaks[0]
-            alike = [leak for leak in self.leaks if leak.probe == first.probe or {leak.probe, first.probe} <= PAIRED]
+            same = PAIRED if first.probe in PAIRED else {first.probe}
+            alike = [leak for leak in self.leaks if leak.probe in same and leak.paired == first.paired]
             more = f" ({len(alike)} pairs in all.)" if len(alike) > 1 else ""
             return first.sentence(self.noise.greatest if self.noise else 0.0) + more
         return f"{self._extent() if self.reason is None else self.reason}."
@@ -144,7 +145,7 @@ class AuditReport:
 
     def to_svg(self) -> str:
         """The drawing alone, as SVG."""
-        return as_svg(self._cells(96), self.n) + "\n"
+        return as_svg(self._cells(96), self.n, alone=True) + "\n"
 
     def save(self, path: str | Path) -> Path:
         """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, whole or not at all.
@@ -190,12 +191,12 @@ class AuditReport:
         tried = {f.probe: f for f in self.findings if f.status in ("clean", "warning")}
         modes = [*self.modes, *(["training mode"] if "training" in tried else [])]
         length = f" and 1 x {tried['longer'].measured['length']}" if "longer" in tried else ""
-        within = f" in {' and '.join(modes)}" if modes else ""
+        within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}"
 
     def _cells(self, most: int) -> list[str]:
         # Only pairs of positions belong in the picture; the other probes' leaks speak of lengths, pads and caches.
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.probe in PAIRED or leak.probe == "doors"]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.probe != "longer"]
         return cells(self.allowed, self.seen, pairs, most)
 
 

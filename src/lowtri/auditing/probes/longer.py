@@ -12,7 +12,7 @@ from lowtri.auditing.conditions import Condition, probe_under
 from lowtri.auditing.context import Context, draw
 from lowtri.auditing.finding import Finding, first_line
 from lowtri.auditing.inputs import Array
-from lowtri.auditing.probes.training import in_training
+from lowtri.auditing.probes.training import in_training, same_in_training
 from lowtri.errors import CallError
 
 __all__ = ["longer"]
@@ -57,7 +57,7 @@ def longer(context: Context) -> Finding:
 def _conditions(wide: Context) -> Iterator[Condition]:
     example = f"in an example of {wide.n} positions"
     yield Condition(wide.mode or "as it is", example, _PROBES, wide)
-    if wide.mode == "eval mode":
+    if wide.mode == "eval mode" and not same_in_training(wide):
         yield Condition("training mode", f"in training mode, {example}", _PROBES, in_training(wide))
 
 
@@ -120,9 +120,9 @@ def _continued(value: Array, context: Context, length: int, allowed: npt.NDArray
 
 
 def _places(n: int, length: int) -> tuple[int, ...]:
-    """Queries behind the example: the last ones, on either side of powers of two, and a spread."""
-    edges = [2**power + d for power in range(length.bit_length()) for d in (-1, 0)]
-    spread = np.linspace(n - 1, length - 2, 8).astype(int).tolist()
+    """Queries behind the example: the last ones, the ones before powers of two, and a spread."""
+    edges = [2**power - 1 for power in range(length.bit_length())]
+    spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
     return tuple(sorted({place for place in [*edges, *spread, length - 1] if n - 1 <= place < length}))
 
 
