@@ -78,7 +78,7 @@ class Outcome:
             return Finding(probe, "warning", f"another answer with {text}", (), measured)
         if not self.tried:
             return Finding(probe, "skipped", next(iter(self.refused.values()), nothing), (), measured)
-        without = "".join(f"; {name} not tried: {why}" for name, why in self.refused.items())
+        without = "".join(f"; not tried: {name} ({why})" for name, why in self.refused.items())
         return Finding(probe, "clean", clean + without, (), measured)
 
 

@@ -188,7 +188,7 @@ class AuditReport:
         looked = "" if change is None else f", {change.measured['draws']} draws"
         if change is not None and not change.measured["every_pair"]:
             looked += f", {change.measured['keys']} keys and {change.measured['queries']} queries looked at"
-        tried = {f.probe: f for f in self.findings if f.status in ("clean", "warning")}
+        tried = {f.probe: f for f in self.findings if f.measured.get("tried")}
         modes = [*self.modes, *(["training mode"] if "training" in tried else [])]
         length = f" and 1 x {tried['longer'].measured['length']}" if "longer" in tried else ""
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""

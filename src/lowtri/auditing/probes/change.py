@@ -54,6 +54,7 @@ class _Sweep:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.sparse = len(context.queries()) < context.n  # a query that is not looked at shows beside one that is
         self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
         self.doubtful: dict[tuple[int, int], Leak] = {}
         self.runs = 0
@@ -71,12 +72,15 @@ class _Sweep:
             self._note(int(row), int(query), key, float(sizes[row, query]), scale, changed)
 
     def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
-        """Change all that is hidden from one query; if the query moves, find one key that does it."""
+        """Change all that is hidden from one query; if it moves, or one that sees no more of it, find a key that does it."""
         changed = self.context.inputs.change(where, fresh)
         clean = self.context.untouched(where)
         ordinary = kind == "random" or self.context.inputs.discrete
         sizes, scale = self._moved(changed, clean, ordinary=ordinary)
-        for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
+        wrong = clean & (sizes > 0)  # (B, N)
+        for row in np.flatnonzero(wrong.any(axis=1) if self.sparse else wrong[:, query]):
+            if not wrong[row, query]:
+                query = int(np.flatnonzero(wrong[row])[-1])
             size = float(sizes[row, query])
             sure = self.context.noise.weigh(size, scale) == "leak"
             known = {q for q, _ in self.pairs} | (set() if sure else {q for q, _ in self.doubtful})

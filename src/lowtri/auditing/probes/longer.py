@@ -74,15 +74,17 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
             return None
         return wide
 
-    best, low, high = None, context.n, wanted
+    low, high = context.n, wanted
     # Some models take multiples of a chunk alone; the example's length is one.
     for length in dict.fromkeys((wanted, wanted // low * low)):
-        best = best or (tried(length) if length > low else None)
-    while best is None and high - low > 1:
+        wide = tried(length) if length > low else None
+        if wide is not None:
+            return wide, next(iter(reasons), "")
+    best = None
+    while high - low > 1:
         middle = (low + high) // 2
-        found = tried(middle)
-        low, high = (low, middle) if found is None else (middle, high)
-        best = found if high - low <= 1 else None
+        wide = tried(middle)
+        best, low, high = (best, low, middle) if wide is None else (wide, middle, high)
     return best, next(iter(reasons), "")
 
 
