@@ -157,9 +157,23 @@ def late(start: int, size: float, back: int) -> Callable[[np.ndarray], np.ndarra
     return model
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.integers(24, 254), st.sampled_from([1.0, 1e-3, 1e-9, NAN]), st.integers(1, 20))
+STARTS = st.integers(24, 254), st.sampled_from([1.0, 1e-3, 1e-9, NAN]), st.integers(1, 60)
+
+
+@settings(deadline=None, max_examples=8)
+@given(*STARTS)
 def test_a_leak_that_begins_at_any_position(start: int, size: float, back: int) -> None:
+    check_late(start, size, back)
+
+
+@pytest.mark.sweep
+@settings(deadline=None, max_examples=500)
+@given(*STARTS)
+def test_a_leak_that_begins_at_any_position_swept(start: int, size: float, back: int) -> None:
+    check_late(start, size, back)
+
+
+def check_late(start: int, size: float, back: int) -> None:
     back = min(back, 255 - start)
     x = np.random.default_rng(0).standard_normal((24, 2))
     probes = ["change", "prefix", "longer"]

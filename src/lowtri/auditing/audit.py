@@ -58,7 +58,7 @@ def audit(
     >>> print(audit(lambda x: np.cumsum(x, axis=0), x).verdict)
     no leak found
     >>> print(audit(lambda x: x - x.mean(axis=0), x).message)
-    position 0 sees position 1: changing input 1 moves output 0 by 0.2 (noise 0). (15 pairs in all.)
+    leak against causal: position 0 sees position 1: changing input 1 moves output 0 by 0.2 (noise 0). (15 pairs in all.)
 
     Args:
         model: a torch module, a transformers model, or any callable from an array of token ids or of vectors to an array

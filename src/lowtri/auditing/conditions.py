@@ -82,8 +82,11 @@ class Outcome:
         return Finding(probe, "clean", clean + without, (), measured)
 
 
-def probe_under(conditions: Iterable[Condition]) -> Outcome:
-    """Run each condition's probes; a condition that fails, or under which the model does not repeat itself, is refused."""
+def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outcome:
+    """Run each condition's probes; one that fails, or under which the model does not repeat itself, is refused.
+
+    With `first`, nothing is run after the first leak.
+    """
     from lowtri.auditing.deciding import run_probes
 
     outcome = Outcome()
@@ -96,7 +99,7 @@ def probe_under(conditions: Iterable[Condition]) -> Outcome:
                     outcome.refused[condition.name] = context.noise.broken
                     continue
                 size = 0.0 if without is None else _difference(condition.context, without, context)
-                findings, _ = run_probes(context, list(condition.probes))
+                findings, _ = run_probes(context, list(condition.probes), first=first)
         except Exception as error:
             outcome.refused[condition.name] = first_line(error)
             continue
@@ -107,6 +110,8 @@ def probe_under(conditions: Iterable[Condition]) -> Outcome:
             outcome.leaks += [replace(leak, under=condition.under) for leak in finding.leaks]
             if finding.status == "undecided":
                 outcome.undecided.append(f"{condition.under}, {finding.probe}: {finding.message}")
+        if first and outcome.leaks:
+            break
     return outcome
 
 

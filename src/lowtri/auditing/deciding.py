@@ -15,8 +15,8 @@ from lowtri.auditing.probes import PROBES, REPEATED, RESHAPED
 __all__ = ["run_probes"]
 
 
-def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list[str]]:
-    """Every probe; those in doubt again on the float64 copy."""
+def run_probes(context: Context, chosen: list[str], *, first: bool = False) -> tuple[list[Finding], list[str]]:
+    """Every probe, or those up to the first leak; those in doubt again on the float64 copy."""
     findings: list[Finding] = []
     notes = []
     twin = _Twin(context)
@@ -32,6 +32,8 @@ def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list
             if note:
                 notes.append(note)
         findings.append(_with_module(asked, finding))
+        if first and finding.status == "leak":
+            break
     return findings, notes
 
 

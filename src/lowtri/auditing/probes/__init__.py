@@ -40,4 +40,7 @@ PROBES: dict[str, Callable[[Context], Finding]] = {
 RESHAPED = frozenset({"prefix", "batch", "padding", "packing", "cache"})
 
 # Probes that repeat others under other conditions, and the leaks after which that is not worth its time.
-REPEATED = dict.fromkeys(("training", "longer"), frozenset({"change", "gradient", "prefix"}))
+REPEATED = {
+    "training": frozenset({"change", "gradient", "prefix"}),
+    "longer": frozenset({"change", "gradient", "prefix", "training"}),
+}

@@ -49,21 +49,23 @@ def gradient(context: Context) -> Finding:
 
     try:
         for done, query in enumerate(queries):
-            if context.chosen is not None:
-                queries[done] = query = _one_of_many(context, query, reach)
-            sizes[:, done] = reach([query], last=done + 1 == len(queries))
+            if context.chosen is None:
+                sizes[:, done] = reach([query], last=done + 1 == len(queries))
+            elif not sizes.any() and (found := _one_of_many(context, query, reach)) is not None:
+                queries[done] = found
+                sizes[:, done] = reach([found])
             context.tick("gradient", done + 1, len(queries))
     except Exception as error:
         return _skip(f"the model cannot be differentiated: {_first_line(error)}")
     return _judge(context, sizes, queries)
 
 
-def _one_of_many(context: Context, query: int, reach: Callable[[list[int]], Any]) -> int:
-    """Of the outputs that see nothing hidden from the query, one that something hidden reaches, by halving; else the query."""
+def _one_of_many(context: Context, query: int, reach: Callable[[list[int]], Any]) -> int | None:
+    """Of the outputs that see nothing hidden from the query, one that something hidden reaches, by halving."""
     where = ~context.allowed[:, query, :]  # (1 or B, N)
     many = [int(place) for place in np.flatnonzero(context.untouched(where).all(axis=0))]
     if not where.any() or not np.where(where, reach(many), 0.0).any():
-        return query
+        return None
     while len(many) > 1:
         half = many[len(many) // 2 :]
         many = half if np.where(where, reach(half), 0.0).any() else many[: len(many) // 2]

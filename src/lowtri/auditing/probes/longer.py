@@ -47,7 +47,7 @@ def longer(context: Context) -> Finding:
         return Finding("longer", "skipped", str(error).removeprefix("audit: "))
     if wide is None:
         return Finding("longer", "skipped", f"the model takes no longer example: {why}")
-    outcome = probe_under(_conditions(wide))
+    outcome = probe_under(_conditions(wide), first=True)
     places = list(wide.chosen or ())
     measured = {"length": wide.n if outcome.tried else -1, "places": places}
     clean = f"the mask holds at {wide.n} positions ({len(places)} of them looked at, {', '.join(outcome.tried)})"
