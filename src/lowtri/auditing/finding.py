@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAIRED", "Finding", "Leak", "Status", "by", "first_line", "leaks_from", "moves", "printable"]
+__all__ = ["PAIRED", "Finding", "Leak", "Status", "by", "first_line", "leaks_from", "moves"]
 
 # Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
 PAIRED = frozenset({"change", "gradient"})
@@ -102,15 +102,6 @@ def by(size: float, up_to: str = "up to ") -> str:
     ('by up to 0.25', 'one side finite and the other infinite or NaN')
     """
     return "one side finite and the other infinite or NaN" if math.isinf(size) else f"by {up_to}{size:.2g}"
-
-
-def printable(text: str) -> str:
-    """Text in one line that shows what it holds: names and errors come from the model, and could turn a line round.
-
-    >>> printable("left\\u202eright\\n")
-    'left\\\\u202eright\\\\n'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: Exception) -> str:

@@ -6,8 +6,8 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lowtri.auditing.finding import printable
 from lowtri.auditing.picture import LOOKS
+from lowtri.masks.labels import spelled_out
 
 if TYPE_CHECKING:
     from lowtri.auditing.report import AuditReport
@@ -98,4 +98,4 @@ def _span(stem: str, one: str, more: str, first: int, count: int, step: int, n: 
 
 
 def _text(text: str) -> str:
-    return escape(printable(text))
+    return escape(spelled_out(text))

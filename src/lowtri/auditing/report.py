@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.finding import PAIRED, Finding, Leak, printable
+from lowtri.auditing.finding import PAIRED, Finding, Leak
 from lowtri.auditing.noise import Noise
 from lowtri.auditing.page import as_html, as_svg
 from lowtri.auditing.picture import cells, draw_text
 from lowtri.errors import DataError, LeakError, UndecidedError
-from lowtri.masks.panels import shortened
+from lowtri.masks.labels import shortened, spelled_out
 
 __all__ = ["AuditReport"]
 
@@ -79,7 +79,7 @@ class AuditReport:
     @property
     def message(self) -> str:
         """The verdict, the mask that it is about, and what it rests on, in one line."""
-        return printable(f"{self.verdict} against {shortened(self.mask[:999], 80)}: {self._what()}")
+        return spelled_out(f"{self.verdict} against {shortened(self.mask, 80)}: {self._what()}")
 
     def _what(self) -> str:
         if self.leaks:
@@ -93,13 +93,13 @@ class AuditReport:
     def raise_for_leak(self) -> None:
         """Raise LeakError for a leak, UndecidedError where nothing could be decided; return for a clean model."""
         if self.leaks:
-            what = f"{self.model} sees what {shortened(self.mask[:999], 80)} hides: {self._what()}"
-            raise LeakError(f"{printable(what)}\n{self.draw()}")
+            what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what()}"
+            raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
         if self.reason is not None:
             fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
             if " asked for " in self.reason:
                 fix = "correct what was asked for, or drop it"
-            raise UndecidedError(f"audit: {printable(self.model)}: {self.message}\nFix: {fix}.")
+            raise UndecidedError(f"audit: {spelled_out(self.model)}: {self.message}\nFix: {fix}.")
 
     def draw(self, most: int = 48) -> str:
         """Declared, seen and leaking pairs as text, at most `most` signs wide."""
@@ -172,10 +172,10 @@ class AuditReport:
 
     def __str__(self) -> str:
         width = max((len(finding.probe) for finding in self.findings), default=0)
-        header = printable(f"{self.model} against {self.mask}, {self.batch} x {self.n} positions")
+        header = spelled_out(f"{self.model} against {self.mask}, {self.batch} x {self.n} positions")
         lines = [self.message, "", header, self.draw()]
-        lines += [printable(f"  {f.probe:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
-        lines += [printable(f"  note: {note}") for note in self.notes]
+        lines += [spelled_out(f"  {f.probe:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
+        lines += [spelled_out(f"  note: {note}") for note in self.notes]
         if self.noise is not None:
             lines.append(
                 f"  noise: the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
