@@ -68,7 +68,10 @@ def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
         return y, (t + 1, held)
 
     report = lowtri.audit(model, IDS, step=only_the_example)
-    assert report.message == "could not decide: cache: step= was asked for and did not run: LookupError: other ids."
+    assert (
+        report.message
+        == "could not decide against causal: cache: step= was asked for and did not run: LookupError: other ids."
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,9 @@ def test_a_pad_mask_that_the_model_does_not_take() -> None:
         return ids[..., None].double().cumsum(1)
 
     report = lowtri.audit(refusing, IDS, pad_mask="mask")
-    assert report.message.startswith("could not decide: padding: pad_mask= was asked for and did not run: ")
+    assert report.message.startswith(
+        "could not decide against causal: padding: pad_mask= was asked for and did not run: "
+    )
     assert "unknown ['mask']" in report.message
 
 
@@ -105,7 +110,7 @@ def test_a_probe_asked_for_that_is_skipped_is_no_verdict() -> None:
     report = lowtri.audit(Summing(), IDS, probes=["padding"])
     assert report.finding("padding").status == "skipped"
     assert report.message.startswith(
-        "could not decide: padding was asked for and did not run: the model takes no padding"
+        "could not decide against causal: padding was asked for and did not run: the model takes no padding"
     )
 
 

@@ -218,7 +218,7 @@ def test_poison_is_a_warning_only() -> None:
 
 def test_neighbours_in_the_batch() -> None:
     report = lowtri.audit(lambda x: x.cumsum(1) + 0.1 * x.mean(0), vectors(3, 6, 4), probes=["batch"])
-    assert "row 0 sees its neighbour: changing input 0 of another row moves its output 0 by" in report.message
+    assert "row 0 sees its neighbour: when input 0 of another row changes, its output 0 moves by" in report.message
     assert status(lambda x: x.cumsum(1), vectors(1, 6, 4), "batch") == "clean"  # a batch of one is doubled
     assert status(lambda x: x.cumsum(0), vectors(6, 4), "batch") == "skipped"
     alone = lowtri.audit(lambda x: x.cumsum(1) / len(x), vectors(3, 6, 4), probes=["batch"])

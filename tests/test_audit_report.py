@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 import time
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +12,9 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.auditing.audit import _progress
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.picture import cells
+from lowtri.auditing.preparing import progress_line
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
@@ -36,7 +33,8 @@ def leaking() -> lowtri.AuditReport:
 def test_the_message_comes_first(leaking: lowtri.AuditReport) -> None:
     lines = str(leaking).splitlines()
     assert lines[0] == leaking.message
-    assert leaking.message.startswith("position 0 sees position 1: changing input 1 moves output 0 by ")
+    first = "position 0 sees position 1: changing input 1 moves output 0 by "
+    assert leaking.message.startswith(f"leak against causal & window(4): {first}")
     assert "(noise 0)." in lines[0]
     assert "off_by_one against causal & window(4), 1 x 6 positions" in lines
 
@@ -67,7 +65,20 @@ def test_json(leaking: lowtri.AuditReport) -> None:
     assert data["leaks"][0]["query"] == 0 and data["leaks"][0]["key"] == 1
     assert data["leaks"][0]["message"].startswith("position 0 sees position 1")
     assert [finding["probe"] for finding in data["findings"]] == [
-        *("change", "gradient", "prefix", "batch", "padding", "packing", "cache", "doors", "poison", "blindness")
+        *(
+            "change",
+            "gradient",
+            "prefix",
+            "batch",
+            "padding",
+            "packing",
+            "cache",
+            "doors",
+            "training",
+            "longer",
+            "poison",
+            "blindness",
+        )
     ]
     change = data["findings"][0]
     assert change["measured"]["every_pair"] and change["measured"]["keys"] == 6
@@ -77,8 +88,56 @@ def test_json(leaking: lowtri.AuditReport) -> None:
 def test_html(leaking: lowtri.AuditReport) -> None:
     page = leaking.to_html()
     assert page.startswith("<!doctype html>") and "http" not in page
-    assert page.count('<td class="leak"') == 5 and page.count('<td class="blind"') == 3
+    assert page.count('<rect class="leak"') == 5 + 1 and page.count('<rect class="blind"') == 3 + 1  # and the legend's
     assert "position 0 sees position 1" in page and "causal &amp; window(4)" in page
+
+
+def test_the_picture_says_what_it_shows(leaking: lowtri.AuditReport) -> None:
+    picture = leaking.to_svg()
+    assert picture.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    cells, _, legend = picture.partition('<rect class="frame"')
+    drawn = set(re.findall(r'<rect class="(\w+)"', cells))
+    named = dict(re.findall(r'<rect class="(\w+)"[^>]*/>\n<text[^>]*>([^<]+)</text>', legend))
+    assert set(named) == drawn == {"seen", "blind", "hidden", "leak"}
+    assert named["leak"] == "leak" and re.search(r"\.leak{fill:var\(--leak\)}", picture)
+    assert ">keys across →</text>" in picture and ">queries down →</text>" in picture
+    assert (
+        "<title>query 0, key 1: leak</title>" in picture and "<title>query 2, keys 0 to 2: declared and seen" in picture
+    )
+    wide = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.ones((300, 1)), probes=["change"], length=0).to_svg()
+    assert "<title>queries 0 to 3, keys 4 to 299: hidden</title>" in wide and "a cell stands for 4 x 4 pairs" in wide
+
+
+@pytest.mark.parametrize("n", [2, 24, 300])
+def test_the_page_fits_a_narrow_screen_and_a_dark_one(n: int) -> None:
+    report = lowtri.audit(lambda x: x, np.ones((n, 1)) * np.arange(n)[:, None], probes=["change"], length=0)
+    page = report.to_html()
+    assert '<meta name="viewport" content="width=device-width">' in page and "overflow-wrap:anywhere" in page
+    assert page.count("prefers-color-scheme:dark") == 2  # the page's and the picture's
+    assert float(re.search(r'viewBox="0 0 (\d+) ', page)[1]) <= 390 - 2 * 16 and "svg{width:100%" in page
+    edges = [
+        float(x) + float(w) for x, w in re.findall(r'<rect class="\w+" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', page)
+    ]
+    assert edges and max(edges) <= 340
+
+
+HOSTILE = "a\u202eb\u2066c\x1b[31md\x00e\u2028f\ud800<script>g"
+
+
+def test_what_names_and_errors_hold_is_made_visible(tmp_path: Path) -> None:
+    def model(x: np.ndarray) -> np.ndarray:
+        if len(x) != 6:
+            raise ValueError(HOSTILE)
+        return x.cumsum(0)
+
+    model.__name__ = HOSTILE
+    report = lowtri.audit(model, np.random.default_rng(0).standard_normal((6, 2)))
+    for suffix in ("html", "svg", "json", "txt"):
+        text = report.save(tmp_path / f"report.{suffix}").read_text(encoding="utf-8")
+        assert [c for c in text if not c.isprintable() and c != "\n"] == []
+        assert suffix == "svg" or "\\u202e" in text
+        assert suffix not in ("svg", "html") or "<script" not in text
+    assert json.loads(report.to_json())["model"] == HOSTILE  # as it is, once read back
 
 
 def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
@@ -91,17 +150,19 @@ def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
 def test_no_leak_found_says_what_was_looked_at() -> None:
     report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
     assert report.ok and report.exit_code == 0 and report.first is None
-    assert report.message == ("no leak found: 1 x 6 positions, 2 draws, probes change, prefix, poison, blindness.")
+    assert report.message == (
+        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, blindness."
+    )
     assert repr(report).startswith("<AuditReport no leak found")
 
 
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    tick = _progress(True, time.monotonic() - 60)
+    tick = progress_line(True, time.monotonic() - 60)
     tick("change", 3, 9)
     captured = capsys.readouterr()
     assert captured.out == "" and "audit: change 3 of 9, 60 s" in captured.err
-    _progress(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
-    _progress(True, time.monotonic())("change", 3, 9)  # short audits say nothing
+    progress_line(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
+    progress_line(True, time.monotonic())("change", 3, 9)  # short audits say nothing
     assert capsys.readouterr().err == ""
 
 
@@ -163,34 +224,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
     wrong, right = (f"{LEAKS / name}.py:make_model" for name in ("wrong/window_off_by_one", "right/gru"))
     assert run(right) == 0
-    assert capsys.readouterr().out.startswith("no leak found: 2 x 9 positions")
+    tried = "2 x 9 and 1 x 256 positions in eval and training mode"
+    assert capsys.readouterr().out.startswith(f"no leak found against causal: {tried}")
     assert run(wrong, out=tmp_path / "report.html") == 1
     captured = capsys.readouterr()
-    assert captured.out.startswith("position 4 sees position 0") and "wrote" in captured.err
+    assert (
+        captured.out.startswith("leak against causal & window(4): position 4 sees position 0")
+        and "wrote" in captured.err
+    )
     assert (tmp_path / "report.html").exists()
     assert run(wrong, json=True, mask="causal & window(5)") == 0  # the mask that it really has
     assert json.loads(capsys.readouterr().out)["verdict"] == "no leak found"
-
-
-def test_the_plugin(tmp_path: Path) -> None:
-    (tmp_path / "test_mine.py").write_text(
-        "import torch\n"
-        "def test_right(lowtri_audit):\n"
-        "    report = lowtri_audit(torch.nn.GRU(4, 4, batch_first=True), torch.randn(2, 6, 4))\n"
-        "    assert report.ok\n"
-        "def test_wrong(lowtri_audit):\n"
-        "    lowtri_audit(torch.nn.GRU(4, 4, batch_first=True, bidirectional=True), torch.randn(2, 6, 4))\n"
-    )
-    target = f"{LEAKS / 'wrong' / 'no_mask.py'}:make_model"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v"]
-    if "lowtri.auditing.plugin" not in {point.value for point in entry_points(group="pytest11")}:
-        command += ["-p", "lowtri.auditing.plugin"]  # run from a tree that is not installed
-    done = subprocess.run(
-        [*command, "--lowtri-audit", target, "test_mine.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTEST_ADDOPTS": ""},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "2 failed, 1 passed" in done.stdout
-    assert "GRU sees what causal hides: position 0 sees position 1" in done.stdout
-    assert "Model sees what causal hides: position 0 sees position 1" in done.stdout
-    assert "lowtri audits" in done.stdout and "test_mine.py::test_right: no leak found" in done.stdout

@@ -251,7 +251,8 @@ def test_a_hidden_change_that_makes_an_output_infinite_or_nan_is_a_leak(value: f
     odd[:, -1] = 7
     report = lowtri.audit(model, odd, vocab_size=20)
     assert report.message.startswith(
-        "position 0 sees position 7: changing input 7 turns output 0 from finite to infinite or NaN, or back (noise 0)."
+        "leak against causal: position 0 sees position 7: "
+        "changing input 7 turns output 0 from finite to infinite or NaN, or back (noise 0)."
     )
     assert {(leak.query, leak.key) for leak in report.leaks if leak.probe == "change"} == {(0, 7)}
     assert "Infinity" not in report.to_json()

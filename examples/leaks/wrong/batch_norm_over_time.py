@@ -19,4 +19,4 @@ class Swap(torch.nn.Module):
 
 MASK = "causal"
 PAIR = (0, 1)
-PROBE = "doors"
+PROBE = "training"

@@ -7,13 +7,16 @@ subject       a model that can be run: inputs -> rows (B, N, F), seeded alike at
 double        its float64 copy, where leaks stay and rounding vanishes
 noise         how far outputs move when nothing that matters changes
 context       what every probe is given
-probes        one file a probe: change, gradient, prefix, poison, batch, padding, packing, cache, doors, blindness
+preparing     redrawn weights, the ids to draw from, and the line of progress
+probes        one file a probe: change, gradient, prefix, poison, batch, padding, packing, cache, doors, training, longer, blindness
+conditions    the same probes in training mode, behind a keyword, on a longer example
 where         the first module whose output moved
 finding       what a probe returns
-report        the verdict: text, JSON, HTML
-picture       declared, seen and leaking pairs, drawn
+report        the verdict: text, JSON
+picture       declared, seen and leaking pairs, drawn as text
+page          the report as HTML, and its drawing as SVG
 loading       a model from `FILE.py:make_model` or from a folder
-plugin        pytest: the `lowtri_audit` fixture and `--lowtri-audit`
+plugin        pytest: the `lowtri_audit` fixture, and `--lowtri-audit`, whose audits are collected as tests
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lowtri.errors import CallError
 __all__ = ["check_arguments", "chosen_probes", "hold_to_what_was_asked", "nothing_ran"]
 
 # The argument that asks for more than a probe does by itself, and the probe that must then run.
-_ASKS = {"step": "cache", "alone": "packing", "pad_mask": "padding", "compile": "doors"}
+_ASKS = {"step": "cache", "alone": "packing", "pad_mask": "padding", "compile": "doors", "length": "longer"}
 
 
 def check_arguments(model: Any, **given: Any) -> None:
@@ -29,6 +29,9 @@ def check_arguments(model: Any, **given: Any) -> None:
     for name, least in (("draws", 1), ("exact", 0), ("seed", 0)):
         if name in given and not _is_whole(given[name], least):
             raise CallError(f"audit: {name}={given[name]!r}, expected a whole number of at least {least}.")
+    length = given.get("length")
+    if length is not None and not _is_whole(length, 0):
+        raise CallError(f"audit: length={length!r}, expected a whole number, 0 for no longer example, or None.")
     redraw = given.get("redraw", False)
     if not isinstance(redraw, (bool, int, float)) or not 0 <= redraw < math.inf:
         raise CallError(f"audit: redraw={redraw!r}, expected True, False or a standard deviation above 0.")
@@ -58,7 +61,7 @@ def hold_to_what_was_asked(findings: Sequence[Finding], options: Mapping[str, An
             notes.append(f"{argument}= was not used: probes= leaves {probe} out")
             continue
         finding = held[places[probe]]
-        why = _why_not(argument, finding)
+        why = _why_not(argument, finding, options)
         if why is not None:
             message = f"{argument}= was asked for and did not run: {why}"
             held[places[probe]] = dataclasses.replace(finding, status="undecided", message=message)
@@ -74,13 +77,17 @@ def nothing_ran(findings: Sequence[Finding]) -> str | None:
     )
 
 
-def _why_not(argument: str, finding: Finding) -> str | None:
+def _why_not(argument: str, finding: Finding, options: Mapping[str, Any]) -> str | None:
     """Why what was asked for did not run; None when it did, or when there is a leak to tell of anyway."""
     if finding.status == "leak":
         return None
     if argument == "compile":
         shut = finding.measured.get("not_offered", {})
         return str(shut["torch.compile"]) if "torch.compile" in shut else None
+    if argument == "length":
+        tried = finding.measured.get("length", -1)
+        short = finding.message if tried < 0 else f"the model takes no more than {tried} positions"
+        return None if tried >= options["length"] else short
     if finding.status == "skipped":
         return finding.message
     refused = finding.measured.get("refused")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +14,12 @@ from lowtri.auditing.context import Context
 from lowtri.auditing.deciding import run_probes
 from lowtri.auditing.declared import allowed_pairs, has_token
 from lowtri.auditing.finding import PAIRED, Finding, Leak
-from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import measure_noise
+from lowtri.auditing.preparing import progress_line, redrawn, vocabulary
 from lowtri.auditing.probes import PROBES
 from lowtri.auditing.reading import read_example
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.subject import Subject, module_behind
-from lowtri.errors import CallError
+from lowtri.auditing.subject import Subject
 from lowtri.masks import Mask, causal
 
 __all__ = ["assert_causal", "audit"]
@@ -46,6 +43,7 @@ def audit(
     train: bool = False,
     redraw: bool | float = False,
     compile: bool = False,
+    length: int | None = None,
     probes: Sequence[str] | None = None,
     draws: int = 2,
     exact: int = 128,
@@ -60,7 +58,7 @@ def audit(
     >>> print(audit(lambda x: np.cumsum(x, axis=0), x).verdict)
     no leak found
     >>> print(audit(lambda x: x - x.mean(axis=0), x).message)
-    position 0 sees position 1: changing input 1 moves output 0 by 0.2 (noise 0). (15 pairs in all.)
+    leak against causal: position 0 sees position 1: changing input 1 moves output 0 by 0.2 (noise 0). (15 pairs in all.)
 
     Args:
         model: a torch module, a transformers model, or any callable from an array of token ids or of vectors to an array
@@ -79,10 +77,12 @@ def audit(
         position_axis, batch_axis, output_axis: where positions and batch are, when that is not plain.
         alone: how one document runs alone, for the packing probe.
         pad_mask: the keyword that marks real positions (1 = real), for the padding probe.
-        train: audit in training mode instead of in eval mode.
+        train: audit in training mode alone; without it, eval mode is audited by every probe and training mode by most.
         redraw: audit a copy with its weights redrawn (standard deviation 0.15, or the number given), since fresh
             initialisation hides leaks.
         compile: also audit the model under `torch.compile`.
+        length: how many positions the longer example has, which is the example with random inputs behind it; by default 256
+            or twice the example's, less where the model takes less. 0 leaves it out.
         probes: names of the probes to run; by default all.
         draws: how many random values are put in the place of each input, for each row of the batch.
         exact: up to this length every pair is looked at.
@@ -94,8 +94,8 @@ def audit(
 
     Raises:
         CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
-            says which argument tells. What `step`, `alone`, `pad_mask` or `compile` ask for and cannot be run leaves the
-            audit undecided, with the reason.
+            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` ask for and cannot be run
+            leaves the audit undecided, with the reason.
     """
     started = time.monotonic()
     check_arguments(
@@ -108,19 +108,22 @@ def audit(
         draws=draws,
         exact=exact,
         seed=seed,
+        length=length,
     )
     chosen = chosen_probes(probes, list(PROBES))
     inputs, form = read_example(example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis)
-    audited = _redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
+    audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
     subject = Subject(audited, form, output, output_axis, train, seed)
     allowed = allowed_pairs(mask, inputs.n, inputs.batch, layers)
-    options = {"step": step, "alone": alone, "pad_mask": pad_mask, "compile": compile}
+    options: dict[str, Any] = {"step": step, "alone": alone, "pad_mask": pad_mask, "compile": compile, "length": length}
+    options["declared"] = lambda n: allowed_pairs(mask, n, inputs.batch, layers)
     with subject.prepared():
         noise = measure_noise(subject, inputs, ~has_token(allowed))
         context = Context(
-            subject, inputs, allowed, noise, _vocabulary(model, inputs, vocab_size), draws, exact, seed,
-            _progress(progress, started), options,
+            subject, inputs, allowed, noise, vocabulary(model, inputs, vocab_size), draws, exact, seed,
+            progress_line(progress, started), options,
         )  # fmt: skip
+        mode = context.mode
         findings: list[Finding] = []
         notes: list[str] = []
         if noise.broken is None:
@@ -143,7 +146,8 @@ def audit(
         seen=context.seen,
         reason=noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
         seconds=time.monotonic() - started,
-        notes=tuple(notes + _notes(context, layers)),
+        notes=tuple(notes + _notes(context, layers, findings)),
+        modes=(mode,) if mode else (),
     )
 
 
@@ -159,74 +163,20 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
     audit(model, example, **arguments).raise_for_leak()
 
 
-def _order(leak: Leak) -> tuple[bool, int, int]:
-    """Pairs of positions come before lengths, pads, neighbours and caches."""
-    return leak.probe not in PAIRED, leak.query, leak.key
+def _order(leak: Leak) -> tuple[bool, bool, int, int]:
+    """The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours."""
+    return leak.probe not in PAIRED, not leak.paired, leak.query, leak.key
 
 
-def _redrawn(model: Any, std: float, seed: int) -> Any:
-    """A copy whose matrices are drawn anew; vectors (norms, biases) stay."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
-    redrawn = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in redrawn.parameters():
-            if parameter.dim() >= 2 and parameter.is_floating_point():
-                fresh = torch.randn(parameter.shape, generator=generator) * std
-                parameter.copy_(fresh.to(parameter))
-    return redrawn
-
-
-def _vocabulary(model: Any, inputs: Inputs, asked: int | None) -> npt.NDArray[np.int64]:
-    """The ids to draw from."""
-    present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
-    size = asked
-    if size is None and inputs.discrete:
-        module = module_behind(model)
-        config = getattr(module, "config", None)
-        size = getattr(config, "vocab_size", None)
-        if not isinstance(size, int) and module is not None:
-            tables = [part.num_embeddings for part in module.modules() if hasattr(part, "num_embeddings")]
-            size = tables[0] if tables else None
-    if isinstance(size, int):
-        if size < 2:
-            raise CallError(f"audit: vocab_size={size}, expected at least 2.")
-        return np.arange(size)
-    if inputs.discrete and len(present) < 2:
-        raise CallError(
-            "audit: the example repeats one id, and how many ids there are is not known.\nFix: say vocab_size=."
-        )
-    return present
-
-
-def _progress(asked: bool | None, started: float) -> Callable[[str, int, int], None]:
-    """A line on stderr once an audit takes more than two seconds."""
-    show = sys.stderr.isatty() if asked is None else asked
-    last = [started + 2.0]
-
-    def tick(probe: str, done: int, of: int) -> None:
-        now = time.monotonic()
-        if show and now > last[0]:
-            last[0] = now + 0.2
-            sys.stderr.write(f"\raudit: {probe} {done} of {of}, {now - started:.0f} s\x1b[K")
-            if done >= of:
-                sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-    return tick
-
-
-def _notes(context: Context, layers: int | None) -> list[str]:
+def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) -> list[str]:
     notes = []
+    longest = max([context.n, *(finding.measured.get("length", 0) for finding in findings)])
     config = getattr(context.subject.model, "config", None)
     for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
         size = getattr(config, name, None)
-        if isinstance(size, int) and size >= context.n and not isinstance(size, bool):
+        if isinstance(size, int) and size >= longest and not isinstance(size, bool):
             notes.append(
-                f"{context.n} positions do not go past the model's {name} of {size}; faults at its edge would not show"
+                f"{longest} positions do not go past the model's {name} of {size}; faults at its edge would not show"
             )
     if context.noise.random:
         notes.append("the model draws random numbers; every call was seeded alike")

@@ -18,6 +18,8 @@ __all__ = ["Context", "draw"]
 
 Bools = npt.NDArray[np.bool_]
 
+_LONG = 48  # positions looked at when the input is too long for all of them
+
 
 @dataclass
 class Context:
@@ -34,6 +36,8 @@ class Context:
     tick: Callable[[str, int, int], None] = lambda probe, done, of: None
     options: dict[str, Any] = field(default_factory=dict)
     seen: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))  # (Nq, Nk), NaN where not looked at
+    by_pair: bool = True  # whether each key is changed alone as well, and not only all that is hidden from a query
+    chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
     _base: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +47,14 @@ class Context:
     @property
     def n(self) -> int:
         return self.inputs.n
+
+    @property
+    def mode(self) -> str:
+        """The mode that a torch module is in, as its flags stand; empty for anything else."""
+        module = self.subject.module
+        if module is None:
+            return ""
+        return "training mode" if all(part.training for part in module.modules()) else "eval mode"
 
     @property
     def base(self) -> Rows:
@@ -91,6 +103,12 @@ class Context:
         rows = np.arange(self.inputs.batch)
         copies = tuple(np.repeat(values[rows, column][:, None], self.n, axis=1) for values in self.inputs.sequences)
         return replace(self.inputs, sequences=copies)
+
+    def queries(self) -> list[int]:
+        """The positions that are looked at one by one."""
+        if self.chosen is not None:
+            return list(self.chosen)
+        return list(range(self.n)) if self.n <= self.exact else self.places(_LONG)
 
     def places(self, most: int) -> list[int]:
         """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
 from lowtri.auditing.noise import movement
-from lowtri.auditing.probes import PROBES, RESHAPED
+from lowtri.auditing.probes import PROBES, REPEATED, RESHAPED
 
 __all__ = ["run_probes"]
 
 
-def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list[str]]:
-    """Every probe; those in doubt again on the float64 copy."""
-    findings, notes = [], []
+def run_probes(context: Context, chosen: list[str], *, first: bool = False) -> tuple[list[Finding], list[str]]:
+    """Every probe, or those up to the first leak; those in doubt again on the float64 copy."""
+    findings: list[Finding] = []
+    notes = []
     twin = _Twin(context)
     for name in chosen:
+        if name in REPEATED and any(f.status == "leak" and f.probe in REPEATED[name] for f in findings):
+            # What leaks already leaks under most other conditions too, which would cost as much again and say nothing new.
+            findings.append(Finding(name, "skipped", "not tried, since the model leaks without it"))
+            continue
         finding = PROBES[name](context)
         asked = context
         if finding.status == "doubt" or (finding.status == "leak" and name in RESHAPED):
@@ -26,6 +32,8 @@ def run_probes(context: Context, chosen: list[str]) -> tuple[list[Finding], list
             if note:
                 notes.append(note)
         findings.append(_with_module(asked, finding))
+        if first and finding.status == "leak":
+            break
     return findings, notes
 
 
@@ -49,6 +57,9 @@ class _Twin:
         if second.status == "skipped":
             self.why_not = self.why_not or second.message
             return self._without(name, finding)
+        if second.status != "leak" and math.isinf(size):
+            reason = f"{finding.message}, in the model's precision and not in float64"
+            return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
         if second.status == "clean":
             return (
                 second,
@@ -93,7 +104,7 @@ class _Twin:
             return None
         if made.base.dtype.kind != "f" or made.noise.broken:
             self.why_not = made.noise.broken or "its output is not made of floats"
-        elif apart > 0.05 * scale:
+        elif apart > 0.05 * scale and not context.noise.random:  # the copy may draw other numbers
             self.why_not = f"the copy answers differently, by {apart:.2g}"
         else:
             self.copy = made
@@ -108,7 +119,7 @@ def _steps_alike(context: Context, twin: Context) -> bool:
 
 def _with_module(context: Context, finding: Finding) -> Finding:
     """Name the module where each leak enters, from the probe's witness or from a change of the key."""
-    if not finding.leaks or context.subject.module is None:
+    if not finding.leaks or context.subject.module is None or finding.probe not in ("change", "gradient", "prefix"):
         return finding
     from lowtri.auditing.where import locate
 
@@ -117,8 +128,6 @@ def _with_module(context: Context, finding: Finding) -> Finding:
     if after is None or finding.probe == "change":
         after = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
         row = first.row
-    if finding.probe not in ("change", "gradient", "prefix"):
-        return finding
     try:
         name = locate(context.subject, before, after, row, first.query)
         if name is None and finding.witness is not None:

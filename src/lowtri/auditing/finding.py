@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAIRED", "Finding", "Leak", "Status", "first_line", "leaks_from", "moves"]
+__all__ = ["PAIRED", "Finding", "Leak", "Status", "by", "first_line", "leaks_from", "moves"]
 
 # Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
 PAIRED = frozenset({"change", "gradient"})
@@ -28,9 +28,17 @@ class Leak:
     row: int = 0
     module: str | None = None
     note: str = ""
+    under: str = ""  # the conditions, where they are not the example's own: "in training mode"
+    within: str = ""  # the probe that found it, where another one ran it under those conditions
 
-    def sentence(self, noise: float = 0.0) -> str:
-        """One sentence that names the pair, the size and the module."""
+    @property
+    def paired(self) -> bool:
+        """Whether query and key are positions of the example."""
+        return (self.within or self.probe) in PAIRED
+
+    @property
+    def what(self) -> str:
+        """The pair and the size, without a full stop."""
         if self.note:
             text = self.note
         elif self.probe == "gradient":
@@ -40,7 +48,11 @@ class Leak:
             if math.isinf(self.size):
                 how = f"turns output {self.query} from finite to infinite or NaN, or back"
             text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
-        text += f" (noise {noise:.1g})." if noise else " (noise 0)."
+        return f"{self.under}, {text}" if self.under else text
+
+    def sentence(self, noise: float = 0.0) -> str:
+        """One sentence that names the pair, the size and the module."""
+        text = self.what + (f" (noise {noise:.1g})." if noise else " (noise 0).")
         return text + (f" First seen in {self.module}." if self.module else "")
 
     def at(self, module: str | None) -> Leak:
@@ -72,9 +84,24 @@ class Finding:
         }
 
 
-def moves(size: float) -> str:
-    """What an output does, in words: an infinite size stands for a number that turned infinite or NaN, or back."""
-    return "turns from finite to infinite or NaN, or back," if math.isinf(size) else f"moves by {size:.2g}"
+def moves(size: float, when: str = "") -> str:
+    """What an output does, in words: an infinite size stands for a number that turned infinite or NaN, or back.
+
+    >>> moves(0.25, " when the input ends"), moves(math.inf)
+    ('moves by 0.25 when the input ends', 'turns from finite to infinite or NaN, or back')
+    """
+    if math.isinf(size):
+        return "turns from finite to infinite or NaN, or back" + ("," if when else "") + when
+    return f"moves by {size:.2g}{when}"
+
+
+def by(size: float, up_to: str = "up to ") -> str:
+    """How far two answers are apart, in words that follow a comma.
+
+    >>> by(0.25), by(math.inf)
+    ('by up to 0.25', 'one side finite and the other infinite or NaN')
+    """
+    return "one side finite and the other infinite or NaN" if math.isinf(size) else f"by {up_to}{size:.2g}"
 
 
 def first_line(error: Exception) -> str:

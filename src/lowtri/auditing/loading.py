@@ -48,8 +48,6 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
         raise DataError(f"{text}: neither a folder with a config.json nor FILE.py:make_model")
     if target.example is None:
         target.example = _ids(target.model, length, vocab_size, seed)
-    elif length is not None:
-        raise DataError(f"{text}: its function gives an example, so --length has nothing to set")
     return target
 
 

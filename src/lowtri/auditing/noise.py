@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.finding import by
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.subject import Subject
 
@@ -74,11 +75,15 @@ def measure_noise(subject: Subject, inputs: Inputs, ignored: npt.NDArray[np.bool
             f"(first: row {row}, position {position})"
         )
         return Noise(eps, 0.0, 0.0, scale, False, reason)
-    repeat = max(float(np.where(silent, 0, movement(first, subject(inputs))).max()) for _ in range(3))
-    reseeded = float(np.where(silent, 0, movement(first, subject(inputs, seed=subject.seed + 1))).max())
+
+    def apart(rows: npt.NDArray[np.generic]) -> float:
+        return float(np.nan_to_num(np.where(silent, 0, movement(first, rows)), nan=np.inf).max())
+
+    repeat = max(apart(subject(inputs)) for _ in range(3))
+    reseeded = apart(subject(inputs, seed=subject.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if first.dtype.kind == "f" else 0):
-        broken = f"the same input gives different outputs from run to run (by up to {repeat:.2g}, seeds fixed)"
+        broken = f"the same input gives different outputs from run to run ({by(repeat)}, seeds fixed)"
     return Noise(eps, repeat, _reorder(subject, inputs, first, silent, eps * scale), scale, reseeded > repeat, broken)
 
 

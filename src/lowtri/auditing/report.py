@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
@@ -15,8 +14,10 @@ import numpy.typing as npt
 
 from lowtri.auditing.finding import PAIRED, Finding, Leak
 from lowtri.auditing.noise import Noise
-from lowtri.auditing.picture import cells, draw_text, to_table
+from lowtri.auditing.page import as_html, as_svg
+from lowtri.auditing.picture import cells, draw_text
 from lowtri.errors import DataError, LeakError, UndecidedError
+from lowtri.masks.labels import shortened, spelled_out
 
 __all__ = ["AuditReport"]
 
@@ -41,6 +42,7 @@ class AuditReport:
     reason: str | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    modes: tuple[str, ...] = ()  # of a module: the mode in which every probe ran
 
     @property
     def verdict(self) -> str:
@@ -76,25 +78,28 @@ class AuditReport:
 
     @property
     def message(self) -> str:
-        """The verdict in one sentence or two."""
+        """The verdict, the mask that it is about, and what it rests on, in one line."""
+        return spelled_out(f"{self.verdict} against {shortened(self.mask, 80)}: {self._what()}")
+
+    def _what(self) -> str:
         if self.leaks:
-            noise = self.noise.greatest if self.noise else 0.0
-            alike = [leak for leak in self.leaks if (leak.probe in PAIRED) == (self.leaks[0].probe in PAIRED)]
+            first = self.leaks[0]
+            same = PAIRED if first.probe in PAIRED else {first.probe}
+            alike = [leak for leak in self.leaks if leak.probe in same and leak.paired == first.paired]
             more = f" ({len(alike)} pairs in all.)" if len(alike) > 1 else ""
-            return self.leaks[0].sentence(noise) + more
-        if self.reason is not None:
-            return f"could not decide: {self.reason}."
-        return f"no leak found: {self._extent()}."
+            return first.sentence(self.noise.greatest if self.noise else 0.0) + more
+        return f"{self._extent() if self.reason is None else self.reason}."
 
     def raise_for_leak(self) -> None:
         """Raise LeakError for a leak, UndecidedError where nothing could be decided; return for a clean model."""
         if self.leaks:
-            raise LeakError(f"{self.model} sees what {self.mask} hides: {self.message}\n{self.draw()}")
+            what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what()}"
+            raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
         if self.reason is not None:
             fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
             if " asked for " in self.reason:
                 fix = "correct what was asked for, or drop it"
-            raise UndecidedError(f"audit: {self.model}: {self.message}\nFix: {fix}.")
+            raise UndecidedError(f"audit: {spelled_out(self.model)}: {self.message}\nFix: {fix}.")
 
     def draw(self, most: int = 48) -> str:
         """Declared, seen and leaking pairs as text, at most `most` signs wide."""
@@ -131,27 +136,19 @@ class AuditReport:
             "seconds": round(self.seconds, 3),
             "exit_code": self.exit_code,
         }
-        return json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
+        text = json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
+        return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
     def to_html(self) -> str:
         """One plain page with the picture; no network."""
-        rows = "".join(
-            f"<tr><td>{html.escape(f.probe)}</td><td>{html.escape(f.status)}</td><td>{html.escape(f.message)}</td></tr>"
-            for f in self.findings
-        )
-        colour = {"leak": "#c53030", "no leak found": "#2f855a", "could not decide": "#b7791f"}[self.verdict]
-        return (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>lowtri audit</title>'
-            "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-            "td{padding:.2em .8em .2em 0;vertical-align:top}</style>"
-            f'<h1 style="color:{colour}">{html.escape(self.verdict)}</h1><p>{html.escape(self.message)}</p>'
-            f"<p>{html.escape(self.model)} against <code>{html.escape(self.mask)}</code></p>"
-            f"{to_table(self._cells(96))}<table>{rows}</table>"
-            f"<p>{html.escape(' '.join(self.notes))}</p></html>\n"
-        )
+        return as_html(self, self._cells(96))
+
+    def to_svg(self) -> str:
+        """The drawing alone, as SVG."""
+        return as_svg(self._cells(96), self.n, alone=True) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.html`, `.json` or text, whole or not at all.
+        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, whole or not at all.
 
         Raises:
             DataError: if the folder is not there or cannot be written to.
@@ -159,7 +156,8 @@ class AuditReport:
         path = Path(path)
         if not path.absolute().parent.is_dir():
             raise DataError(f"audit: {path}: there is no folder {path.parent}.\nFix: make it first.")
-        text = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)()
+        forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
+        text = forms.get(path.suffix.lower(), self.__str__)()
         temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -174,10 +172,10 @@ class AuditReport:
 
     def __str__(self) -> str:
         width = max((len(finding.probe) for finding in self.findings), default=0)
-        lines = [self.message, "", f"{self.model} against {self.mask}, {self.batch} x {self.n} positions"]
-        lines.append(self.draw())
-        lines += [f"  {f.probe:<{width}}  {f.status:<9}  {f.message}" for f in self.findings]
-        lines += [f"  note: {note}" for note in self.notes]
+        header = spelled_out(f"{self.model} against {self.mask}, {self.batch} x {self.n} positions")
+        lines = [self.message, "", header, self.draw()]
+        lines += [spelled_out(f"  {f.probe:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
+        lines += [spelled_out(f"  note: {note}") for note in self.notes]
         if self.noise is not None:
             lines.append(
                 f"  noise: the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
@@ -190,11 +188,15 @@ class AuditReport:
         looked = "" if change is None else f", {change.measured['draws']} draws"
         if change is not None and not change.measured["every_pair"]:
             looked += f", {change.measured['keys']} keys and {change.measured['queries']} queries looked at"
-        return f"{self.batch} x {self.n} positions{looked}, probes {', '.join(ran)}"
+        tried = {f.probe: f for f in self.findings if f.measured.get("tried")}
+        modes = [*self.modes, *(["training mode"] if "training" in tried else [])]
+        length = f" and 1 x {tried['longer'].measured['length']}" if "longer" in tried else ""
+        within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
+        return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}"
 
     def _cells(self, most: int) -> list[str]:
         # Only pairs of positions belong in the picture; the other probes' leaks speak of lengths, pads and caches.
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.probe in PAIRED or leak.probe == "doors"]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.probe != "longer"]
         return cells(self.allowed, self.seen, pairs, most)
 
 

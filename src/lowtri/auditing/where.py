@@ -45,7 +45,8 @@ def locate(subject: Subject, before: Inputs, after: Inputs, row: int, query: int
         parents = [name.rpartition(".")[0]]
         while parents[-1]:
             parents.append(parents[-1].rpartition(".")[0])
-        name = next((parent for parent in parents if still_in.get(parent, True)), "")
+        # A parent that only holds its parts (a ModuleList, say) is never called, and no code of its own can leak.
+        name = next((parent for parent in parents if still_in.get(parent, False)), "")
     return name or type(module).__name__
 
 

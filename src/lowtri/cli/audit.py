@@ -26,10 +26,15 @@ def command(
         typer.Option("--layers", min=1, help="The mask is one layer's: widen it to what this many layers reach."),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=2, help="How many positions, when ids are drawn.")
+        int | None,
+        typer.Option(
+            "--length",
+            min=2,
+            help="How many positions the longest example has, drawn or continued; default: 256 or more.",
+        ),
     ] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="How many ids to draw from.")] = None,
-    train: Annotated[bool, typer.Option("--train", help="Audit in training mode.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Audit in training mode alone.")] = False,
     redraw: Annotated[
         bool, typer.Option("--redraw", help="Audit a copy with its weights redrawn: fresh ones hide leaks.")
     ] = False,
@@ -46,7 +51,7 @@ def command(
     where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
     MASK in its file is the mask it declares.
 
-    --out writes the report as .html, .json or text. Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
+    --out writes the report as .html, .json or text, or its drawing as .svg. Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
     """
     use_threads(threads)
     from lowtri.auditing.audit import audit
@@ -58,6 +63,8 @@ def command(
         arguments.pop("layers", None)
     if layers is not None:
         arguments["layers"] = layers
+    if length is not None:
+        arguments["length"] = length
     if vocab is not None:
         arguments["vocab_size"] = vocab
     for name, asked in (("train", train), ("redraw", redraw), ("compile", compile)):

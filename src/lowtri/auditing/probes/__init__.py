@@ -12,12 +12,14 @@ from lowtri.auditing.probes.cache import cache
 from lowtri.auditing.probes.change import change
 from lowtri.auditing.probes.doors import doors
 from lowtri.auditing.probes.gradient import gradient
+from lowtri.auditing.probes.longer import longer
 from lowtri.auditing.probes.packing import packing
 from lowtri.auditing.probes.padding import padding
 from lowtri.auditing.probes.poison import poison
 from lowtri.auditing.probes.prefix import prefix
+from lowtri.auditing.probes.training import training
 
-__all__ = ["PROBES", "RESHAPED"]
+__all__ = ["PROBES", "REPEATED", "RESHAPED"]
 
 PROBES: dict[str, Callable[[Context], Finding]] = {
     "change": change,
@@ -28,9 +30,17 @@ PROBES: dict[str, Callable[[Context], Finding]] = {
     "packing": packing,
     "cache": cache,
     "doors": doors,
+    "training": training,
+    "longer": longer,
     "poison": poison,
     "blindness": blindness,
 }
 
 # Probes that compare runs of different shapes, where rounding alone can flip a discrete choice: always confirmed in float64.
 RESHAPED = frozenset({"prefix", "batch", "padding", "packing", "cache"})
+
+# Probes that repeat others under other conditions, and the leaks after which that is not worth its time.
+REPEATED = {
+    "training": frozenset({"change", "gradient", "prefix"}),
+    "longer": frozenset({"change", "gradient", "prefix", "training"}),
+}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 from lowtri.auditing.subject import Rows
@@ -55,12 +55,12 @@ def batch(context: Context) -> Finding:
         if weight != "clean" and not leaks:
             status = weight
             query = context.noise.first(sizes, magnitude(before), doubtful=False)
-            note = f"row 0 answers differently alone: output {query} moves by {sizes[query]:.2g}"
+            note = f"row 0 answers differently alone: output {query} {moves(sizes[query])}"
             leaks.append(Leak(query, query, float(sizes[query]), "batch", note=note))
     measured = {"greatest": greatest, "alone": alone, "rows": inputs.batch}
     if status == "clean":
         return Finding("batch", "clean", "a row does not depend on its neighbours", (), measured)
-    message = f"a row depends on its neighbours in the batch, by up to {max(greatest, alone or 0.0):.2g}"
+    message = f"a row depends on its neighbours in the batch, {by(max(greatest, alone or 0.0))}"
     return Finding("batch", "leak" if status == "leak" else "doubt", message, tuple(leaks[:1]), measured)
 
 
@@ -93,5 +93,6 @@ def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: 
         if context.noise.weigh(moved, magnitude(before, after)) != "clean":
             chosen, size = key, moved
             break
-    note = f"row 0 sees its neighbour: changing input {chosen} of another row moves its output {query} by {size:.2g}"
+    how = f"its output {query} {moves(size)}"
+    note = f"row 0 sees its neighbour: when input {chosen} of another row changes, {how}"
     return Leak(query, chosen, size, "batch", 0, note=note)

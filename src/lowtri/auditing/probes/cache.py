@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak, first_line
+from lowtri.auditing.finding import Finding, Leak, by, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 from lowtri.auditing.probes.padding import pad, pad_keyword, pads_declared
@@ -76,7 +76,7 @@ def cache(context: Context) -> Finding:
         reason = next(iter(refused.values()), "no way to decode")
         return Finding("cache", "skipped", f"cached decoding does not run: {reason}", (), measured)
     if leaks:
-        message = f"cached decoding differs from the whole forward by up to {greatest:.2g}"
+        message = f"cached decoding differs from the whole forward, {by(greatest)}"
         places = f"{context.subject.form.prefix}position_ids"
         unplaced = context.subject.accepts(places) and places not in context.inputs.options
         # Its own `generate` says the positions; a caller who does not gets another answer, which is worth a warning.
@@ -117,7 +117,7 @@ def _compare(
     wrong = [[context.noise.weigh(float(value), scale, doubtful=False) == kind for value in row] for row in moved]
     row, query = np.argwhere(wrong)[np.argmin(np.argwhere(wrong)[:, 1])].tolist()
     key = _key_that_differs(context, decode, inputs, sizes, whole, rows, row, query)
-    note = f"decoding {way} differs from the whole forward from position {query} on, by {moved[row, query]:.2g}"
+    note = f"decoding {way} differs from the whole forward from position {query} on, {by(moved[row, query], '')}"
     if key != query:
         note += f"; the two disagree whether it sees position {key}"
     return kind, size, Leak(query, key, float(moved[row, query]), "cache", row, note=note)
@@ -167,7 +167,7 @@ def _left_padded(context: Context, decode: Decode, keyword: str) -> tuple[str, f
     if kind == "clean":
         return kind, size, None
     row, query = np.unravel_index(int(moved.argmax()), moved.shape)
-    note = f"with pads on the left, cached decoding differs from the whole forward at position {query}, by {size:.2g}"
+    note = f"with pads on the left, cached decoding differs from the whole forward at position {query}, {by(size, '')}"
     return kind, size, Leak(int(query), int(query), size, "cache", int(row), note=note)
 
 

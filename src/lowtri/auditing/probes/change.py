@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak, moves
+from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.noise import movement
 
 __all__ = ["change"]
 
-_LONG = 48  # queries and keys looked at when the input is too long for all of them
 _BISECTED = 16  # queries that are followed down to one key
 
 
@@ -24,12 +23,13 @@ def change(context: Context) -> Finding:
     Short inputs are looked at pair by pair. Of long ones a choice of places is taken, and a query that moves is
     bisected down to one key.
     """
-    exact = context.n <= context.exact
-    keys = range(context.n) if exact else context.places(_LONG)
-    queries = range(context.n) if exact else context.places(_LONG)
+    queries = context.queries()
+    keys = queries if context.by_pair else []
     draws = context.draws * 4 if context.discrete_output else context.draws
     sweep = _Sweep(context)
     kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if context.inputs.discrete else [])]
+    if not context.by_pair and context.discrete_output:  # discrete answers move rarely
+        kinds += [(103 + more, "random") for more in range(draws - 1)]
     total = draws * len(keys) + len(kinds) * len(queries)
     for salt in range(draws):
         fresh = context.fresh(salt)
@@ -54,6 +54,7 @@ class _Sweep:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.sparse = len(context.queries()) < context.n  # a query that is not looked at shows beside one that is
         self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
         self.doubtful: dict[tuple[int, int], Leak] = {}
         self.runs = 0
@@ -71,12 +72,15 @@ class _Sweep:
             self._note(int(row), int(query), key, float(sizes[row, query]), scale, changed)
 
     def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
-        """Change all that is hidden from one query; if the query moves, find one key that does it."""
+        """Change all that is hidden from one query; if it moves, or one that sees no more of it, find a key that does it."""
         changed = self.context.inputs.change(where, fresh)
         clean = self.context.untouched(where)
         ordinary = kind == "random" or self.context.inputs.discrete
         sizes, scale = self._moved(changed, clean, ordinary=ordinary)
-        for row in np.flatnonzero(clean[:, query] & (sizes[:, query] > 0)):
+        wrong = clean & (sizes > 0)  # (B, N)
+        for row in np.flatnonzero(wrong.any(axis=1) if self.sparse else wrong[:, query]):
+            if not wrong[row, query]:
+                query = int(np.flatnonzero(wrong[row])[-1])
             size = float(sizes[row, query])
             sure = self.context.noise.weigh(size, scale) == "leak"
             known = {q for q, _ in self.pairs} | (set() if sure else {q for q, _ in self.doubtful})
@@ -105,7 +109,7 @@ class _Sweep:
         kind = self.context.noise.weigh(size, scale)
         if kind == "clean":
             return
-        note = f"output {query} {moves(size)} when all {jointly} inputs hidden from it change together"
+        note = f"output {query} {moves(size, f' when all {jointly} inputs hidden from it change together')}"
         leak = Leak(query, key, size, "change", row, note=note if jointly else "")
         sure = kind == "leak" and self._again(row, query, changed, size)
         found = self.pairs if sure else self.doubtful
@@ -164,6 +168,6 @@ class _Sweep:
             return Finding("change", "leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
         if self.doubtful:
             leaks = tuple(self.doubtful[pair] for pair in sorted(self.doubtful))
-            message = f"hidden inputs move outputs by up to {measured['greatest']:.2g}"
+            message = f"hidden inputs move outputs, {by(measured['greatest'])}"
             return Finding("change", "doubt", message, leaks, measured)
         return Finding("change", "clean", f"no hidden input moves an output ({extent})", (), measured)

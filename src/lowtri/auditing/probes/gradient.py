@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,6 @@ from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding, leaks_from
 
 __all__ = ["gradient"]
-
-_LONG = 48
 
 
 def gradient(context: Context) -> Finding:
@@ -36,23 +35,41 @@ def gradient(context: Context) -> Finding:
         return _skip("no look-up of the example's ids was found to differentiate by")
     if not (rows.is_floating_point() and rows.requires_grad):
         return _skip("the output carries no gradient")
-    queries = context.places(context.exact if context.n <= context.exact else _LONG)
+    queries = context.queries()
     cotangents = np.random.default_rng([context.seed, 7]).standard_normal(rows.shape)
     batch, n = context.inputs.batch, context.n
     sizes = np.zeros((batch, len(queries), n))
-    for done, query in enumerate(queries):
-        cotangent = torch.as_tensor(cotangents[:, query], dtype=rows.dtype, device=rows.device)
-        try:
-            found = torch.autograd.grad(
-                rows[:, query], leaves, cotangent, retain_graph=done + 1 < len(queries), allow_unused=True
-            )
-        except Exception as error:
-            return _skip(f"the model cannot be differentiated: {_first_line(error)}")
-        for number, grad in enumerate(found):
-            if grad is not None:
-                sizes[:, done] = np.maximum(sizes[:, done], _by_position(context, grad, number))
-        context.tick("gradient", done + 1, len(queries))
+
+    def reach(positions: list[int], *, last: bool = False) -> Any:
+        """How far each input, (B, N), reaches any of these outputs."""
+        cotangent = torch.as_tensor(cotangents[:, positions], dtype=rows.dtype, device=rows.device)
+        found = torch.autograd.grad(rows[:, positions], leaves, cotangent, retain_graph=not last, allow_unused=True)
+        by_leaf = [_by_position(context, grad, number) for number, grad in enumerate(found) if grad is not None]
+        return np.max(by_leaf, axis=0) if by_leaf else np.zeros((batch, n))
+
+    try:
+        for done, query in enumerate(queries):
+            if context.chosen is None:
+                sizes[:, done] = reach([query], last=done + 1 == len(queries))
+            elif not sizes.any() and (found := _one_of_many(context, query, reach)) is not None:
+                queries[done] = found
+                sizes[:, done] = reach([found])
+            context.tick("gradient", done + 1, len(queries))
+    except Exception as error:
+        return _skip(f"the model cannot be differentiated: {_first_line(error)}")
     return _judge(context, sizes, queries)
+
+
+def _one_of_many(context: Context, query: int, reach: Callable[[list[int]], Any]) -> int | None:
+    """Of the outputs that see nothing hidden from the query, one that something hidden reaches, by halving."""
+    where = ~context.allowed[:, query, :]  # (1 or B, N)
+    many = [int(place) for place in np.flatnonzero(context.untouched(where).all(axis=0))]
+    if not where.any() or not np.where(where, reach(many), 0.0).any():
+        return None
+    while len(many) > 1:
+        half = many[len(many) // 2 :]
+        many = half if np.where(where, reach(half), 0.0).any() else many[: len(many) // 2]
+    return many[0]
 
 
 def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:

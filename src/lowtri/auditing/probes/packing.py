@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.context import Bools, Context
-from lowtri.auditing.finding import Finding, Leak, first_line
+from lowtri.auditing.finding import Finding, Leak, by, first_line, moves
 from lowtri.auditing.noise import magnitude, movement
 
 __all__ = ["packing"]
@@ -58,8 +58,8 @@ def packing(context: Context) -> Finding:
         # The nearest position of another document: before this one, or just behind it.
         key = start - 1 if start else stop
         note = (
-            f"position {query} answers differently packed: its document ({start} to {stop - 1}) alone moves it "
-            f"by {sizes[row, query - start]:.2g}"
+            f"position {query} answers differently packed: with its document ({start} to {stop - 1}) alone "
+            f"its output {moves(sizes[row, query - start])}"
         )
         leaks.append(Leak(query, key, float(sizes[row, query - start]), "packing", row, note=note))
     measured = {
@@ -72,7 +72,7 @@ def packing(context: Context) -> Finding:
         why = next(iter(refused.values()))
         return Finding("packing", "skipped", f"no document could be run alone: {why}", (), measured)
     if leaks:
-        message = f"{len(leaks)} of {compared} documents answer differently packed, by up to {greatest:.2g}"
+        message = f"{len(leaks)} of {compared} documents answer differently packed, {by(greatest)}"
         return Finding("packing", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
     return Finding("packing", "clean", f"{compared} documents answer packed as alone", (), measured)
 

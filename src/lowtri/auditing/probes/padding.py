@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.context import Context, draw
-from lowtri.auditing.finding import Finding, Leak, first_line
+from lowtri.auditing.finding import Finding, Leak, by, first_line, moves
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
 
@@ -70,13 +70,13 @@ def padding(context: Context) -> Finding:
             # Nobody said that this model keeps pads on the left; many take the keyword and do not, or count from the pads.
             if kind == "leak":
                 why = what if sizes is by_content else "having pads"
-                warned = f"left padding is not kept with {name}: {why} moves real outputs by {sizes.max():.2g}"
+                warned = f"left padding is not kept with {name}: {why} moves real outputs, {by(float(sizes.max()))}"
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
         row = int(sizes.max(axis=1).argmax())
         first = context.noise.first(sizes[row], scale, doubtful=False)
         key = -1 if left else context.n  # counted as the real positions are
-        note = f"position {first} sees {what}: its output moves by {sizes[row, first]:.2g}"
+        note = f"position {first} sees {what}: its output {moves(sizes[row, first])}"
         leaks.append(Leak(first, key, float(sizes[row, first]), "padding", int(row), note=note))
     measured = {"keyword": name, "tried": tried, "greatest": greatest}
     if not tried:
@@ -84,7 +84,7 @@ def padding(context: Context) -> Finding:
             "padding", "skipped", f"the model does not run with {name} for a padded input: {why}", (), measured
         )
     if leaks:
-        message = f"{len(leaks)} of {len(tried)} ways to pad change real positions, by up to {greatest:.2g}"
+        message = f"{len(leaks)} of {len(tried)} ways to pad change real positions, {by(greatest)}"
         return Finding("padding", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
     if warned:
         return Finding("padding", "warning", warned, (), measured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, moves
+from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.noise import magnitude, movement
 
 __all__ = ["prefix"]
@@ -19,7 +19,7 @@ def prefix(context: Context) -> Finding:
     """
     if context.noise.random:
         return Finding("prefix", "skipped", "the model draws random numbers, and another length draws others")
-    lengths = [t for t in context.places(16) if t > 0]
+    lengths = [t for t in context.chosen or context.places(16) if t > 0]
     refused, tried, worst = [], [], 0.0
     leaks: list[Leak] = []
     status = "clean"
@@ -47,7 +47,8 @@ def prefix(context: Context) -> Finding:
         kind = context.noise.weigh(size, magnitude(whole, alone), doubtful=False)
         if kind != "clean":
             first = context.noise.first(sizes[row], magnitude(whole, alone), doubtful=False)
-            note = f"position {first} sees the length: output {first} {moves(sizes[row, first])} when the input ends before {t}"
+            how = moves(sizes[row, first], f" when the input ends before {t}")
+            note = f"position {first} sees the length: output {first} {how}"
             leaks.append(Leak(first, t, float(sizes[row, first]), "prefix", int(row), note=note))
             status = "leak" if "leak" in (kind, status) else "doubt"
             witness = witness or (context.inputs, short, int(row))
@@ -58,5 +59,5 @@ def prefix(context: Context) -> Finding:
     if status == "clean":
         return Finding("prefix", "clean", f"{len(tried)} shorter inputs answer as the whole does", (), measured)
     leaks.sort(key=lambda leak: (leak.query, leak.key))
-    message = f"{len(leaks)} of {len(tried)} shorter inputs answer differently, by up to {worst:.2g}"
+    message = f"{len(leaks)} of {len(tried)} shorter inputs answer differently, {by(worst)}"
     return Finding("prefix", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured, witness)

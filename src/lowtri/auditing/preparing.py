@@ -1,0 +1,73 @@
+"""What an audit needs before its probes run: redrawn weights, the ids to draw from, and a line of progress."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.subject import module_behind
+from lowtri.errors import CallError
+
+__all__ = ["progress_line", "redrawn", "vocabulary"]
+
+
+def redrawn(model: Any, std: float, seed: int) -> Any:
+    """A copy whose matrices are drawn anew; vectors (norms, biases) stay."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
+    redrawn = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in redrawn.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                fresh = torch.randn(parameter.shape, generator=generator) * std
+                parameter.copy_(fresh.to(parameter))
+    return redrawn
+
+
+def vocabulary(model: Any, inputs: Inputs, asked: int | None) -> npt.NDArray[np.int64]:
+    """The ids to draw from."""
+    present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
+    size = asked
+    if size is None and inputs.discrete:
+        module = module_behind(model)
+        config = getattr(module, "config", None)
+        size = getattr(config, "vocab_size", None)
+        if not isinstance(size, int) and module is not None:
+            tables = [part.num_embeddings for part in module.modules() if hasattr(part, "num_embeddings")]
+            size = tables[0] if tables else None
+    if isinstance(size, int):
+        if size < 2:
+            raise CallError(f"audit: vocab_size={size}, expected at least 2.")
+        return np.arange(size)
+    if inputs.discrete and len(present) < 2:
+        raise CallError(
+            "audit: the example repeats one id, and how many ids there are is not known.\nFix: say vocab_size=."
+        )
+    return present
+
+
+def progress_line(asked: bool | None, started: float) -> Callable[[str, int, int], None]:
+    """A line on stderr once an audit takes more than two seconds."""
+    show = sys.stderr.isatty() if asked is None else asked
+    last = [started + 2.0]
+
+    def tick(probe: str, done: int, of: int) -> None:
+        now = time.monotonic()
+        if show and now > last[0]:
+            last[0] = now + 0.2
+            sys.stderr.write(f"\raudit: {probe} {done} of {of}, {now - started:.0f} s\x1b[K")
+            if done >= of:
+                sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    return tick
