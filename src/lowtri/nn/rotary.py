@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.masks.arrays import positions_in_numpy, why_not_plain
+from lowtri.masks.arrays import why_not_plain
 
 __all__ = ["RopeScaling", "apply_rotary", "from_pairs", "rotary_speeds", "rotary_tables"]
 
@@ -97,7 +97,7 @@ def rotary_tables(
 
     Args:
         positions: places in the sequence, whole numbers, (N,) or (B, N), in any order. A pad's -1 is an angle like any
-            other, and does no harm: nobody sees a pad.
+            other, and does no harm: nobody sees a pad. Numbers below 0 turn back, as when a cache moves its tokens.
         size: the head size D, an even number.
         theta: the base; pair ``i`` turns by ``position / theta ** (2i / D)``.
         scaling: slower turns for some of the pairs.
@@ -112,11 +112,8 @@ def rotary_tables(
     """
     if size < 2 or size % 2:
         raise CallError(f"rotary: the head size is {size}, but entries turn in pairs. Fix: an even head size.")
-    if not torch.compiler.is_compiling():
-        if trouble := why_not_plain("positions", positions):
-            raise CallError(f"rotary: {trouble}")
-        if not isinstance(positions, Tensor):
-            positions = positions_in_numpy("rotary: positions", positions, "(N,) or (B, N)")
+    if not torch.compiler.is_compiling() and (trouble := why_not_plain("positions", positions)):
+        raise CallError(f"rotary: {trouble}")
     places = torch.as_tensor(np.asarray(positions) if isinstance(positions, list | tuple) else positions)
     if places.ndim not in (1, 2) or places.is_floating_point():
         raise CallError(
