@@ -12,7 +12,9 @@ import lowtri
 from lowtri.engines.choice import ENGINES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TRACELESS = tuple(name for name in ENGINES if name != "sdpa")  # torch's own cannot keep what is hidden from some apart
+TRACELESS = tuple(
+    name for name in ENGINES if name != "sdpa"
+)  # torch's own, called by name, cannot keep what is hidden from some apart
 
 EPS = {name: torch.finfo(getattr(torch, name)).eps for name in DTYPES}
 

@@ -181,15 +181,15 @@ def test_hidden_from_everyone_leaves_no_trace(value, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", GARBAGE)
 def test_hidden_from_some_leaves_no_trace_with_them(value, dtype):
-    """Two documents, the second full of garbage: the first is the same, forward and backward. sdpa cannot."""
+    """Two documents, the second full of garbage: the first is the same, forward and backward. sdpa by name cannot."""
     mask = causal() & documents([0, 0, 0, 1, 1, 1])
     clean = draw(nq=6, nk=6, dtype=dtype)
     dirty = tuple(torch.cat([x[:, :, :3], torch.full_like(x[:, :, 3:], value)], 2) for x in clean)
-    for engine in able(*dirty, mask, among=TRACELESS):
+    for engine in ("auto", *able(*dirty, mask, among=TRACELESS)):
         expected, found = (attention(*x, mask, engine=engine)[:, :, :3] for x in (clean, dirty))
         assert near(found, expected, dtype), engine
     leaves = [x.clone().requires_grad_() for x in dirty]
-    for engine in able(*leaves, mask, among=TRACELESS):
+    for engine in ("auto", *able(*leaves, mask, among=TRACELESS)):
         expected, found = (with_gradients(engine, x, mask)[1] for x in (clean, dirty))
         for e, f in zip(expected, found, strict=True):
             assert near(f[:, :, :3], e[:, :, :3], dtype), engine
@@ -201,7 +201,7 @@ def test_a_future_token_leaves_no_trace_in_the_past(dtype):
     clean = draw(nq=6, nk=6, dtype=dtype)
     for value in GARBAGE:
         dirty = tuple(torch.cat([x[:, :, :4], torch.full_like(x[:, :, 4:], value)], 2) for x in clean)
-        for engine in able(*dirty, "causal", among=TRACELESS):
+        for engine in ("auto", *able(*dirty, "causal", among=TRACELESS)):
             expected, found = (attention(*x, "causal", engine=engine)[:, :, :4] for x in (clean, dirty))
             assert near(found, expected, dtype), (engine, value)
 
@@ -224,9 +224,68 @@ def test_a_visible_nan_comes_out(dtype):
 def test_a_visible_infinity_comes_out(dtype):
     q, k, v = draw(nq=6, nk=6, dtype=dtype)
     v[:, :, 2, 1] = INF
-    for engine in able(q, k, v, "causal", among=TRACELESS):
+    for engine in ("auto", *able(q, k, v, "causal", among=TRACELESS)):
         out = attention(q, k, v, "causal", engine=engine)
         assert (out[:, :, 2:, 1] == INF).all() and out[:, :, :2].isfinite().all(), engine
+
+
+def broken_inputs(data: st.DataObject) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v and a gradient of the output, one of them with a row or a number that is not finite, or that overflows."""
+    n, d = data.draw(st.sampled_from([1, 3, 8, 17, 40])), data.draw(st.sampled_from([4, 8, 32]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    parts = [*draw(b=1, hq=2, hkv=data.draw(st.integers(1, 2)), nq=n, nk=n, d=d, dv=d, dtype=dtype)]
+    parts.append(draw(b=1, hq=2, hkv=2, nq=n, nk=n, d=d, dv=d, dtype=dtype, seed=1)[0])
+    huge = (
+        [] if dtype == "float16" else [torch.finfo(parts[0].dtype).max]
+    )  # which only the formula's own rounding overflows
+    value = data.draw(st.sampled_from([NAN, INF, -INF, *huge]))
+    place, row = data.draw(st.integers(0, 3)), data.draw(st.integers(0, n - 1))
+    parts[place][:, :, row, data.draw(st.one_of(st.just(slice(None)), st.integers(0, d - 1)))] = value
+    return parts[:3], parts[3]
+
+
+TEXTS = ["causal", "full", "window(3)", "causal & (window(2) | first(1))", "chunks(4)", "~causal", "causal | first(3)"]
+
+
+@pytest.mark.sweep
+@settings(deadline=None, max_examples=1500)
+@given(st.data(), st.sampled_from(TEXTS))
+def test_auto_spreads_and_swallows_nothing(data, text):
+    """Where an input is not finite, output and gradients are finite for the same numbers as in the formula."""
+    inputs, d_out = broken_inputs(data)
+    expected, found = (with_gradients(engine, tuple(inputs), text, d_out) for engine in ("formula", "auto"))
+    for e, f in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
+        assert torch.equal(e.isfinite(), f.isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [64, 1024])
+def test_a_hidden_nan_at_any_size(n, dtype):
+    """The last value is NaN: the last query alone sees it, and which_engine says what that meant for the choice."""
+    q, k, v = draw(b=1, hq=4, hkv=4, nq=n, nk=n, d=64, dv=64, dtype=dtype)
+    assert attention(q, k, v, "causal").isfinite().all()
+    v[:, :, -1] = NAN
+    out = attention(q, k, v, "causal")
+    assert out[:, :, :-1].isfinite().all() and out[:, :, -1].isnan().all()
+    if n == 64:
+        choice = lowtri.which_engine(q, k, v, "causal")
+        assert choice.engine == "formula" and "an input holds NaN, infinity" in choice.weighed
+        assert str(choice).startswith(
+            "runs       formula: the call is too small for a kernel; not sdpa: an input holds NaN"
+        )
+        clean = lowtri.which_engine(q, k, v.nan_to_num(), "causal")
+        assert clean.engine == "sdpa" and "its inputs are finite" in clean.weighed
+    assert lowtri.which_engine(q, k, v, "causal", engine="formula").weighed == "asked for by name"
+
+
+def test_a_gradient_that_is_not_finite_stays_with_its_query():
+    """NaN in the gradient of one query's output reaches the keys which that query sees; by auto in small calls, too."""
+    inputs, d_out = draw(nq=9, nk=9), torch.ones(2, 4, 9, 5)
+    d_out[:, :, 4] = NAN
+    for engine in ("auto", *able(*inputs, "window(2)")):
+        _, (dq, dk, dv) = with_gradients(engine, inputs, "window(2)", d_out)
+        for found, touched in ((dq, [4]), (dk, [3, 4]), (dv, [3, 4])):
+            assert found.isfinite().all(dim=3).all(dim=0).all(dim=0).logical_not().nonzero()[:, 0].tolist() == touched
 
 
 # Windows, heads, positions.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.engines.choice import Choice, answers, choose, load
+from lowtri.engines.choice import Choice, answers, choose, load, weigh
 from lowtri.engines.decode import again
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
@@ -124,7 +124,7 @@ def attention(
 
 
 def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
-    """Which engine :func:`attention` would run for these arguments, and for each other why not.
+    """Which engine :func:`attention` would run for these arguments, what was weighed, and for each other why not.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -138,7 +138,8 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     if device is not None:
         q, k, v = _cast(device, q, k, v)
     call = describe(q, k, v, mask, **options)
-    return Choice(choose(call, engine), answers(call))
+    name, weighed = weigh(call, engine)
+    return Choice(name, answers(call), weighed)
 
 
 def merge(outputs: Any, lses: Any) -> Any:

@@ -2,6 +2,8 @@
 
 scores(q, k)      q k^T at visible pairs, 0 at hidden ones
 mix(w, x)         w x summed over visible pairs only: where a row of x holds NaN, it reaches those who see it and no others
+
+Both are linear in each argument, so their derivatives, forward and backward and to any order, are the two products again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtri.engines.batched import one_by_one
+
 __all__ = ["Mix", "Scores"]
 
 
@@ -18,23 +22,34 @@ class Scores(torch.autograd.Function):
     """q k^T at visible pairs, 0 at hidden ones.  q (B, H, M, D), k (B, H, N, D), visible broadcasts to (B, H, M, N)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, visible)
+    def forward(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         return _product(q, k.transpose(2, 3)).masked_fill(~visible, 0)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _save(ctx, inputs)
+
+    @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, visible = ctx.saved_tensors
         grad = grad.masked_fill(~visible, 0)
         return Mix.apply(grad, k, visible), Mix.apply(grad.transpose(2, 3), q, visible.transpose(2, 3)), None
+
+    @staticmethod
+    def jvp(ctx: Any, q_tangent: Tensor | None, k_tangent: Tensor | None, _: None) -> Any:
+        return _product_rule(Scores, ctx.saved_tensors, q_tangent, k_tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
+        return _in_one_batch(Scores, info.batch_size, dims, inputs), 0
 
 
 class Mix(torch.autograd.Function):
     """w x over visible pairs only.  w (B, H, M, N), 0 where hidden; x (B, H, N, D)."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-        ctx.save_for_backward(w, x, visible)
+    def forward(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
         broken = ~x.isfinite().all(dim=3)  # (B, H, N)
         if not broken.any():
             return _product(w, x)
@@ -45,9 +60,47 @@ class Mix(torch.autograd.Function):
         return out
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _save(ctx, inputs)
+
+    @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Tensor) -> Any:
         w, x, visible = ctx.saved_tensors
         return Scores.apply(grad, x, visible), Mix.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)), None
+
+    @staticmethod
+    def jvp(ctx: Any, w_tangent: Tensor | None, x_tangent: Tensor | None, _: None) -> Any:
+        return _product_rule(Mix, ctx.saved_tensors, w_tangent, x_tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
+        return _in_one_batch(Mix, info.batch_size, dims, inputs), 0
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.save_for_forward(*inputs)
+
+
+def _product_rule(function: Any, saved: tuple[Tensor, ...], da: Tensor | None, db: Tensor | None) -> Any:
+    """The tangent of a function that is linear in a and in b: f(da, b) + f(a, db)."""
+    a, b, visible = saved
+    parts = [] if da is None else [function.apply(da, b, visible)]
+    parts += [] if db is None else [function.apply(a, db, visible)]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _in_one_batch(function: Any, size: int, dims: tuple[int | None, ...], inputs: tuple[Tensor, ...]) -> Tensor:
+    """The dimension that torch.vmap maps over, joined with the batch, so that a product runs once: (size, B, ...)."""
+    first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, dims, strict=True)]
+    rows = max(x.shape[0 if dim is None else 1] for x, dim in zip(first, dims, strict=True))
+    joined = []
+    for x, dim in zip(first, dims, strict=True):
+        each = x[None] if dim is None else x  # (size | 1, B | 1, ...)
+        joined.append(each.expand(size, rows, *each.shape[2:]).flatten(0, 1))
+    found: Tensor = function.apply(*joined)
+    return found.unflatten(0, (size, rows))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

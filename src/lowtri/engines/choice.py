@@ -6,14 +6,14 @@ import importlib
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
-from lowtri.engines.worth import worth_a_kernel
+from lowtri.engines.worth import torch_is_faster, worth_a_kernel
 from lowtri.errors import EngineError
 from lowtri.masks.atoms import causal, full
 from lowtri.ops.call import Call, Result
 
-__all__ = ["ENGINES", "Choice", "Engine", "answers", "choose", "load"]
+__all__ = ["ENGINES", "Choice", "Engine", "answers", "choose", "load", "weigh"]
 
 ENGINES = ("cpu", "sdpa", "formula", "reference")
 _TABLE_LIMIT = 2**24  # pairs: above it a written-out table costs more than the formula's tiles
@@ -29,13 +29,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`which_engine` found: the engine that would run, and what every other said."""
+    """What :func:`which_engine` found: the engine that would run, why, and what every other said."""
 
     engine: str
     answers: dict[str, str]
+    weighed: str = "asked for by name"
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<10} {answer}" for name, answer in self.answers.items())
+        listed = "\n".join(f"{name:<10} {answer}" for name, answer in self.answers.items())
+        return f"runs       {self.engine}: {self.weighed}\n{listed}"
 
 
 @cache
@@ -46,12 +48,17 @@ def load(name: str) -> Engine:
 
 def choose(call: Call, name: str) -> str:
     """The name of the engine that runs the call, where ``name`` is one or "auto"."""
+    return weigh(call, name)[0]
+
+
+def weigh(call: Call, name: str) -> tuple[str, str]:
+    """The engine that runs the call, and in a few words why."""
     if name == "auto":
         return _automatic(call)
     if name not in ENGINES:
         raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(ENGINES)}.")
     if load(name).why_not(call) is None:
-        return name
+        return name, "asked for by name"
     listed = "\n".join(f"  {one:<10} {answer}" for one, answer in answers(call).items())
     raise EngineError(
         f'attention: engine "{name}" cannot run this call, and it was asked for by name.\n  {call}\n{listed}\n'
@@ -59,17 +66,26 @@ def choose(call: Call, name: str) -> str:
     )
 
 
-def _automatic(call: Call) -> str:
+def _automatic(call: Call) -> tuple[str, str]:
     rows, heads, nq, _ = call.q.shape
     pairs = nq * call.k.shape[2]
-    if worth_a_kernel(call) and load("cpu").why_not(call) is None:
-        return "cpu"
+    size = "the call is too small for a kernel"
+    if worth_a_kernel(call):
+        size = load("cpu").why_not(call) or ""
+        slower = None if size or call.is_numpy else torch_is_faster(call)
+        if not size and (slower is None or load("sdpa").why_not(call) is not None):
+            return "cpu", "the call is worth a kernel"
+        size = size or f"{slower}"
     if call.is_numpy:
         small = pairs * rows * heads <= _SMALL and load("reference").why_not(call) is None
-        return "reference" if small else "formula"
+        return ("reference" if small else "formula"), size
     written = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))  # tables, at most
     fits = pairs * written <= _TABLE_LIMIT or call.mask in (causal(), full())
-    return "sdpa" if fits and load("sdpa").why_not(call) is None else "formula"
+    sdpa: Any = load("sdpa")
+    against = sdpa.why_not(call) or (None if fits else "its table of bools would be too large") or sdpa.spreads(call)
+    if against is None:
+        return "sdpa", f"{size}; its inputs are finite, so torch's function keeps to the mask"
+    return "formula", f"{size}; not sdpa: {against}"
 
 
 def answers(call: Call) -> dict[str, str]:

@@ -43,9 +43,11 @@ def run(call: Call) -> Result:
         return Result(output, _weights(call), lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
     beside = call.dtype if call.dtype == "float64" else "float32"
-    if call.dtype != beside and not in_pairs(q, k, v):
-        q, k, v = (_cast(x, beside) for x in (q, k, v))
+    cast = call.dtype != beside and not in_pairs(q, k, v)
+    q = _cast(q, beside) if cast else q
     kernel = decode if is_decoding(q, k, v) else forward
+    if cast and kernel is forward:  # decode casts only the keys that are seen
+        k, v = _cast(k, beside), _cast(v, beside)
     output, lse = kernel(call, q, k, v, _cast(bias, beside), _cast(sinks, beside), call.return_lse)
     if q is not call.q:
         output = _cast(output, call.dtype)

@@ -43,6 +43,8 @@ def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: 
     visible = None if everything else call.visible()  # (B|1, Hq|1, Nq, Nk)
     if visible is not None:
         visible, k, v, bias = _between(visible, k, v, bias)
+    if k.dtype != q.dtype:  # a half type that is not read as it is
+        k, v = (x.astype(q.dtype) if isinstance(x, np.ndarray) else x.to(q.dtype) for x in (k, v))
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
     q = np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
     output, lse = empty(q, (rows, heads, nq, dv)), room_for_lse(q) if want_lse else None

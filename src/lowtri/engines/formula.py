@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtri.engines.careful import Mix, Scores
+from lowtri.engines.memory import transformed
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -38,7 +39,8 @@ def run(call: Call) -> Result:
     nk = call.k.shape[2]
     size = max(64, _AT_ONCE // max(1, rows * heads * nk) // 64 * 64)
     tiles = [(start, min(start + size, nq)) for start in range(0, nq, size)]
-    again = len(tiles) > 1 and call.needs_grad  # then a tile is computed again for its gradient, not kept
+    # A tile is computed again for its gradient, not kept; torch.func cannot do so.
+    again = len(tiles) > 1 and call.needs_grad and transformed() is None
     parts = []
     # Last tile first: under a causal mask it has the most keys, and each later one fits into the memory that it gave back.
     for start, stop in reversed(tiles or [(0, 0)]):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from lowtri.engines import launch
+from lowtri.engines.batched import one_by_one
+from lowtri.engines.differentiable import by_formula, needs_formula
+from lowtri.engines.memory import is_plain, why_not_now
 from lowtri.ops.call import Call
 
 __all__ = ["Kernels"]
@@ -16,7 +20,9 @@ Known: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Kernels(torch.autograd.Function):
-    """Output and log-sum-exp of a call; gradients by the kernel, once. What the kernels do not multiply goes in as float32.
+    """Output and log-sum-exp of a call; gradients by the kernel, and those of gradients by the formula.
+
+    What the kernels do not multiply goes in as float32.
 
     ``known``: the output and log-sum-exp, where they have been computed before and only the gradients are wanted.
     """
@@ -32,9 +38,12 @@ class Kernels(torch.autograd.Function):
         return output.to(call.q.dtype), lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @one_by_one
     def backward(ctx: Any, d_output: torch.Tensor, d_lse: torch.Tensor) -> Any:
         *inputs, output, lse = ctx.saved_tensors
+        if needs_formula() or why_not_now() is not None or not is_plain(d_output):
+            call = replace(ctx.call, return_weights=False)
+            return (None, None, *by_formula(call, inputs, (d_output, d_lse), ctx.needs_input_grad[2:]))
         q, k, v, bias, sinks = _readable(*inputs)
         nothing = lse == -torch.inf
         delta = ((d_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - d_lse).masked_fill(nothing, 0)

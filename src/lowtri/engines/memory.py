@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["is_plain", "why_not_now"]
+__all__ = ["is_plain", "transformed", "why_not_now"]
 
 
 def is_plain(x: Any) -> bool:
@@ -24,10 +24,15 @@ def is_plain(x: Any) -> bool:
 
 def why_not_now() -> str | None:
     """What torch is doing around the call that it could not do inside a kernel."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return transformed() or "a program is being recorded, or what it does is being watched"
+    return transformed()
+
+
+def transformed() -> str | None:
+    """Whether torch differentiates or maps the call from outside, on tensors whose numbers it does not show."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func"
     if forward_ad._current_level >= 0:
         return "inside forward-mode differentiation"
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return "a program is being recorded, or what it does is being watched"
     return None

@@ -1,13 +1,16 @@
-"""The engine ``reference``: the definition in NumPy float64, for NumPy arrays and torch tensors, with gradients."""
+"""The engine ``reference``: the definition in NumPy float64, for NumPy arrays and torch tensors, with gradients.
+
+Gradients of gradients are those of the formula in float64.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import EngineError
 from lowtri.ops.call import Call, Result
 from lowtri.ops.reference import Steps, attend, gradients
 
@@ -20,8 +23,14 @@ name = "reference"
 
 
 def why_not(call: Call) -> str | None:
-    """None: the definition runs everything that has one answer."""
-    return "dropout draws at random, and the definition does not" if call.dropout else None
+    """What has more than one answer, and what torch does not let NumPy read."""
+    if call.dropout:
+        return "dropout draws at random, and the definition does not"
+    if call.is_numpy:
+        return None
+    from lowtri.engines.memory import transformed
+
+    return transformed()
 
 
 def run(call: Call) -> Result:
@@ -43,6 +52,9 @@ def _function() -> type[torch.autograd.Function]:
     """The definition as a differentiable torch function; made late, since torch is loaded late."""
     import torch
 
+    from lowtri.engines.batched import one_by_one
+    from lowtri.engines.differentiable import by_formula, needs_formula
+
     def wide(x: torch.Tensor | None) -> NDArray[np.float64] | None:
         return None if x is None else x.detach().cpu().double().numpy()
 
@@ -59,11 +71,12 @@ def _function() -> type[torch.autograd.Function]:
             return output, weights, lse
 
         @staticmethod
+        @one_by_one
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            if torch.is_grad_enabled():  # create_graph=True: NumPy would break the graph in silence
-                raise EngineError(
-                    'attention: engine "reference" gives gradients once, not gradients of gradients. Fix: engine="formula".'
-                )
+            if needs_formula():  # NumPy has no graph
+                call = replace(ctx.call, return_weights=True)
+                wanted = ctx.needs_input_grad[1:]
+                return (None, *by_formula(call, ctx.saved_tensors, grads, wanted, torch.float64))
             call, (q, k, v, bias, sinks) = ctx.call, ctx.saved_tensors
             d_output, d_weights, d_lse = (wide(g) for g in grads)
             assert d_output is not None

@@ -13,9 +13,11 @@ import platform
 import llvmlite.binding as llvm
 
 __all__ = [
+    "AMX",
     "BF16",
     "FEW_KEYS",
     "FEW_VECTORS",
+    "FLOAT16",
     "FMA",
     "LANES",
     "NAME",
@@ -59,4 +61,6 @@ if NAME != "avx512":
     FEW_KEYS, FEW_VECTORS = 4, 1
 FMA = _ARM or "fma" in _HAS or "avx512f" in _HAS  # without the instruction llvm.fma is a slow library call
 BF16 = "avx512bf16" in _HAS  # dot products of bf16 pairs
+AMX = "amx-bf16" in _HAS  # tiles of bf16: the kernels do not use them, torch does
+FLOAT16 = "avx512fp16" in _HAS  # arithmetic in float16: likewise
 SCALES = NAME == "avx512"  # multiplies by a power of two, safely at both ends, in one instruction

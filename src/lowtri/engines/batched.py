@@ -1,0 +1,52 @@
+"""A backward under ``is_grads_batched=True`` (also ``torch.autograd.functional.jacobian(vectorize=True)``), one gradient at a time.
+
+torch then passes tensors that stand for many gradients at once, and few of its own operations accept them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+__all__ = ["one_by_one"]
+
+Backward = Callable[..., Any]
+
+
+def one_by_one(backward: Backward) -> Backward:
+    """The backward of an autograd.Function, run for each gradient of a batch."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> Any:
+        if not any(map(_is_batched, grads)):
+            return backward(ctx, *grads)
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        opened = [torch._remove_batch_dim(x, level, 0, 0) if _is_batched(x) else None for x in grads]  # (many, ...)
+        many = next(len(x) for x in opened if x is not None)
+        once = _Once(ctx)
+        each = [
+            backward(once, *(grad if x is None else x[i] for grad, x in zip(grads, opened, strict=True)))
+            for i in range(many)
+        ]
+        columns = zip(*(found if isinstance(found, tuple) else (found,) for found in each), strict=True)
+        return tuple(None if x[0] is None else torch._add_batch_dim(torch.stack(x), 0, level) for x in columns)
+
+    return run
+
+
+class _Once:
+    """The context of a backward that runs several times; a checkpoint gives back what it saved only once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _is_batched(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
