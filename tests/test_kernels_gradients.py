@@ -94,6 +94,34 @@ def test_gradients_of_inputs_that_lie_apart(dtype) -> None:
     compare(tensors, "causal", {}, dtype)
 
 
+@pytest.mark.parametrize("sharpness", [1, 6, 40])
+@pytest.mark.parametrize(("nq", "nk", "mask"), [(339, 1, "full"), (339, 2, "full"), (339, 339, "window(1)"), (200, 200, "causal")])
+def test_gradients_where_few_keys_have_the_weight(nq, nk, mask, sharpness) -> None:
+    """In float32: twice the plain formula's error, and as a floor four roundings of the terms that dP and delta are sums of.
+
+    The plain formula's dP - delta is exactly 0 where one key has all the weight; the kernel's is what two sums round to.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, 4, n, 64, generator=generator) for n in (nq, nk, nk, nq))
+    q = q * sharpness
+
+    def of(engine, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        output = lowtri.attention(*leaves, mask, engine=engine)
+        return [x.double() for x in torch.autograd.grad(output, leaves, d_out.to(dtype))]
+
+    exact, plain, ours = of("formula", torch.float64), of("formula", torch.float32), of("cpu", torch.float32)
+    weights = lowtri.attention(*(x.double() for x in (q, k, v)), mask, return_weights=True)[1]
+    # A score's own rounding moves its weight by that much of itself, so it is in the terms, too.
+    scores = q.double().abs() @ k.double().abs().transpose(2, 3) / 8
+    terms = weights * (d_out.double().abs() @ v.double().abs().transpose(2, 3)) * (1 + scores * (1 - weights))
+    floors = [terms @ k.double().abs() / 8, terms.transpose(2, 3) @ q.double().abs() / 8]
+    floors.append((weights * (1 + scores)).transpose(2, 3) @ d_out.double().abs())
+    for right, usual, found, floor in zip(exact, plain, ours, floors, strict=True):
+        allowed = 2 * (usual - right).abs().amax() + 4 * EPS["float32"] * floor
+        assert ((found - right).abs() <= allowed).all()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["causal", "causal & window(7)", "full"])
