@@ -95,7 +95,9 @@ def test_gradients_of_inputs_that_lie_apart(dtype) -> None:
 
 
 @pytest.mark.parametrize("sharpness", [1, 6, 40])
-@pytest.mark.parametrize(("nq", "nk", "mask"), [(339, 1, "full"), (339, 2, "full"), (339, 339, "window(1)"), (200, 200, "causal")])
+@pytest.mark.parametrize(
+    ("nq", "nk", "mask"), [(339, 1, "full"), (339, 2, "full"), (339, 339, "window(1)"), (200, 200, "causal")]
+)
 def test_gradients_where_few_keys_have_the_weight(nq, nk, mask, sharpness) -> None:
     """In float32: twice the plain formula's error, and as a floor four roundings of the terms that dP and delta are sums of.
 

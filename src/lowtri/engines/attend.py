@@ -14,6 +14,7 @@ import numpy as np
 
 from lowtri.engines.choice import Choice, answers, choose, load, weigh
 from lowtri.engines.decode import again
+from lowtri.engines.limits import check_weights
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, Result, describe
@@ -72,7 +73,7 @@ def attention(
     tensors. Masks of lists and ``~`` stand outside, or are said as text. Weights, dropout and ``where`` run outside of the program.
 
     Raises:
-        CallError: if the arguments do not fit together.
+        CallError: if the arguments do not fit together, or the weights asked for do not fit into memory.
         MaskError: if the mask is none; a bare tensor is refused, since True means opposite things in two libraries.
         EngineError: if the engine asked for by name cannot run the call.
 
@@ -114,6 +115,8 @@ def attention(
         return_weights=return_weights,
         return_lse=return_lse,
     )
+    if return_weights:
+        check_weights(call)
     run = load(choose(call, engine)).run
     found = run(call) if device is None else _without_autocast(device, run, call)
     output = call.restore(found.output)

@@ -67,25 +67,23 @@ def weigh(call: Call, name: str) -> tuple[str, str]:
 
 
 def _automatic(call: Call) -> tuple[str, str]:
+    """A kernel where the call is worth it, unless torch is known to be faster; then torch's function if it keeps to the mask."""
+    against = load("cpu").why_not(call) if worth_a_kernel(call) else "the call is too small for a kernel"
+    faster = torch_is_faster(call) if against is None and not call.is_numpy else None
+    if against is None and faster is None:
+        return "cpu", "the call is worth a kernel"
     rows, heads, nq, _ = call.q.shape
     pairs = nq * call.k.shape[2]
-    size = "the call is too small for a kernel"
-    if worth_a_kernel(call):
-        size = load("cpu").why_not(call) or ""
-        slower = None if size or call.is_numpy else torch_is_faster(call)
-        if not size and (slower is None or load("sdpa").why_not(call) is not None):
-            return "cpu", "the call is worth a kernel"
-        size = size or f"{slower}"
     if call.is_numpy:
         small = pairs * rows * heads <= _SMALL and load("reference").why_not(call) is None
-        return ("reference" if small else "formula"), size
+        return "reference" if small else "formula", f"{against}"
+    sdpa: Any = load("sdpa")
     written = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))  # tables, at most
     fits = pairs * written <= _TABLE_LIMIT or call.mask in (causal(), full())
-    sdpa: Any = load("sdpa")
-    against = sdpa.why_not(call) or (None if fits else "its table of bools would be too large") or sdpa.spreads(call)
-    if against is None:
-        return "sdpa", f"{size}; its inputs are finite, so torch's function keeps to the mask"
-    return "formula", f"{size}; not sdpa: {against}"
+    not_sdpa = sdpa.why_not(call) or (None if fits else "its table of bools would be too large") or sdpa.spreads(call)
+    if not_sdpa is None:
+        return "sdpa", f"{against or faster}; its inputs are finite, so torch's function keeps to the mask"
+    return "cpu" if against is None else "formula", f"{against or faster}; not sdpa: {not_sdpa}"
 
 
 def answers(call: Call) -> dict[str, str]:

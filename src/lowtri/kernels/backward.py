@@ -8,8 +8,8 @@ with queries in lanes; ``weights`` and ``moves`` (dS^T) come out as the A of the
     dP^T    = V dO^T                     moves   = weights * (dP - delta),   delta = sum of dO * O
     dV     += weights dO                 dK     += moves Q                   dQ^T += K^T moves
 
-dP and delta round apart, so their difference has an error of a few roundings of |dO| |V|, also where it should be 0 (one key has all the
-weight) and where the plain formula, which takes both from the same numbers, has none: the floor of the gradients' precision.
+dP and delta round apart, so their difference is off by a few roundings of |dO| |V|, also where it should be 0 (one key has all the
+weight) and the plain formula, which takes both from the same numbers, gives 0: the floor of the gradients' precision.
 
 Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttention-2 (2023).
 """
