@@ -52,14 +52,13 @@ def spreads(call: Call) -> str | None:
     """Whether torch's function could leave a trace of what is hidden, or swallow what is seen: one look at the numbers.
 
     Where q, k, v and their products are finite, a hidden pair comes out as exactly 0. A NaN in a row of q may come out as 0, too,
-    so that a look at the output would not do.
+    so that a look at the output would not do. What this cannot see: a NaN in the output's gradient, with dropout (``_Recorded`` can,
+    but the formula would drop other weights).
     """
     if why_not_now() is not None:  # the numbers are not there to be looked at
         return transformed()
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if call.dropout and call.needs_grad:
-        return "with dropout, its gradients are not checked for hidden NaN"
     # Few queries may see little of a large cache: then only that is looked at.
     if call.q.shape[2] >= FEW_QUERIES and _are_tame(call.scale, call.q, call.k, call.v, call.bias):
         return None
@@ -73,10 +72,11 @@ def _are_tame(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ends = [end for x in (q, k, v) for end in torch.aminmax(x.detach())]
     if bias is not None:
         ends.append(bias.detach().amax().clamp(min=0))
-    numbers = [abs(x) for x in torch.stack([x.to(torch.float64) for x in ends]).tolist()]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    numbers = [abs(x) for x in torch.stack([x.to(wide) for x in ends]).tolist()]
     of_q, of_k, of_v = (sum(numbers[i : i + 2]) for i in (0, 2, 4))
     score = q.shape[3] * of_q * of_k * max(1.0, abs(scale))  # at most
-    return score + of_q + of_k + of_v + sum(numbers[6:]) < _HUGE[torch.promote_types(q.dtype, torch.float32)]
+    return score + of_q + of_k + of_v + sum(numbers[6:]) < _HUGE[wide]
 
 
 _WORDS = "an input holds NaN, infinity or huge numbers, which torch's function may spread to other queries, or swallow"
@@ -140,13 +140,17 @@ class _Recorded(torch.autograd.Function):
     @one_by_one
     def backward(ctx: Any, d_output: Tensor) -> Any:
         inputs, wanted, call = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.call
-        tame = _are_tame(1, d_output, call.v, d_output) or _are_tame(1, d_output, _prepared(call)[2], d_output)
-        if needs_formula() or not tame:
+        if needs_formula() or not _keeps(call, d_output):
             return (None, *by_formula(call, (*inputs, None), (d_output,), (*wanted, False))[:4])
         # The first backward takes the graph, so that its memory is free after it; a second one records it again.
         output, leaves = ctx.graphs.pop() if ctx.graphs else _graph(call, inputs)
         found = iter(torch.autograd.grad(output, [x for x in leaves if x is not None and x.requires_grad], d_output))
         return (None, *(next(found) if want else None for want in wanted))
+
+
+def _keeps(call: Call, d_output: Tensor) -> bool:
+    """Whether no product of d_output with the values overflows, nor is NaN: with those that are seen, if not with all."""
+    return any(_are_tame(1, d_output, v(), d_output) for v in (lambda: call.v, lambda: _prepared(call)[2]))
 
 
 def _graph(call: Call, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, list[Tensor | None]]:

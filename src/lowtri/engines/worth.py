@@ -17,9 +17,7 @@ __all__ = ["FEW_QUERIES", "torch_is_faster", "worth_a_kernel"]
 FEW_QUERIES = 16  # below, reading the keys and values is the work
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
 _NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
-_LARGE_CAST = (
-    2**24
-)  # of keys and values in a half type: 64 MB in float32, more than is written and read again in a cache
+_LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, which no cache holds
 
 
 def worth_a_kernel(call: Call) -> bool:
