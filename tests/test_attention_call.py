@@ -228,7 +228,7 @@ MASKS_REFUSED = {
     "True": (True, r"mask: a bare bool came\. True hides"),
     "text that is none": (
         "causl",
-        "mask: there is no mask 'causl'. Did you mean causal? There are: full, causal, window",
+        "mask: there is no mask 'causl'. Did you mean causal[?] There are: full, causal, window",
     ),
 }
 

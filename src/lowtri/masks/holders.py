@@ -209,12 +209,12 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
     from lowtri.masks.text import as_mask
 
     try:
-        listed = [] if isinstance(masks, str | Mask) else list(masks)
+        each = iter(() if isinstance(masks, str | Mask) else masks)
     except TypeError:
-        listed = []
-    if not listed:
+        each = iter(())
+    found = tuple([as_mask(one) for one in each])  # the first that is no mask ends it, however long the list
+    if not found:
         raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
-    found = tuple([as_mask(one) for one in listed])
     if any(len(one.batch) > 1 for one in found):
         raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
     rows = {one.batch[0] for one in found if one.batch} - {1}
