@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.engines.decode import decode, is_decoding
-from lowtri.engines.launch import forward, in_pairs
+from lowtri.engines.launch import forward, readable
 from lowtri.ops.call import Call, Result
 
 __all__ = ["name", "run", "why_not"]
@@ -35,7 +35,7 @@ def why_not(call: Call) -> str | None:
 
 
 def run(call: Call) -> Result:
-    """Run the kernels. bf16 has its own where the CPU multiplies it; other half types are computed in float32."""
+    """Run the kernels. Half types are read as they are, or cast where this CPU has no instructions for them."""
     if call.needs_grad:
         from lowtri.engines.gradient import Kernels
 
@@ -43,7 +43,7 @@ def run(call: Call) -> Result:
         return Result(output, _weights(call), lse)
     q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
     beside = call.dtype if call.dtype == "float64" else "float32"
-    if call.dtype != beside and not in_pairs(q, k, v):
+    if call.dtype != beside and not readable(q, k, v):
         q, k, v = (_cast(x, beside) for x in (q, k, v))
     kernel = decode if is_decoding(q, k, v) else forward
     output, lse = kernel(call, q, k, v, _cast(bias, beside), _cast(sinks, beside), call.return_lse)

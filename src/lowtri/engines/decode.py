@@ -1,8 +1,7 @@
-"""Few queries against a cache, launched; and launched again, where nothing but the arrays is new.
+"""Launches the decode kernel; repeated calls with the same signature reuse the prepared launch.
 
-While a model writes text, its layers call attention one after another with the same mask, shapes and steps. What the first of them
-checked and laid out serves the others: they write four addresses and run. Between two layers a model's weights go by, and then
-each line of code that is not needed costs a wait for memory.
+While a model writes text, its layers call attention one after another with the same mask, shapes and strides. What the first of them
+checked and laid out serves the others: they write four addresses and run.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lowtri.engines.descriptor import address, of_call
-from lowtri.engines.launch import Launch, empty, is_half, kernel_file, room_for_lse, threads_of
+from lowtri.engines.launch import PreparedLaunch, empty, empty_lse, kernel_file, spec_for, threads_of
 from lowtri.engines.plans import all_seen, between
 from lowtri.engines.worth import FEW_QUERIES, worth_a_kernel
+from lowtri.kernels.abi import DECODE
 from lowtri.masks.mask import Mask
-from lowtri.ops.call import Call, dtype_name
+from lowtri.ops.call import Call
 
 __all__ = ["again", "decode", "is_decoding"]
 
@@ -25,50 +25,48 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 def is_decoding(q: Any, k: Any, v: Any) -> bool:
-    """Whether there are so few queries that reading the cache is the work: and rows that can be read a vector at a time."""
-    if dtype_name(q.dtype) == "float64":
-        return False
-    whole = 32 if is_half(q) else 16
-    if q.shape[2] >= FEW_QUERIES or q.shape[3] % whole or v.shape[3] % whole:
-        return False
-    return bool(
-        k.strides[3] == v.strides[3] == k.itemsize if isinstance(k, np.ndarray) else k.stride(3) == v.stride(3) == 1
-    )
+    """Whether there are so few queries that reading the cache is the work, and its rows can be read a vector at a time."""
+    return q.shape[2] < FEW_QUERIES and spec_for("decode", _packed(q), k, v) is not None
 
 
 def decode(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
-    """Output and log-sum-exp as of ``forward``, for few queries; no plan: one question, or a table of few rows."""
-    kernel = kernel_file("decode")
-    everything = all_seen(call)
-    visible = None if everything else call.visible()  # (B|1, Hq|1, Nq, Nk)
-    if visible is not None:
-        visible, k, v, bias = _between(visible, k, v, bias)
+    """Output and log-sum-exp as of ``forward``, for few queries."""
+    q = _packed(q)
+    output, lse = empty(q, (*q.shape[:3], v.shape[3])), empty_lse(q) if want_lse else None
+    launch = prepare_decode(call, q, k, v, bias)
+    arrays = {"q": q, "k": k, "v": v, "o": output, "lse": lse, "bias": bias, "sinks": sinks}
+    launch.run(**{name: address(x) for name, x in arrays.items()})
+    plain = bias is None and sinks is None and not (want_lse or call.return_weights or call.positions_given)
+    if plain and q is call.q and not call.is_numpy and all_seen(call):
+        _keep(call, launch)
+    return output, lse
+
+
+def prepare_decode(call: Call, q: Any, k: Any, v: Any, bias: Any) -> PreparedLaunch:
+    """The decode kernel for a call, and for all whose arrays lie as these do; no plan: one question, or a table of few rows."""
+    kernel, spec = kernel_file("decode"), spec_for("decode", q, k, v)
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    q = np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
-    output, lse = empty(q, (rows, heads, nq, dv)), room_for_lse(q) if want_lse else None
-    threads, groups, stacked = threads_of(q), rows * kv_heads, heads // kv_heads * nq
+    visible, first_key = None, 0
+    if not all_seen(call):
+        visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
+        seen = between(visible)  # only the keys between the first and the last that any query sees: a window
+        if seen is not None:
+            visible, first_key, nk = visible[..., seen], seen.start, seen.stop - seen.start
+        visible = None if visible.all() else np.ascontiguousarray(visible)
+    threads, groups, queries = threads_of(q), rows * kv_heads, heads // kv_heads * nq
     parts = max(1, min(2 * threads // groups, -(-nk // kernel.KEYS)))
-    fields = of_call(call, q, k, v, bias, sinks, "bhn")
-    fields |= {"q": address(q), "o": address(output), "tasks": groups * parts, "parts": parts}
+    fields = of_call(call, q, k, v, bias) | {"nk": nk, "first_key": first_key, "tasks": groups * parts, "parts": parts}
+    fields |= {"visible": address(visible), "visible_strides": {"b": 0, "h": 0}}
     if visible is not None:
         by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
-        fields |= {"visible": address(visible), "visible_b": by_row, "visible_h": by_head}
-    scratch = {"joined": 8 * groups, "results": 4 * groups * parts * kernel.part_floats(stacked, dv)}
-    if lse is None:  # the kernel writes it in any case
-        scratch["lse"] = 4 * rows * heads * nq
-    else:
-        fields["lse"] = address(lse)
-    code = kernel.decode_half if is_half(q) else kernel.decode
-    launch = Launch(code, kernel.FIELDS, fields, kernel.room(stacked, d, dv), threads, scratch, zeros="joined")
-    plain = (
-        everything and bias is None and sinks is None and not (want_lse or call.return_weights or call.positions_given)
-    )
-    if plain and q is call.q and not call.is_numpy and launch.desk.size <= _SMALL:
-        launch.run()
-        _keep(call, launch)
-    else:
-        launch.run_once()
-    return output, lse
+        fields["visible_strides"] = {"b": by_row, "h": by_head}
+    scratch, shared = kernel.scratch(spec, queries, d, dv), kernel.shared_scratch(groups, parts, queries, dv)
+    return PreparedLaunch(DECODE, spec, fields, threads, scratch, shared, zeros="joined", keep=visible)
+
+
+def _packed(q: Any) -> Any:
+    """Queries without gaps; they are few."""
+    return np.ascontiguousarray(q) if isinstance(q, np.ndarray) else q.contiguous()
 
 
 def again(q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, engine: str) -> Any:
@@ -99,22 +97,17 @@ def again(q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, engine: s
 class _Ready:
     """A launch that ran, and may again."""
 
-    def __init__(self, call: Call, launch: Launch) -> None:
+    def __init__(self, call: Call, launch: PreparedLaunch) -> None:
         self.launch, self.worth = launch, worth_a_kernel(call)
         self.shape = (*call.q.shape[:3], call.v.shape[3])
-        names = kernel_file("decode").FIELDS
-        self.places = [names.index(name) for name in "qkvo"]
 
-    def run(self, *addresses: int) -> None:
-        """Run it on other arrays: q, k, v and the output."""
-        for place, where in zip(self.places, addresses, strict=True):
-            self.launch.values[place] = where
-        self.launch.run()
+    def run(self, q: int, k: int, v: int, output: int) -> None:
+        """Run it on other arrays at these addresses."""
+        self.launch.run(q=q, k=k, v=v, o=output, lse=0, bias=0, sinks=0)
 
 
 _PLAIN = (type(None), float)
 _KEPT = 8  # the newest: a model has one kind of call a token, or a few
-_SMALL = 2**22  # bytes that each may hold
 _ready: dict[Key, _Ready] = {}
 
 
@@ -125,16 +118,7 @@ def _key(q: Any, k: Any, v: Any, mask: Mask, scale: Any, softcap: Any) -> Key:
     return (mask, scale, softcap, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, *steps, threads_of(q))
 
 
-def _keep(call: Call, launch: Launch) -> None:
+def _keep(call: Call, launch: PreparedLaunch) -> None:
     _ready[_key(call.q, call.k, call.v, call.mask, call.scale, call.softcap)] = _Ready(call, launch)
     while len(_ready) > _KEPT:
         _ready.pop(next(iter(_ready)), None)
-
-
-def _between(visible: Any, k: Any, v: Any, bias: Any) -> tuple[Any, ...]:
-    """Only the keys between the first and the last that anybody sees, and no table where all of these are seen: a window."""
-    here = between(visible)
-    if here is not None:
-        visible, k, v = visible[..., here], k[:, :, here], v[:, :, here]
-        bias = bias[..., here] if bias is not None and bias.shape[3] > 1 else bias
-    return None if visible.all() else np.ascontiguousarray(visible), k, v, bias

@@ -49,9 +49,9 @@ class Kernels(torch.autograd.Function):
 
 
 def _readable(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, ...]:
-    """The inputs as the kernels read them: float64, bf16 where it can be multiplied in pairs, float32 otherwise."""
+    """The inputs as the kernels read them: as they are, or cast to float32; bias and sinks in the dtype that is computed with."""
     beside = torch.float64 if q.dtype == torch.float64 else torch.float32
-    inner = torch.bfloat16 if launch.in_pairs(q, k, v) else beside
+    inner = q.dtype if launch.readable(q, k, v) else beside
     kinds = (inner, inner, inner, beside, beside)
     return tuple(
         None if x is None else x.detach().to(kind) for x, kind in zip((q, k, v, bias, sinks), kinds, strict=True)

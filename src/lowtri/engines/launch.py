@@ -1,6 +1,7 @@
-"""The kernels, launched: room for their results, their descriptor, and the team of threads.
+"""The kernels, launched: their results, their record, scratch memory, and the team of threads.
 
-Each function takes the call and its arrays in the dtype that the kernel reads, and gives back what it wrote.
+A launch is prepared from everything about a call but where its numbers lie, and can run again and again, from several threads at once.
+The functions take the call and its arrays in a dtype that the kernels read, and give back what the kernel wrote.
 """
 
 from __future__ import annotations
@@ -9,85 +10,149 @@ import ctypes
 import importlib
 import os
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from lowtri.engines.descriptor import Fields, Table, address, broadcast, of_call, strided
+from lowtri.engines.descriptor import Fields, address, broadcast, of_call, packed, steps, strides
 from lowtri.engines.plans import plan_of
+from lowtri.kernels.abi import BACKWARD, FORWARD, Abi, aligned
 from lowtri.ops.call import Call, dtype_name
 
-__all__ = ["Launch", "backward", "empty", "forward", "in_pairs", "is_half", "kernel_file", "room_for_lse", "threads_of"]
+__all__ = [
+    "PreparedLaunch",
+    "backward",
+    "empty",
+    "empty_lse",
+    "forward",
+    "kernel_file",
+    "readable",
+    "spec_for",
+    "threads_of",
+]
+
+
+class PreparedLaunch:
+    """A kernel laid out to run. Safe among threads: a run has a record of its own.
+
+    Args:
+        fields: the record's fields but for the run's and the scratch memory's, by name.
+        scratch, shared: bytes of the parts of the scratch memory, of each thread and for all together.
+        zeros: the part of ``shared`` that begins as 0.
+        keep: what owns the memory that fields point to.
+    """
+
+    def __init__(
+        self,
+        abi: Abi,
+        spec: Any,
+        fields: Fields,
+        threads: int,
+        scratch: dict[str, int],
+        shared: dict[str, int] | None = None,
+        zeros: str | None = None,
+        keep: Any = None,
+    ) -> None:
+        threads_file, shared = kernel_file("threads"), shared or {}
+        self.threads, self._keep = max(1, min(threads, fields["tasks"])), keep
+        layout = abi.layout(scratch, shared, self.threads)
+        self._bytes = layout.pop("bytes")
+        self._zeros = (layout["offsets"][zeros], shared[zeros]) if zeros else None
+        self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
+        self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
+        self._code = threads_file.compiled(getattr(kernel_file(abi.name), abi.name), abi, spec)
+        self._team = threads_file
+        self._records: list[Any] = []  # as many as ever ran at once; each is in one run at a time
+
+    def run(self, **addresses: int) -> None:
+        """Run it on arrays at these addresses, one for each name of the ABI; 0 for an array that the call does not have.
+
+        Raises:
+            KeyError: if an address is missing, or its name is no array of the kernel.
+        """
+        values = self._pick(addresses)
+        if len(addresses) != len(values):
+            raise KeyError(f"the kernel has no arrays {sorted(set(addresses) - set(self._names))}")
+        try:
+            record = self._records.pop()
+        except IndexError:
+            record = ctypes.create_string_buffer(bytes(self._start) + self._prepared)
+        scratch = _take_scratch(self._bytes)
+        self._write(record, 0, 0, 0, scratch.address, *values)
+        if self._zeros is not None:
+            offset, size = self._zeros
+            ctypes.memset(scratch.address + offset, 0, size)
+        self._team.run_team(self._code, ctypes.addressof(record), self.threads)
+        self._records.append(record)
+        if scratch.size <= _KEPT:
+            _scratch.append(scratch)
+
+
+class _Scratch:
+    """Memory that one run works in and a later one can use again; it begins at a whole cache line."""
+
+    def __init__(self, size: int) -> None:
+        self._memory, self.size = np.empty(size + 64, np.uint8), size
+        self.address = aligned(self._memory.ctypes.data)
+
+
+_KEPT = 2**24  # bytes that are worth keeping
+_scratch: list[_Scratch] = []  # as many as ever were in use at once
+
+
+def _take_scratch(size: int) -> _Scratch:
+    try:
+        scratch = _scratch.pop()
+    except IndexError:
+        return _Scratch(size)
+    return scratch if scratch.size >= size else _Scratch(size)
 
 
 def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any, want_lse: bool) -> tuple[Any, Any]:
-    """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) where it is wanted: float32 beside bf16."""
-    kernel, code, room = _forward(dtype_name(q.dtype))
-    rows, heads, nq, d = q.shape
-    output, lse = empty(q, (rows, heads, nq, v.shape[3])), room_for_lse(q) if want_lse else None
-    found = plan_of(call, kernel.KEYS)
-    fields = of_call(call, q, k, v, bias, sinks) | found.fields | strided("q", q) | strided("o", output, "bhn")
-    fields["tasks"] = rows * heads * found.plan.rows
-    fields["lse"] = 0 if lse is None else address(lse)
-    Launch(code, kernel.FIELDS, fields, room(d, v.shape[3]), threads_of(q)).run_once()
+    """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) where it is wanted: at least float32."""
+    output, lse = empty(q, (*q.shape[:3], v.shape[3])), empty_lse(q) if want_lse else None
+    launch = prepare_forward(call, q, k, v, bias)
+    arrays = {"q": q, "k": k, "v": v, "o": output, "lse": lse, "bias": bias, "sinks": sinks}
+    launch.run(**{name: address(x) for name, x in arrays.items()})
     return output, lse
 
 
-def in_pairs(q: Any, k: Any, v: Any) -> bool:
-    """Whether bf16 can be read in pairs: the CPU has the instruction, rows are packed, sizes whole vectors."""
-    if not is_half(q):
-        return False
-    from lowtri.kernels.target import BF16
-
-    sizes = q.shape[3] % 16 == 0 and q.shape[3] >= 32 and v.shape[3] % 16 == 0
-    return BF16 and sizes and _even(q) and _even(k) and _even(v)
-
-
-def _even(x: Any) -> bool:
-    b, h, n, d = x.stride()
-    return bool(d == 1 and (b | h | n) % 2 == 0)
+def prepare_forward(call: Call, q: Any, k: Any, v: Any, bias: Any) -> PreparedLaunch:
+    """The forward kernel for a call, and for all whose arrays lie as these do."""
+    kernel, spec = kernel_file("forward"), spec_for("forward", q, k, v)
+    rows, heads, nq, d = q.shape
+    kept = plan_of(call, kernel.KEYS)
+    fields = of_call(call, q, k, v, bias) | {"plan": kept.fields, "o_strides": packed((rows, heads, nq, v.shape[3]))}
+    fields["tasks"] = rows * heads * kept.plan.rows
+    return PreparedLaunch(FORWARD, spec, fields, threads_of(q), kernel.scratch(spec, d, v.shape[3]), keep=kept)
 
 
 def backward(call: Call, q: Any, k: Any, v: Any, bias: Any, lse: Any, d_output: Any, delta: Any) -> tuple[Any, ...]:
     """dq, dk, dv and d bias (or None), in the dtype of ``lse``, from the output's gradient and delta = sum of dO * O (B, Hq, Nq)."""
-    kernel, code, room, padded = _backward(dtype_name(q.dtype))
+    kernel, spec = kernel_file("backward"), spec_for("forward", q, k, v)
     (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
-    found, threads = plan_of(call, kernel_file("forward").KEYS), threads_of(q)
+    kept, threads = plan_of(call, kernel.KEYS), threads_of(q)
     # One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own.
-    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, found.plan.rows)
-    if is_half(q) and not _even(d_output):
+    parts = min(1 if rows * kv_heads % threads == 0 or rows * kv_heads >= 4 * threads else threads, kept.plan.rows)
+    if spec.rows == "pairs" and not _array(d_output).even:
         d_output = d_output.contiguous()
     dq = lse.new_empty((rows, heads, nq, d))
-    dk, dvalue = (lse.new_zeros((parts, rows, kv_heads, nk, padded(size))) for size in (d, dv))
-    fields = of_call(call, q, k, v, bias) | found.fields | strided("q", q) | strided("do", d_output)
-    fields |= {"tasks": parts * rows * kv_heads, "parts": parts, "lse": address(lse), "delta": address(delta)}
-    fields |= {"dq": address(dq), "dk": address(dk), "dvalue": address(dvalue)}
+    dk, dv_sums = (lse.new_zeros((parts, rows, kv_heads, nk, kernel.padded(spec, size))) for size in (d, dv))
     d_bias = None
     if bias is not None and call.bias.requires_grad:
         d_bias = lse.new_zeros((parts, rows, heads, *bias.shape[2:]))
-        fields |= broadcast("dbias", d_bias, "pbhqk")
-    Launch(code, kernel.FIELDS, fields, room(d, dv), threads).run_once()
-    dk, dvalue = dk.sum(0)[..., :d] * call.scale, dvalue.sum(0)[..., :dv]
-    return dq, dk, dvalue, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
-
-
-@cache
-def _forward(dtype: str) -> tuple[Any, Any, Any]:
-    """The table of fields, the kernel for a dtype, and what room it takes."""
-    table = kernel_file("forward")
-    if dtype == "float64":
-        return table, kernel_file("double").forward_double, kernel_file("double").room
-    return table, table.forward_half if dtype == "bfloat16" else table.forward, table.room
-
-
-@cache
-def _backward(dtype: str) -> tuple[Any, Any, Any, Any]:
-    """The same for the gradients, and how long a row of dK or dV is."""
-    table = kernel_file("backward")
-    if dtype == "float64":
-        double = kernel_file("double_backward")
-        return table, double.backward_double, double.room, double.padded
-    return table, table.backward_half if dtype == "bfloat16" else table.backward, table.room, table.padded
+    fields = of_call(call, q, k, v, bias) | {"plan": kept.fields, "tasks": parts * rows * kv_heads, "parts": parts}
+    fields |= {"d_output_strides": strides(d_output)}
+    d_bias_strides = broadcast(d_bias, ("part", "b", "h", "q", "k"))
+    launch = PreparedLaunch(
+        BACKWARD, spec, fields | {"d_bias_strides": d_bias_strides}, threads, kernel.scratch(spec, d, dv), keep=kept
+    )
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "lse": lse, "delta": delta, "d_output": d_output}
+    arrays |= {"dq": dq, "dk": dk, "dv_sums": dv_sums, "d_bias": d_bias}
+    launch.run(**{name: address(x) for name, x in arrays.items()})
+    dk, d_values = dk.sum(0)[..., :d] * call.scale, dv_sums.sum(0)[..., :dv]
+    return dq, dk, d_values, None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
 
 
 @cache
@@ -96,74 +161,18 @@ def kernel_file(name: str) -> Any:
     return importlib.import_module(f"lowtri.kernels.{name}")
 
 
-class Launch:
-    """A kernel laid out to run: its descriptor, a room for each thread, and scratch for all together.
-
-    Args:
-        names: the kernel's fields, in order.  fields: their values, by name; the rest is 0.
-        room: bytes for each thread.  scratch: bytes for all together, by field.
-        zeros: the scratch that begins as 0, and that a run leaves so.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        names: tuple[str, ...],
-        fields: Fields,
-        room: int,
-        threads: int,
-        scratch: dict[str, int] | None = None,
-        zeros: str = "",
-    ) -> None:
-        self.kernel, self.threads, room = kernel, min(threads, fields["tasks"]), _whole(room)
-        shared = {name: _whole(size) for name, size in (scratch or {}).items()}
-        try:
-            self.desk = _desks.pop()
-        except IndexError:  # the first launch, or one beside another
-            self.desk = _Desk()
-        at = self.desk.reserve(self.threads * room + sum(shared.values()))
-        fields["room"], fields["room_bytes"] = at, room
-        at += self.threads * room
-        for name, size in shared.items():
-            fields[name] = at
-            if name == zeros:
-                ctypes.memset(at, 0, size)
-            at += size
-        self.values = self.desk.table.values(names, fields)
-
-    def run(self) -> None:
-        """Run it, from the first task on."""
-        self.desk.table.write(self.values)
-        kernel_file("workers").run_team(self.kernel, self.desk.table.address, self.threads)
-
-    def run_once(self) -> None:
-        """Run it and hand its memory on."""
-        self.run()
-        if self.desk.size <= _KEPT:
-            _desks.append(self.desk)
+def spec_for(family: str, q: Any, k: Any, v: Any) -> Any:
+    """The spec of the kernel that reads these arrays, or None where none does."""
+    return kernel_file("select").spec_of(family, dtype_name(q.dtype), _array(q), _array(k), _array(v))
 
 
-class _Desk:
-    """Memory that one launch works in and a later one can use again: the descriptor, and rooms."""
-
-    def __init__(self) -> None:
-        self.table, self.size = Table(), 0
-
-    def reserve(self, size: int) -> int:
-        """The address of at least ``size`` bytes, a multiple of 64."""
-        if size > self.size:
-            self._memory, self.size = np.empty(size + 64, np.uint8), size
-            self._address = _whole(address(self._memory))
-        return self._address
+def readable(q: Any, k: Any, v: Any) -> bool:
+    """Whether a kernel reads these arrays as they are; else they are cast to float32."""
+    return spec_for("forward", q, k, v) is not None
 
 
-_KEPT = 2**24  # bytes of a desk that is worth keeping
-_desks: list[_Desk] = []  # as many as ever worked at once; each is in one launch at a time
-
-
-def _whole(size: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size // 64) * 64
+def _array(x: Any) -> Any:
+    return kernel_file("select").Array(steps(x), x.shape[3])
 
 
 def threads_of(q: Any) -> int:
@@ -174,18 +183,16 @@ def threads_of(q: Any) -> int:
     return torch.get_num_threads()
 
 
-def is_half(x: Any) -> bool:
-    return dtype_name(x.dtype) == "bfloat16"
-
-
 def empty(like: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
-def room_for_lse(q: Any) -> Any:
-    """Room for the log-sum-exp (B, Hq, Nq), float32 beside half types."""
-    if not is_half(q):
+def empty_lse(q: Any) -> Any:
+    """Memory for the log-sum-exp (B, Hq, Nq): float32 for half types."""
+    if dtype_name(q.dtype) not in ("float16", "bfloat16"):
         return empty(q, q.shape[:3])
+    if isinstance(q, np.ndarray):
+        return np.empty(q.shape[:3], np.float32)
     import torch
 
     return q.new_empty(q.shape[:3], dtype=torch.float32)
