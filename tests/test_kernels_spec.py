@@ -158,18 +158,18 @@ def test_bf16_in_pairs_and_widened_is_as_exact_as_the_formula(
 ) -> None:
     q, k, v = qkv(nq, 131, d, torch.bfloat16)
     assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).rows == rows
-    inputs = [x.requires_grad_(nq > 16) for x in (q, k, v)]
+    d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
 
     def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.detach().to(dtype).requires_grad_(nq > 16) for x in inputs]
+        leaves = [x.to(dtype).requires_grad_(nq > 16) for x in (q, k, v)]
         output = lowtri.attention(*leaves, mask, engine=engine, sinks=torch.ones(4, dtype=dtype))
-        return [output, *(torch.autograd.grad(output.double().sin().sum(), leaves) if nq > 16 else ())]
+        return [output, *(torch.autograd.grad(output, leaves, d_output.to(dtype)) if nq > 16 else ())]
 
     exact, plain, found = (
         results(*way) for way in (("formula", torch.float64), ("formula", torch.bfloat16), ("cpu", torch.bfloat16))
     )
     for right, usual, ours in zip(exact, plain, found, strict=True):
-        allowed = 2 * (usual.double() - right).abs().max() + 2**-7 * max(1.0, float(right.abs().max()))
+        allowed = 2 * (usual.double() - right).abs().max() + 4 * 2**-8 * max(1.0, float(right.abs().max()))
         assert (ours.double() - right).abs().max() <= allowed
 
 
@@ -181,7 +181,9 @@ def test_bf16_in_pairs_and_widened_hides_what_is_not_finite(rows: str, nq: int, 
     right = lowtri.attention(q, k, v, mask, engine="cpu")
     for array in (k, v):
         array[:, :, 70, 3] = value
-    assert torch.equal(lowtri.attention(q, k, v, mask, engine="cpu"), right)
+    found = lowtri.attention(q, k, v, mask, engine="cpu")
+    # Few queries take another order of sums there, and weights that are not rounded.
+    assert torch.equal(found, right) if nq > 16 else (found - right).abs().max() <= 2**-7
     assert not lowtri.attention(q, k, v, "causal", engine="cpu").isfinite().all()
 
 

@@ -59,7 +59,8 @@ def _split(b: Any, x: Any, isa: Any) -> tuple[Any, Any]:
     """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1."""
     whole = _nearest(b, _greater(b, x, constant(x.type, _least(x.type))))
     r = b.fsub(x, whole)
-    return _power(b, whole), b.fmul(_per_r(b, r, isa), r)
+    more = b.fmul(_per_r(b, r, isa), r)
+    return _power(b, whole), more
 
 
 def _exp2(b: Any, x: Any, isa: Any) -> Any:
@@ -70,8 +71,8 @@ def _exp2(b: Any, x: Any, isa: Any) -> Any:
         r = b.fsub(x, whole)
         return isa.scale(b, isa.fma(b, _per_r(b, r, isa), r, constant(x.type, 1.0)), whole)
     scale, more = _split(b, x, isa)
-    below = b.fcmp_ordered("<", x, constant(x.type, _least(x.type)))
-    out = b.select(below, constant(x.type, 0.0), isa.fma(b, scale, more, scale))
+    out = isa.fma(b, scale, more, scale)
+    out = b.select(b.fcmp_ordered("<", x, constant(x.type, _least(x.type))), constant(x.type, 0.0), out)
     return b.select(b.fcmp_unordered("uno", x, x), x, out)
 
 
