@@ -98,7 +98,7 @@ class Abi:
         return self.prepared_format.pack(*flat)
 
     def layout(self, thread: Mapping[str, int], shared: Mapping[str, int], threads: int) -> dict[str, Any]:
-        """The scratch memory from the bytes of its parts: ``thread_bytes``, ``offsets`` and, beside them, ``bytes`` in all."""
+        """The scratch memory from the bytes of its parts: ``thread_bytes``, ``offsets`` and, for the launch, ``bytes`` in all."""
         offsets, end = {}, 0
         for name in self.scratch:
             offsets[name] = end

@@ -99,27 +99,13 @@ def backward_tile(call, memory, part, b, h, r, spec):
     """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
     d, dv, nk, kv, wide = call.d, call.dv, call.nk, h // call.group, spec.number_bytes
     d_row, dv_row = -(-d // spec.lanes) * spec.lanes, -(-dv // spec.lanes) * spec.lanes
-    at, q_step, k_step, v_step, do_step = (
-        call.offsets,
-        call.q_strides,
-        call.k_strides,
-        call.v_strides,
-        call.d_output_strides,
-    )
-    queries, d_output, dq, scores, ds = (
-        memory + at.queries,
-        memory + at.d_output,
-        memory + at.dq,
-        memory + at.scores,
-        memory + at.ds,
-    )
-    slopes, shift, delta, zeros = memory + at.slopes, memory + at.shift, memory + at.delta, memory + at.zeros
-    q_rows, do_rows, k_rows, v_rows = (
-        memory + at.q_rows,
-        memory + at.d_output_rows,
-        memory + at.keys,
-        memory + at.values,
-    )
+    at, q_step, k_step = call.offsets, call.q_strides, call.k_strides
+    v_step, do_step = call.v_strides, call.d_output_strides
+    queries, d_output, dq = memory + at.queries, memory + at.d_output, memory + at.dq
+    scores, ds, slopes = memory + at.scores, memory + at.ds, memory + at.slopes
+    shift, delta, zeros = memory + at.shift, memory + at.delta, memory + at.zeros
+    q_rows, do_rows = memory + at.q_rows, memory + at.d_output_rows
+    k_rows, v_rows = memory + at.keys, memory + at.values
     n = min(QUERIES, call.nq - r * QUERIES)
     scale, softcap = number(call.options.scale, spec), number(call.options.softcap, spec)
     line = (b * call.heads + h) * call.nq + r * QUERIES

@@ -1,8 +1,8 @@
 """Few queries against a long cache: each key and value is read once for all the query heads it serves.
 
-Here memory is the limit and not arithmetic, so nothing is turned: scores are dot products along the head, 16 keys at a time, and
-the output is a sum of value rows. The cache is dealt out in parts, so that one sequence can fill the machine; the last task to
-finish a head joins its parts, in their order, so that the result does not depend on which was faster.
+Memory is the limit and not arithmetic, so nothing is turned: scores are dot products along the head, 16 keys at a time, and the output
+is a sum of value rows. The cache is dealt out in parts, so that one sequence can fill the machine; the last task to finish a head
+joins its parts, in their order, so that the result does not depend on which was faster.
 
 Source: the split over keys of Flash-Decoding (Dao et al. 2023).
 """
@@ -56,15 +56,13 @@ def scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:
 
 def shared_scratch(groups: int, parts: int, rows: int, dv: int) -> dict[str, int]:
     """Bytes of what the threads share: a counter for each group of heads, which begins at 0, and what each part leaves behind."""
-    return {"joined": 8 * groups, "results": 4 * groups * parts * (results_lead(rows) + rows * dv)}
+    return {"joined": 8 * groups, "results": 4 * groups * parts * (results_lead.py_func(rows) + rows * dv)}
 
 
-def results_lead(rows: int) -> int:
+@device_function
+def results_lead(rows):
     """Numbers of shifts and sums (rows,) each before the outputs (rows, Dv) of a part."""
     return -(-2 * rows // 16) * 16
-
-
-_lead = device_function(results_lead)
 
 
 @device_function
@@ -125,8 +123,7 @@ def weigh_block(scores, rows, m, l, output, dv, spec):
             write(m + 4 * row, new, spec)
             write(l + 4 * row, read(l + 4 * row, spec) * factor, spec)
             times(output + 4 * row * dv, dv, factor, spec)
-        shift = splat(-new if new > -np.inf else zero, spec)
-        total = splat(0.0, spec)
+        shift, total = splat(-new if new > -np.inf else zero, spec), splat(0.0, spec)
         for at in range(0, 4 * KEYS, 64):
             weights = exp2(fma(load(line + at, spec), one, shift, spec), spec)
             store(line + at, weights)
@@ -151,8 +148,7 @@ def weight_words(spec):
 @device_function
 def pv_block(weights, from_v, v_n, keys, rows, dv, output, pairs, zeros, spec):
     """Output += weights x values, in portions that stay in the first cache while all the rows use them."""
-    words, wide = weight_words(weights, rows, pairs, spec)
-    size = spec.input_bytes
+    (words, wide), size = weight_words(weights, rows, pairs, spec), spec.input_bytes
     for key in range(0, keys, PORTION):
         some, values = min(PORTION, keys - key), from_v + size * key * v_n
         pv(words + wide * key, wide * KEYS, rows, values, size * v_n, some, zeros, output, dv, spec)
@@ -177,8 +173,7 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
     nq, nk, dv, size, q_step, v_step = call.nq, call.nk, call.dv, spec.input_bytes, call.q_strides, call.v_strides
     rows, at = call.group * nq, call.offsets
     scores, pairs, zeros, queries = memory + at.scores, memory + at.weights, memory + at.zeros, memory + at.queries
-    lead = _lead(rows)
-    results = (b * (call.heads // call.group) + kv) * call.parts + part
+    lead, results = results_lead(rows), (b * (call.heads // call.group) + kv) * call.parts + part
     m = call.scratch + at.results + 4 * results * (lead + rows * dv)
     l, output = m + 4 * rows, m + 4 * lead
     for row in range(rows):
@@ -209,8 +204,7 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
 def join(call, b, kv, spec):
     """The parts of one head, in their order, with the sink: output and log-sum-exp to memory."""
     nq, dv, rows, ninf = call.nq, call.dv, call.group * call.nq, number(-np.inf, spec)
-    lead = _lead(rows)
-    step = 4 * (lead + rows * dv)
+    lead, step = results_lead(rows), 4 * (results_lead(rows) + rows * dv)
     first = call.scratch + call.offsets.results + (b * (call.heads // call.group) + kv) * call.parts * step
     for row in range(rows):
         h, i = kv * call.group + row // nq, row % nq

@@ -75,25 +75,20 @@ def pv_tile(values, v_d, v_n, weights, output, dv, spans, parts, spec):
 def attend_tile(call, memory, b, h, r, non_finite, spec):
     """One tile of queries of one head: output (Dv, 64) before the division, shift m and sum l, in the thread's scratch memory."""
     d, dv, nk, kv, wide = call.d, call.dv, call.nk, h // call.group, spec.input_bytes
-    scratch, q_step, k_step, v_step, bias_step = (
+    at, q_step, k_step, v_step, bias_step = (
         call.offsets,
         call.q_strides,
         call.k_strides,
         call.v_strides,
         call.bias_strides,
     )
-    queries, scores, output = memory + scratch.queries, memory + scratch.scores, memory + scratch.output
-    m, l, values, zeros = (
-        memory + scratch.shift,
-        memory + scratch.total,
-        memory + scratch.values,
-        memory + scratch.zeros,
-    )
+    queries, scores, output = memory + at.queries, memory + at.scores, memory + at.output
+    m, l, values, zeros = memory + at.shift, memory + at.total, memory + at.values, memory + at.zeros
     n = min(QUERIES, call.nq - r * QUERIES)
     scale = number(call.options.scale, spec) * number(LOG2E, spec)
     softcap = number(call.options.softcap, spec)
     from_q = call.q + wide * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
-    turned_queries(from_q, q_step.n, q_step.d, n, d, memory + scratch.rows, queries, spec)
+    turned_queries(from_q, q_step.n, q_step.d, n, d, memory + at.rows, queries, spec)
     d_words = in_words(d, spec)
     if spec.per_word > 1:
         fill(zeros, dv, 0.0, spec)
@@ -109,7 +104,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
         from_k = call.k + wide * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
         from_v = call.v + wide * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
         spans, parts = spans_of(words, keys)
-        k_words, k_n, k_d = head_words(from_k, k_step.n, k_step.d, keys, d, memory + scratch.keys, spec)
+        k_words, k_n, k_d = head_words(from_k, k_step.n, k_step.d, keys, d, memory + at.keys, spec)
         score_tile(k_words, k_n, k_d, queries, scores, d_words, spans, parts, spec)
         unit = scale
         if softcap > 0 or call.bias or scale <= 0:  # these work on scaled scores
@@ -128,7 +123,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
             v_words, v_n, v_d = sum_words(values, keys, dv, values, spec), dv, 1
         else:
             v_words, v_n, v_d = key_words(from_v, v_step.n, v_step.d, keys, dv, zeros, values, spec)
-        weights = sum_words(scores, keys, QUERIES, memory + scratch.weights, spec)
+        weights = sum_words(scores, keys, QUERIES, memory + at.weights, spec)
         pv_tile(v_words, v_d, v_n, weights, output, dv, spans, parts, spec)
     return n
 
@@ -136,8 +131,8 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
 @inlined
 def forward_tile(call, memory, b, h, r, spec):
     """One tile of queries, from the plan's row to the output and log-sum-exp in memory."""
-    dv, scratch, o_step, wide = call.dv, call.offsets, call.o_strides, spec.number_bytes
-    output, m, l = memory + scratch.output, memory + scratch.shift, memory + scratch.total
+    dv, at, o_step, wide = call.dv, call.offsets, call.o_strides, spec.number_bytes
+    output, m, l = memory + at.output, memory + at.shift, memory + at.total
     non_finite = False
     while True:
         n = attend_tile(call, memory, b, h, r, non_finite, spec)
@@ -153,7 +148,7 @@ def forward_tile(call, memory, b, h, r, spec):
             place = output + spec.row_bytes * d + lane
             store(place, above_or(total, zero, mul(load(place, spec), share), total))
     to = call.o + spec.input_bytes * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
-    store_rows(output, n, dv, memory + scratch.rows, to, o_step.n, spec)
+    store_rows(output, n, dv, memory + at.rows, to, o_step.n, spec)
     if call.lse:
         to = call.lse + wide * ((b * call.heads + h) * call.nq + r * QUERIES)
         for i in range(n):

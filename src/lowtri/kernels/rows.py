@@ -56,7 +56,7 @@ def times(address, count, factor, spec):
 
 @device_function
 def in_words(count, spec):
-    """A count of numbers as a count of words, a pair beside 0 where it is odd."""
+    """A count of numbers as a count of words, rounded up."""
     return (count + spec.per_word - 1) // spec.per_word
 
 

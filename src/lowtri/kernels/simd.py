@@ -1,7 +1,7 @@
 """The words that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
 
-Addresses are plain integers in bytes, as NumPy and torch give them. Where a word reads or writes memory its spec says what lies
-there: numbers that are computed with, or (``*_input``) the numbers of the arrays.
+Addresses are integers in bytes. Where a word reads or writes memory its spec says what lies there: numbers that are computed with, or
+(``*_input``) the numbers of the arrays.
 """
 
 from __future__ import annotations
@@ -15,41 +15,10 @@ from numba.extending import intrinsic
 from lowtri.kernels.isa.baseline import constant, integers
 
 __all__ = [
-    "AHEAD",
-    "F32",
-    "I16",
-    "I32",
-    "I64",
-    "above_or",
-    "add",
-    "any_above",
-    "at",
-    "broadcast",
-    "clamped",
-    "div",
-    "fetch_add",
-    "fma",
-    "input_vector",
-    "load",
-    "load_input",
-    "maximum",
-    "mul",
-    "number",
-    "only",
-    "prefetch",
-    "read",
-    "read_byte",
-    "read_input",
-    "read_int32",
-    "read_int64",
-    "read_word",
-    "splat",
-    "store",
-    "store_input",
-    "sub",
-    "where_finite",
-    "write",
-    "write_input",
+    *("AHEAD", "F32", "I16", "I32", "I64", "at", "broadcast", "clamped", "input_vector", "prefetch"),  # for intrinsics
+    *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
+    *("store", "store_input", "write", "write_input", "fetch_add", "number", "splat"),
+    *("add", "sub", "mul", "div", "fma", "maximum", "only", "above_or", "any_above", "where_finite"),
 ]
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -57,9 +26,11 @@ I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatTyp
 
 def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     """A number in every lane of a vector."""
-    kind = ir.VectorType(scalar.type, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), None))
+    nothing, zeros = (
+        ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined),
+        ir.Constant(ir.VectorType(I32, lanes), None),
+    )
+    return builder.shuffle_vector(builder.insert_element(nothing, scalar, ir.Constant(I32, 0)), nothing, zeros)
 
 
 def clamped(builder: Any, number: int, last: Any) -> Any:
@@ -72,16 +43,14 @@ def at(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-# Rows of a cache that are prefetched. The CPU looks ahead by itself, but not past the end of a 4 KB page.
-AHEAD = 32
+AHEAD = 32  # rows of a cache that are prefetched; the CPU looks ahead by itself, but not past the end of a 4 KB page
 
 
 def prefetch(builder: Any, address: Any) -> None:
     """Bring the line at an address into the second cache; any address will do."""
     byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    function = builder.module.globals.get("llvm.prefetch.p0")
-    function = function or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
     builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
@@ -180,29 +149,22 @@ def write_input(typing, address, x, spec):
     return types.void(types.intp, spec.value.number, spec), emit
 
 
-@intrinsic
-def read_word(typing, address):
-    """64 bits from memory: which of 64 queries see a key."""
-    return types.uint64(types.intp), lambda c, b, s, a: b.load(at(b, a[0], I64), align=8)
+def _reader(kind: Any, result: Any) -> Any:
+    """One integer from memory."""
+
+    @intrinsic
+    def read_integer(typing, address):
+        def emit(c, b, s, a):
+            x = b.load(at(b, a[0], kind), align=kind.width // 8)
+            return x if kind.width == 64 else b.sext(x, I64) if kind.width == 32 else b.zext(x, I64)
+
+        return result(types.intp), emit
+
+    return read_integer
 
 
-@intrinsic
-def read_int32(typing, address):
-    """One int32 from memory."""
-    return types.int64(types.intp), lambda c, b, s, a: b.sext(b.load(at(b, a[0], I32), align=4), I64)
-
-
-@intrinsic
-def read_int64(typing, address):
-    """One int64 from memory."""
-    return types.int64(types.intp), lambda c, b, s, a: b.load(at(b, a[0], I64), align=8)
-
-
-@intrinsic
-def read_byte(typing, address):
-    """One byte from memory."""
-    kind = ir.IntType(8)
-    return types.int64(types.intp), lambda c, b, s, a: b.zext(b.load(at(b, a[0], kind), align=1), I64)
+read_byte, read_int32, read_int64 = (_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
+read_word = _reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
 
 
 @intrinsic
@@ -219,24 +181,15 @@ def splat(typing, x, spec):
     return kind(kind.number, spec), lambda c, b, s, a: broadcast(b, a[0], kind.lanes)
 
 
-@intrinsic
-def add(typing, x, y):
-    return x(x, y), lambda c, b, s, a: b.fadd(*a)
+def _operator(name: str) -> Any:
+    @intrinsic
+    def operator(typing, x, y):
+        return x(x, y), lambda c, b, s, a: getattr(b, name)(*a)
+
+    return operator
 
 
-@intrinsic
-def sub(typing, x, y):
-    return x(x, y), lambda c, b, s, a: b.fsub(*a)
-
-
-@intrinsic
-def mul(typing, x, y):
-    return x(x, y), lambda c, b, s, a: b.fmul(*a)
-
-
-@intrinsic
-def div(typing, x, y):
-    return x(x, y), lambda c, b, s, a: b.fdiv(*a)
+add, sub, mul, div = map(_operator, ("fadd", "fsub", "fmul", "fdiv"))
 
 
 @intrinsic

@@ -1,7 +1,7 @@
 """The threads, and the cache of compiled code.
 
-Beside torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch operation,
-whose workers keep spinning on it. A kernel is a C function of one argument, the address of its record, which every member of
+In a process with torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch
+operation, whose workers keep spinning on it. A kernel is a C function of one argument, the address of its record, which every member of
 the team calls; members take tasks from a counter in it. The call comes back when all are done, so Ctrl-C is seen after that.
 """
 
