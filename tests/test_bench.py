@@ -6,10 +6,8 @@ import importlib
 import itertools
 import json
 import math
-from inspect import signature
 from io import StringIO
 from pathlib import Path
-from types import FunctionType
 
 import numpy as np
 import pytest
@@ -23,8 +21,8 @@ from lowtri.benching.measure import CEILING, Figure, Row, in_turns
 from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
-from lowtri.kernels import workers
-from lowtri.kernels.target import BF16
+from lowtri.kernels import abi, select, threads
+from lowtri.kernels.target import ISA
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
 TINY = [
@@ -186,7 +184,7 @@ def test_decoding_finds_another_cache_each_time() -> None:
 # Ceilings and memory.
 
 
-@pytest.mark.parametrize("pairs", [False, True] if BF16 else [False])
+@pytest.mark.parametrize("pairs", [False, True] if ISA.has_pairs else [False])
 def test_the_ceiling_multiplies_what_it_says(pairs: bool) -> None:
     product = ceilings.multiply(2, pairs, 1)  # (threads, rows, 64), of ones
     assert (product == (128 if pairs else 64)).all() and product.shape[0] == 2
@@ -349,7 +347,7 @@ def test_the_doctor_names_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (False, "AMX (tiles of bf16) no\n"),
         (True, "AMX (tiles of bf16) yes: the kernels do not use it"),
     ):
-        monkeypatch.setattr("lowtri.kernels.target.AMX", has)
+        monkeypatch.setattr("lowtri.kernels.target.HAS_AMX", has)
         assert main(["doctor", "--no-measure"]) == 0
         assert words in capsys.readouterr().out
 
@@ -361,7 +359,7 @@ def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found = json.loads(out)
     assert found["trouble"] == [] and "measuring for a second" in err
     assert {"multiply", "attention", "read"} <= set(found["speed"]) and min(found["speed"].values()) > 0
-    assert "forward" in found["cache"]["compiled"] and found["cache"]["folder"] == str(workers.cache_folder())
+    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(threads.cache_folder())
     assert "of that" in checkup.as_text(found)
 
 
@@ -377,7 +375,7 @@ def test_the_doctor_misses_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(workers, "cache_folder", lambda: None)
+    monkeypatch.setattr(threads, "cache_folder", lambda: None)
     assert main(["doctor", "--no-measure"]) == 1
     said = capsys.readouterr().out
     assert "missing   the folder for compiled code cannot be written: every new process compiles again" in said
@@ -385,24 +383,17 @@ def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "kernels_1").mkdir()
-    (tmp_path / "kernels_1" / "forward.forward_half-217.py311.nbi").touch()
-    (tmp_path / "kernels_1" / "decode.decode-244.py311.nbi").touch()
-    monkeypatch.setattr(workers, "cache_folder", lambda: tmp_path)
-    found = checkup._cache([], halves=True)
-    assert found["compiled"] == ["forward_half", "decode"]
-    assert found["not_yet"] == [name for name in checkup.KERNELS if name not in found["compiled"]]
-    assert checkup._cache([], halves=False)["compiled"] == ["decode"]
+    for family, spec in select.KERNELS[:3]:
+        (tmp_path / spec.name / "kernels_1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / spec.name / "kernels_1" / f"{family}.{family}-217.py311.nbi").touch()
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    found = checkup._cache([])
+    names = [f"{family} {spec.dtype}" for family, spec in select.KERNELS]
+    assert (found["compiled"], found["not_yet"]) == (names[:3], names[3:])
 
 
 def test_the_doctor_knows_every_kernel() -> None:
-    """Those that a call may compile: functions of one descriptor."""
-    files = ("forward", "backward", "decode", "double", "double_backward")
-    modules = [importlib.import_module(f"lowtri.kernels.{name}") for name in files]
-    found = {name: getattr(module, name) for module in modules for name in module.__all__}
-    asked = {
-        name
-        for name, one in found.items()
-        if isinstance(one, FunctionType) and [*signature(one).parameters] == ["descriptor"]
-    }
-    assert asked == set(checkup.KERNELS)
+    families = {name.lower() for name, one in vars(abi).items() if isinstance(one, abi.Abi)}
+    assert families == {family for family, _ in select.KERNELS}
+    for family in families:
+        assert callable(getattr(importlib.import_module(f"lowtri.kernels.{family}"), family))

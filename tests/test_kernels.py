@@ -15,7 +15,7 @@ import torch
 
 import lowtri
 from lowtri.backends import cpu
-from lowtri.kernels import workers
+from lowtri.kernels import threads
 
 AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+cx16,+fxsr,+xsave"
@@ -36,8 +36,8 @@ COMPARED = """
                     again = lowtri.attention(*x, "causal & window(40)", engine=engine)
                 found[engine] = (output, again, *torch.autograd.grad(output.sum(), x))
             for a, b in zip(found["cpu"], found["reference"]):
-                assert (a - b).abs().max() <= allowed, (target.NAME, dtype, nq)
-    print(target.NAME)
+                assert (a - b).abs().max() <= allowed, (target.ISA.name, dtype, nq)
+    print(target.ISA.name)
 """
 
 
@@ -78,9 +78,9 @@ def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path) -> None:
 def test_a_second_process_takes_the_code_from_the_cache(tmp_path) -> None:
     timed = """
         import torch, lowtri, time
-        from lowtri.kernels import forward, workers
+        from lowtri.kernels import abi, forward, select, threads
         started = time.process_time()
-        workers.compiled(forward.forward)
+        threads.compiled(forward.forward, abi.FORWARD, select.SPECS["forward", "float32", "direct"])
         print(time.process_time() - started)
     """
     first, second = (float(python(timed, LOWTRI_CACHE=str(tmp_path)).stdout) for _ in range(2))
@@ -94,10 +94,10 @@ def test_an_edited_kernel_gets_a_cache_of_its_own(tmp_path, monkeypatch) -> None
         room = tmp_path / "kernels"
         room.mkdir(exist_ok=True)
         (room / "simd.py").write_text(text)
-        monkeypatch.setattr(workers, "__file__", str(room / "workers.py"))
-        workers.cache_folder.cache_clear()
-        names.append(workers.cache_folder())
-    workers.cache_folder.cache_clear()
+        monkeypatch.setattr(threads, "__file__", str(room / "threads.py"))
+        threads.cache_folder.cache_clear()
+        names.append(threads.cache_folder())
+    threads.cache_folder.cache_clear()
     assert names[0] is not None and names[1] is not None and names[0] != names[1]
 
 
@@ -192,20 +192,20 @@ def test_why_not_is_said_in_words() -> None:
 
 
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
-    decode = importlib.import_module("lowtri.backends.cpu.decode")
-    read, real = [], decode.Launch
+    prepared_file = importlib.import_module("lowtri.backends.cpu.prepared")
+    seen, real = [], prepared_file.PreparedLaunch
 
-    def launched(code, names, fields, *rest, **named):
-        read.append(dict(fields))
-        return real(code, names, fields, *rest, **named)
+    def prepared(abi, spec, fields, *rest, **named):
+        seen.append(fields)
+        return real(abi, spec, fields, *rest, **named)
 
-    monkeypatch.setattr(decode, "Launch", launched)
+    monkeypatch.setattr(prepared_file, "PreparedLaunch", prepared)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
         found = lowtri.attention(q, k, v, mask, engine="cpu")
         torch.testing.assert_close(found, lowtri.attention(q, k, v, mask, engine="reference"), atol=5e-6, rtol=0)
-    assert [fields["nk"] for fields in read] == [100, 500]
-    assert "visible" not in read[0] and "visible" in read[1]
+    assert [(fields["first_key"], fields["nk"]) for fields in seen] == [(400, 100), (0, 500)]
+    assert not seen[0]["visible"] and seen[1]["visible"]
 
 
 def test_numba_may_be_missing(monkeypatch) -> None:

@@ -17,7 +17,9 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 import lowtri
-from lowtri.kernels import workers
+from lowtri.kernels import select, threads
+from lowtri.kernels.abi import Abi
+from lowtri.kernels.simd import fetch_add as add_to
 
 
 def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
@@ -57,8 +59,8 @@ def test_the_number_of_threads_may_change_between_calls() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(300, 300))
     before, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 3, 2, 1):
-            torch.set_num_threads(threads)
+        for count in (1, 3, 2, 1):
+            torch.set_num_threads(count)
             output = lowtri.attention(q, k, v, "causal", engine="cpu")
             decoded = lowtri.attention(q[:, :, -1:], k, v, "causal", engine="cpu")
             found.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
@@ -94,37 +96,37 @@ INTERRUPTED = """
     import numpy as np
     {imports}
     import lowtri
-    from lowtri.backends.cpu import launch
-    from lowtri.kernels import forward, workers
+    from lowtri.kernels import abi, threads
 
     rng = np.random.default_rng(0)
     small, large = (
         [rng.normal(size=(1, 4, n, 64)).astype(np.float32) for _ in range(3)] for n in (64, {n})
     )
     {convert}
-    launch.threads_of = lambda q: 2
+    from lowtri.ops import call
+    call.thread_count = lambda is_numpy: 2
     right = lowtri.attention(*small, "full", engine="cpu")
-    real, seen = workers.run_team, []
+    real, seen = threads.run_team, []
 
-    def run_team(kernel, descriptor, threads):
-        field = dict(zip(forward.FIELDS, (ctypes.c_int64 * len(forward.FIELDS)).from_address(descriptor)))
+    def run_team(code, address, members):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.perf_counter()
         try:
-            real(kernel, descriptor, threads)
+            real(code, address, members)
         finally:
-            now = dict(zip(forward.FIELDS, (ctypes.c_int64 * len(forward.FIELDS)).from_address(descriptor)))
-            seen.append((time.perf_counter() - began, now["next_task"] - now["tasks"], now["next_room"], now["self"], now))
+            record = np.frombuffer(ctypes.string_at(address, abi.FORWARD.dtype.itemsize), abi.FORWARD.dtype)[0]
+            counts = record["next_task"]["count"] - record["tasks"], record["next_thread"]["count"]
+            seen.append((time.perf_counter() - began, *counts))
 
-    workers.run_team = run_team
+    threads.run_team = run_team
     try:
         lowtri.attention(*large, "full", engine="cpu")
         print("not interrupted")
     except KeyboardInterrupt:
-        took, beyond, members, _, _ = seen[0]
+        took, beyond, members = seen[0]
         # Each member leaves with one number past the last task: nobody is at work any more.
         print("interrupted", took > 0.05, beyond == members)
-    workers.run_team = real
+    threads.run_team = real
     again = lowtri.attention(*small, "full", engine="cpu")
     print(bool((np.asarray(again) == np.asarray(right)).all()))
 """
@@ -140,27 +142,32 @@ def test_an_interrupt_is_seen_when_nobody_works_any_more(beside: str) -> None:
     assert said.split("\n") == ["interrupted True True", "True"]
 
 
-def twice(descriptor: Any) -> None:
+NUMBER = Abi("twice", ("doubled",), {"value": np.int64})
+
+
+def twice(call: Any) -> None:
     """The smallest kernel: quick to compile."""
-    descriptor[0] = descriptor[0] * 2
+    add_to(call.doubled, 2 * call.value)
 
 
 def doubled() -> int:
     """What a kernel that is compiled now makes of 21."""
-    workers.compiled.cache_clear()
-    workers._entry.cache_clear()
-    number = np.array([21])
-    workers.run_team(twice, number.ctypes.data, 1)
-    return int(number[0])
+    threads.compiled.cache_clear()
+    result = np.zeros(1, np.int64)
+    number = np.zeros(1, NUMBER.dtype)
+    number["value"], number["doubled"] = 21, result.ctypes.data
+    code = threads.compiled(twice, NUMBER, select.SPECS["forward", "float32", "direct"])
+    threads.run_team(code, number.ctypes.data, 1)
+    return int(result[0])
 
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
-    workers.cache_folder.cache_clear()
+    threads.cache_folder.cache_clear()
     yield tmp_path
     monkeypatch.undo()
-    for kept in (workers.cache_folder, workers.compiled, workers._entry):
+    for kept in (threads.cache_folder, threads.compiled):
         kept.cache_clear()
 
 
@@ -181,7 +188,7 @@ def test_a_folder_that_only_reads_only_costs_time(fresh_cache: Path, monkeypatch
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "write_bytes", refused)
-    assert workers.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
+    assert threads.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])

@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.kernels.passes import QUERIES
+from lowtri.kernels.abi import Abi
 from lowtri.kernels.product import product
-from lowtri.kernels.simd import add, fetch_add, load, splat, store
-from lowtri.kernels.target import BF16
-from lowtri.kernels.workers import run_team
+from lowtri.kernels.record import take
+from lowtri.kernels.select import SPECS
+from lowtri.kernels.simd import add, load, splat, store
+from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.target import ISA
+from lowtri.kernels.threads import compiled, run_team
 
 __all__ = ["in_pairs", "multiply", "multiply_flops", "read"]
 
@@ -25,47 +28,38 @@ _ROWS, _DEPTH = 24, 64
 _A, _B, _C = 4 * _ROWS * _DEPTH, 4 * _DEPTH * QUERIES, 4 * _ROWS * QUERIES
 _REPEATS = 10_000  # about 20 ms on one core
 
-# The descriptors: int64 each.
-SELF, NEXT, ROOM, REPEATS = range(4)
-SOURCE, TASKS, BLOCK, SUMS = range(2, 6)
+_FLOATS, _PAIRS = SPECS["forward", "float32", "direct"], SPECS["forward", "bfloat16", "pairs"]
+_MULTIPLY = Abi("multiply", (), {"repeats": np.int64})
+_READ = Abi("read", ("source", "sums"), {"block": np.int64})
 
 
-def _multiplying(descriptor: Any) -> None:
-    """Every thread: the same product again and again, in a room of its own."""
-    t = descriptor
-    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
-    for _ in range(t[REPEATS]):
-        product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, None)
+def _multiplying(call: Any) -> None:
+    """Every thread: the same product again and again, in scratch memory of its own."""
+    a = call.scratch + (_A + _B + _C) * take(call.next_thread)
+    for _ in range(call.repeats):
+        product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, call.spec)
 
 
-def _multiplying_pairs(descriptor: Any) -> None:
-    """The same, every number a pair of bf16."""
-    t = descriptor
-    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
-    for _ in range(t[REPEATS]):
-        product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, 1)
-
-
-def _reading(descriptor: Any) -> None:
+def _reading(call: Any) -> None:
     """Every thread: take a block, add it up 16 floats at a time in four sums, leave the total so that nothing is left out."""
-    t = descriptor
+    spec = call.spec
     while True:
-        task = fetch_add(t[SELF] + 8 * NEXT, 1)
-        if task >= t[TASKS]:
+        task = take(call.next_task)
+        if task >= call.tasks:
             return
-        one = two = three = four = splat(np.float32(0.0))
-        start = t[SOURCE] + task * t[BLOCK]
-        for at in range(start, start + t[BLOCK], 256):
-            one = add(one, load(at))
-            two = add(two, load(at + 64))
-            three = add(three, load(at + 128))
-            four = add(four, load(at + 192))
-        store(t[SUMS] + 64 * task, add(add(one, two), add(three, four)))
+        one = two = three = four = splat(0.0, spec)
+        start = call.source + task * call.block
+        for at in range(start, start + call.block, 256):
+            one = add(one, load(at, spec))
+            two = add(two, load(at + 64, spec))
+            three = add(three, load(at + 128, spec))
+            four = add(four, load(at + 192, spec))
+        store(call.sums + 64 * task, add(add(one, two), add(three, four)))
 
 
 def in_pairs(dtype: str) -> bool:
     """Whether this CPU multiplies the dtype in pairs; what it does not is multiplied as float32."""
-    return dtype == "bf16" and BF16
+    return dtype == "bf16" and ISA.has_pairs
 
 
 def multiply_flops(threads: int, pairs: bool) -> int:
@@ -80,9 +74,9 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     skip = -memory.ctypes.data // 4 % 16  # rows of 64 floats start where lines of memory do
     rooms = memory[skip : skip + threads * floats].reshape(threads, floats)
     rooms.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
-    descriptor = np.array([0, 0, rooms.ctypes.data, repeats], np.int64)
-    descriptor[SELF] = descriptor.ctypes.data
-    run_team(_multiplying_pairs if pairs else _multiplying, descriptor.ctypes.data, threads)
+    record = np.zeros(1, _MULTIPLY.dtype)
+    record["scratch"], record["repeats"] = rooms.ctypes.data, repeats
+    run_team(compiled(_multiplying, _MULTIPLY, _PAIRS if pairs else _FLOATS), record.ctypes.data, threads)
     return rooms[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
 
 
@@ -91,7 +85,7 @@ def read(address: int, size: int, threads: int) -> float:
     block = 2**16
     tasks = size // block
     sums = np.zeros((tasks, 16), np.float32)
-    descriptor = np.array([0, 0, address, tasks, block, sums.ctypes.data], np.int64)
-    descriptor[SELF] = descriptor.ctypes.data
-    run_team(_reading, descriptor.ctypes.data, threads)
+    record = np.zeros(1, _READ.dtype)
+    record["source"], record["tasks"], record["block"], record["sums"] = address, tasks, block, sums.ctypes.data
+    run_team(compiled(_reading, _READ, _FLOATS), record.ctypes.data, threads)
     return float(sums.sum())

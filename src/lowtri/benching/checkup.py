@@ -16,14 +16,9 @@ from typing import Any
 
 from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
 
-__all__ = ["KERNELS", "as_text", "checkup"]
+__all__ = ["as_text", "checkup"]
 
-KERNELS = (
-    *("forward", "forward_half", "forward_double", "backward", "backward_half", "backward_double"),
-    *("decode", "decode_half"),
-)
-_HALVES = ("forward_half", "backward_half", "decode_half")
-_TORCH = ": the kernels do not use it and torch does, so dense bf16 and few queries in float16 run there"
+_TORCH = ": the kernels do not use it and torch does, so dense bf16 runs there"
 _ROUNDS = 7
 _READ_BYTES = 2**27
 
@@ -62,33 +57,35 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
             "the formula. Fix: pip install --upgrade numba."
         )
         return found
+    isa = target.ISA
     found["kernels"] = {
-        "target": target.NAME,
-        "rows": target.ROWS,
-        "vectors": target.VECTORS,
-        "lanes": target.LANES,
-        "fma": target.FMA,
-        "bf16_pairs": target.BF16,
-        "amx": target.AMX,
-        "float16": target.FLOAT16,
+        "target": isa.name,
+        "rows": isa.tile[0],
+        "vectors": isa.tile[1],
+        "lanes": 16,
+        "fma": isa.has_fma,
+        "bf16_pairs": isa.has_pairs,
+        "amx": target.HAS_AMX,
+        "float16": target.HAS_FLOAT16,
         "features": sorted(target.features()),
     }
-    found["cache"] = _cache(trouble, target.BF16)
-    if target.NAME == "baseline":
+    found["cache"] = _cache(trouble)
+    if isa.name == "baseline":
         trouble.append(
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
     if measure:
-        missing = "forward" not in found["cache"]["compiled"]
+        missing = "forward float32" not in found["cache"]["compiled"]
         say("measuring for a second" + (", after some seconds of compiling" if missing else ""))
         found["speed"] = _speed(torch)
-        found["cache"] = _cache([], target.BF16)  # what was compiled for this is there now
+        found["cache"] = _cache([])  # what was compiled for this is there now
     return found
 
 
-def _cache(trouble: list[str], halves: bool) -> dict[str, Any]:
-    """The folder of compiled code, and which kernels lie in it."""
-    from lowtri.kernels.workers import cache_folder
+def _cache(trouble: list[str]) -> dict[str, Any]:
+    """The folder of compiled code, and which of the kernels that calls choose lie in it."""
+    from lowtri.kernels.select import KERNELS
+    from lowtri.kernels.threads import cache_folder
 
     folder = cache_folder()
     if folder is None:
@@ -96,10 +93,11 @@ def _cache(trouble: list[str], halves: bool) -> dict[str, Any]:
             "the folder for compiled code cannot be written: every new process compiles again, some seconds for each kernel. "
             "Fix: LOWTRI_CACHE=FOLDER names one that can."
         )
-    lying = {path.name for path in folder.rglob("*.nbi")} if folder else set()
-    wanted = [name for name in KERNELS if halves or name not in _HALVES]
-    compiled = [name for name in wanted if any(f".{name}-" in file for file in lying)]
-    waiting = [name for name in wanted if name not in compiled]
+    compiled: list[str] = []
+    waiting: list[str] = []
+    for family, spec in KERNELS:
+        lies = folder is not None and any((folder / spec.name).rglob(f"{family}.{family}-*.nbi"))
+        (compiled if lies else waiting).append(f"{family} {spec.dtype}")
     return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": waiting}
 
 

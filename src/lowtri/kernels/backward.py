@@ -1,12 +1,12 @@
 """The gradients of attention, tile by tile of the same plan.
 
 A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It owns its share of dK
-and dV, so nothing is added up by two threads at once and the result does not depend on who was faster. Five products a tile, all
-with queries in lanes; ``weights`` and ``moves`` (dS^T) come out as the A of the next ones, so nothing is turned:
+and dV, so nothing is added up by two threads at once and the result does not depend on which was faster. Five products a tile, all
+with queries in lanes; ``weights`` and ``ds`` (dS^T) come out as the A of the next ones, so nothing is turned:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
-    dP^T    = V dO^T                     moves   = weights * (dP - delta),   delta = sum of dO * O
-    dV     += weights dO                 dK     += moves Q                   dQ^T += K^T moves
+    dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
+    dV     += weights dO                 dK     += dS Q                      dQ^T += K^T dS
 
 dP and delta round apart, so their difference is off by a few roundings of |dO| |V|, also where it should be 0 (one key has all
 the weight) and the plain formula, which takes both from the same numbers, gives 0: the floor of the gradients' precision.
@@ -16,206 +16,176 @@ Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttenti
 
 from __future__ import annotations
 
-import numpy as np
-
+from lowtri.kernels.device_function import by_spec, inlined
+from lowtri.kernels.ds import add_d_bias, query_rows, shifts, slopes_of, times_slopes, weights_and_ds
 from lowtri.kernels.forward import KEYS
-from lowtri.kernels.inner import inlined
-from lowtri.kernels.moves import (
-    bias_out,
-    clean_rows,
-    keep_slope,
-    keys_finite,
-    rows_in,
-    spread_broken,
-    times_slope,
-    weigh,
-)
-from lowtri.kernels.passes import (
-    LOG2E,
-    QUERIES,
-    ROW,
-    add_bias,
-    cap,
+from lowtri.kernels.non_finite import add_key_rows, add_query_rows, clean_rows, input_rows_finite
+from lowtri.kernels.plan_walk import tiles
+from lowtri.kernels.product import product, product_add
+from lowtri.kernels.record import take
+from lowtri.kernels.rows import (
     fill,
-    halve_rows,
+    head_words,
     in_words,
-    mix_broken,
-    pair_rows,
-    pair_values,
+    key_words,
+    rows_in_place,
+    sum_words,
     times,
     turn_in,
     turn_out,
 )
-from lowtri.kernels.product import product, product_add
-from lowtri.kernels.simd import bits_float, fetch_add, read, read_int32, write
-from lowtri.kernels.walk import tiles
+from lowtri.kernels.scores import LOG2E, add_bias, cap
+from lowtri.kernels.simd import number
+from lowtri.kernels.spec import QUERIES, KernelSpec
 
-__all__ = ["FIELDS", "backward", "backward_half", "padded", "room"]
-
-# The descriptor: addresses, sizes, and strides in floats, all int64. dk and dv are (parts, B, Hkv, Nk, padded size), packed.
-FIELDS = (
-    *("self", "next_task", "next_room", "tasks", "room", "room_bytes", "parts"),
-    *("batch", "heads", "group", "nq", "nk", "d", "dv", "rows"),
-    *("q", "q_b", "q_h", "q_n", "q_d", "k", "k_b", "k_h", "k_n", "k_d", "v", "v_b", "v_h", "v_n", "v_d"),
-    *("do", "do_b", "do_h", "do_n", "do_d", "lse", "delta", "dq", "dk", "dvalue"),
-    *("bias", "bias_b", "bias_h", "bias_q", "bias_k", "dbias", "dbias_p", "dbias_b", "dbias_h", "dbias_q", "dbias_k"),
-    *("sheet", "sheet_b", "sheet_h", "row_start", "runs", "tile_bits", "bits", "scale", "softcap"),
-)
-# fmt: off
-(
-    SELF, NEXT_TASK, NEXT_ROOM, TASKS, ROOM, ROOM_BYTES, PARTS,
-    BATCH, HEADS, GROUP, NQ, NK, D, DV, PLAN_ROWS,
-    Q, Q_B, Q_H, Q_N, Q_D, K, K_B, K_H, K_N, K_D, V, V_B, V_H, V_N, V_D,
-    DO, DO_B, DO_H, DO_N, DO_D, LSE, DELTA, DQ, DK, DVALUE,
-    BIAS, BIAS_B, BIAS_H, BIAS_Q, BIAS_K, DBIAS, DBIAS_P, DBIAS_B, DBIAS_H, DBIAS_Q, DBIAS_K,
-    SHEET, SHEET_B, SHEET_H, ROW_START, RUNS, TILE_BITS, BITS, SCALE, SOFTCAP,
-) = range(len(FIELDS))
-# fmt: on
+__all__ = ["backward", "padded", "scratch"]
 
 
-def padded(size: int) -> int:
+def padded(spec: KernelSpec, size: int) -> int:
     """A head size rounded up to whole vectors: what a packed row of Q, dO, dK or dV takes."""
-    return -(-size // 16) * 16
+    return -(-size // spec.lanes) * spec.lanes
 
 
-def room(d: int, dv: int) -> int:
-    """Bytes that one thread works in."""
-    turned = ROW * (2 * d + dv + 3 * KEYS + 2)
-    rows = (4 + 4 + 2) * QUERIES * (padded(d) + padded(dv))  # as they come, clean, and in pairs
-    return turned + rows + 4 * (KEYS + 1) * padded(d)
+def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
+    """Bytes of each part of the memory that one thread works in."""
+    row, wide, pairs = spec.row_bytes, spec.number_bytes, spec.rows == "pairs"
+    d_rows, dv_rows = wide * QUERIES * padded(spec, d), wide * QUERIES * padded(spec, dv)
+    return {
+        "queries": row * d,
+        "d_output": row * dv,
+        "dq": row * d,
+        "scores": row * KEYS,
+        "ds": row * KEYS,
+        "slopes": row * KEYS,  # in pairs also dS for dQ
+        "shift": row,
+        "delta": row,
+        "q_rows": d_rows,
+        "d_output_rows": dv_rows,
+        "finite_q": d_rows,
+        "finite_d_output": dv_rows,
+        "keys": wide * KEYS * padded(spec, d),
+        "values": wide * KEYS * dv if spec.rows == "widened" else 0,
+        "q_pairs": d_rows // 2 if pairs else 0,
+        "d_output_pairs": dv_rows // 2 if pairs else 0,
+        "zeros": wide * padded(spec, d) if pairs else 0,
+    }
+
+
+@by_spec
+def turned_rows(spec):
+    """n query rows as words with queries in lanes: from the array where it holds pairs, else from its packed copy."""
+
+    def from_copy(source, row_step, step, n, size, rows, row, target, spec):
+        turn_in(rows, row, 1, n, size, target, spec)
+
+    def from_array(source, row_step, step, n, size, rows, row, target, spec):
+        turn_in(source, row_step // 2, step, n, size // 2, target, spec)
+
+    return from_array if spec.rows == "pairs" else from_copy
+
+
+@by_spec
+def keys_for_dq(spec):
+    """K as words along the keys; where rows are widened, ``widened`` holds them since the scores."""
+
+    def as_they_are(source, row_step, step, n, size, zeros, target, spec):
+        return key_words(source, row_step, step, n, size, zeros, target, spec)
+
+    def widened(source, row_step, step, n, size, zeros, target, spec):
+        return target, size, 1
+
+    return widened if spec.rows == "widened" else as_they_are
 
 
 @inlined
-def backward_tile(t, here, part, b, h, r, half):
-    """One tile of queries: its dQ, and what it adds to dK, dV and d bias.
-
-    ``half`` is None for float32 and 1 for bf16, and known when the kernel is compiled. bf16 is multiplied in pairs: neighbours of a
-    head for scores and dP, neighbouring queries for dV and dK, neighbouring keys for dQ.
-    """
-    d, dv, nk, kv, wide = t[D], t[DV], t[NK], h // t[GROUP], 4 if half is None else 2
-    d_row, dv_row = -(-d // 16) * 16, -(-dv // 16) * 16
-    queries = here
-    d_out = queries + ROW * d
-    dq = d_out + ROW * dv
-    scores = dq + ROW * d
-    moves = scores + ROW * KEYS
-    slopes = moves + ROW * KEYS
-    lse = slopes + ROW * KEYS
-    delta = lse + ROW
-    q_rows = delta + ROW
-    do_rows = q_rows + 4 * QUERIES * d_row
-    clean_q = do_rows + 4 * QUERIES * dv_row
-    clean_do = clean_q + 4 * QUERIES * d_row
-    clean_k = clean_do + 4 * QUERIES * dv_row
-    q_pairs = clean_k + 4 * KEYS * d_row
-    do_pairs = q_pairs + 2 * QUERIES * d_row
-    zeros = do_pairs + 2 * QUERIES * dv_row
-    n = min(QUERIES, t[NQ] - r * QUERIES)
-    scale, softcap = np.float32(bits_float(t[SCALE])), np.float32(bits_float(t[SOFTCAP]))
-    line = (b * t[HEADS] + h) * t[NQ] + r * QUERIES
-    from_q = t[Q] + wide * (b * t[Q_B] + h * t[Q_H] + r * QUERIES * t[Q_N])
-    from_do = t[DO] + wide * (b * t[DO_B] + h * t[DO_H] + r * QUERIES * t[DO_N])
-    finite = rows_in(from_q, t[Q_N], t[Q_D], n, d, t[LSE] + 4 * line, q_rows, d_row, half)
-    finite = rows_in(from_do, t[DO_N], t[DO_D], n, dv, t[LSE] + 4 * line, do_rows, dv_row, half) and finite
-    d_words, dv_words = in_words(d, half), in_words(dv, half)
-    if half is None:
-        turn_in(q_rows, d_row, 1, n, d, queries)
-        turn_in(do_rows, dv_row, 1, n, dv, d_out)
-    else:
-        turn_in(from_q, t[Q_N] // 2, 1, n, d_words, queries)
-        turn_in(from_do, t[DO_N] // 2, 1, n, dv_words, d_out)
-        pair_rows(q_rows, n, d, q_pairs)
-        pair_rows(do_rows, n, dv, do_pairs)
-        fill(zeros, d, np.float32(0.0))
-    for i in range(QUERIES):
-        # A query that sees nothing, and a lane without one, give weights of 0: 2 ** (0 - inf).
-        shift, share = np.float32(np.inf), np.float32(0.0)
-        if i < n and read(t[LSE] + 4 * (line + i)) != -np.inf:
-            shift, share = read(t[LSE] + 4 * (line + i)) * LOG2E, read(t[DELTA] + 4 * (line + i))
-        write(lse + 4 * i, shift)
-        write(delta + 4 * i, share)
-    fill(dq, QUERIES * d, np.float32(0.0))
-    head_row = ((part * t[BATCH] + b) * (t[HEADS] // t[GROUP]) + kv) * nk
-    sheet = read_int32(t[SHEET] + 4 * (b * t[SHEET_B] + h * t[SHEET_H]))
-    row = t[ROW_START] + 8 * (sheet * t[PLAN_ROWS] + r)
-    for key0, keys, words in tiles(row, t[RUNS], t[TILE_BITS], t[BITS], KEYS, nk):
-        k_n, k_d = t[K_N], t[K_D]
-        from_k = t[K] + wide * (b * t[K_B] + kv * t[K_H] + key0 * k_n)
-        from_v = t[V] + wide * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        product(from_k, in_words(k_n, half), k_d, queries, QUERIES, scores, QUERIES, keys, d_words, QUERIES, half)
-        product(from_v, in_words(t[V_N], half), t[V_D], d_out, QUERIES, moves, QUERIES, keys, dv_words, QUERIES, half)
-        unit = scale * LOG2E
-        if softcap > 0 or t[BIAS]:  # these work on scaled scores
-            times(scores, QUERIES * keys, unit)
-            unit = np.float32(1.0)
+def backward_tile(call, memory, part, b, h, r, spec):
+    """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
+    d, dv, nk, kv, wide = call.d, call.dv, call.nk, h // call.group, spec.number_bytes
+    d_row, dv_row = -(-d // spec.lanes) * spec.lanes, -(-dv // spec.lanes) * spec.lanes
+    at, q_step, k_step = call.offsets, call.q_strides, call.k_strides
+    v_step, do_step = call.v_strides, call.d_output_strides
+    queries, d_output, dq = memory + at.queries, memory + at.d_output, memory + at.dq
+    scores, ds, slopes = memory + at.scores, memory + at.ds, memory + at.slopes
+    shift, delta, zeros = memory + at.shift, memory + at.delta, memory + at.zeros
+    q_rows, do_rows = memory + at.q_rows, memory + at.d_output_rows
+    k_rows, v_rows = memory + at.keys, memory + at.values
+    n = min(QUERIES, call.nq - r * QUERIES)
+    scale, softcap = number(call.options.scale, spec), number(call.options.softcap, spec)
+    line = (b * call.heads + h) * call.nq + r * QUERIES
+    lse = call.lse + wide * line
+    from_q = call.q + spec.input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
+    from_do = call.d_output + spec.input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
+    finite = query_rows(from_q, q_step.n, q_step.d, n, d, lse, q_rows, d_row, spec)
+    finite = query_rows(from_do, do_step.n, do_step.d, n, dv, lse, do_rows, dv_row, spec) and finite
+    turned_rows(from_q, q_step.n, q_step.d, n, d, q_rows, d_row, queries, spec)
+    turned_rows(from_do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
+    q_words = sum_words(q_rows, n, d_row, memory + at.q_pairs, spec)
+    do_words = sum_words(do_rows, n, dv_row, memory + at.d_output_pairs, spec)
+    shifts(lse, call.delta + wide * line, n, shift, delta, spec)
+    if spec.per_word > 1:
+        fill(zeros, d, 0.0, spec)
+    fill(dq, QUERIES * d, 0.0, spec)
+    head_row = ((part * call.batch + b) * (call.heads // call.group) + kv) * nk
+    for key0, keys, words in tiles(call.plan, b, h, r, KEYS, nk):
+        from_k = call.k + spec.input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
+        from_v = call.v + spec.input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
+        k, k_n, k_d = head_words(from_k, k_step.n, k_step.d, keys, d, k_rows, spec)
+        product(k, k_n, k_d, queries, QUERIES, scores, QUERIES, keys, in_words(d, spec), QUERIES, spec)
+        v, v_n, v_d = head_words(from_v, v_step.n, v_step.d, keys, dv, v_rows, spec)
+        product(v, v_n, v_d, d_output, QUERIES, ds, QUERIES, keys, in_words(dv, spec), QUERIES, spec)
+        unit = scale * number(LOG2E, spec)
+        if softcap > 0 or call.bias:  # these work on scaled scores
+            times(scores, QUERIES * keys, unit, spec)
+            unit = number(1.0, spec)
         if softcap > 0:
-            cap(scores, keys, softcap)
-            keep_slope(scores, slopes, keys, softcap)
-        if t[BIAS]:
-            start = b * t[BIAS_B] + h * t[BIAS_H] + r * QUERIES * t[BIAS_Q] + key0 * t[BIAS_K]
-            add_bias(scores, t[BIAS] + 4 * start, t[BIAS_Q], t[BIAS_K], n, keys)
-        weigh(scores, moves, unit, words, keys, lse, delta)
-        if t[DBIAS]:
-            start = part * t[DBIAS_P] + b * t[DBIAS_B] + h * t[DBIAS_H] + r * QUERIES * t[DBIAS_Q] + key0 * t[DBIAS_K]
-            bias_out(moves, t[DBIAS] + 4 * start, t[DBIAS_Q], t[DBIAS_K], n, keys)
+            cap(scores, QUERIES * keys, softcap, spec)
+            slopes_of(scores, slopes, keys, softcap, spec)
+        if call.bias:
+            step = call.bias_strides
+            start = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
+            add_bias(scores, call.bias + wide * start, step.q, step.k, n, keys, spec)
+        weights_and_ds(scores, ds, unit, words, keys, shift, delta, spec)
+        if call.d_bias:
+            to = call.d_bias_strides
+            start = part * to.part + b * to.b + h * to.h + r * QUERIES * to.q + key0 * to.k
+            add_d_bias(ds, call.d_bias + wide * start, to.q, to.k, n, keys, spec)
         if softcap > 0:
-            times_slope(moves, slopes, words, keys)
-        to_dk = t[DK] + 4 * (head_row + key0) * d_row
-        to_dv = t[DVALUE] + 4 * (head_row + key0) * dv_row
-        some_q, some_do = q_rows, do_rows
-        if half is not None:
-            some_q, some_do = q_pairs, do_pairs
-        if words != 0 and not (finite and keys_finite(from_k, k_n, k_d, keys, d, half)):
+            times_slopes(ds, slopes, words, keys, spec)
+        to_dk, to_dv = call.dk + wide * (head_row + key0) * d_row, call.dv_sums + wide * (head_row + key0) * dv_row
+        some_q, some_do = q_words, do_words
+        if words != 0 and not (finite and input_rows_finite(from_k, k_step.n, k_step.d, keys, d, spec)):
             # A row of Q, dO or K is not finite, and some pairs are hidden: it reaches those that see it, row by row.
-            spread_broken(scores, words, keys, do_rows, n, dv_row, to_dv)
-            spread_broken(moves, words, keys, q_rows, n, d_row, to_dk)
-            clean_rows(q_rows, n, d_row, clean_q)
-            clean_rows(do_rows, n, dv_row, clean_do)
-            mix_broken(from_k, k_n, k_d, moves, words, keys, dq, d, clean_k, half)
-            some_q, some_do = clean_q, clean_do
-            if half is not None:
-                pair_rows(clean_q, n, d, clean_q)
-                pair_rows(clean_do, n, dv, clean_do)
-                pair_rows(clean_k, keys, d, clean_k)
-            from_k, k_n, k_d = clean_k, d, 1
-        elif half is not None:
-            pair_values(from_k, k_n, keys, d, zeros, clean_k)
-            from_k, k_n, k_d = clean_k, d, 1
-        key_moves = moves
-        if half is not None:
-            key_moves = slopes  # their room: softcap is done with
-            pair_rows(moves, keys, QUERIES, key_moves)
-            halve_rows(scores, keys)
-            halve_rows(moves, keys)
-        some_n, some_keys = in_words(n, half), in_words(keys, half)
-        product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, some_n, dv_row, half)
-        product_add(moves, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, some_n, d_row, half)
-        product_add(from_k, k_d, k_n, key_moves, QUERIES, dq, QUERIES, d, some_keys, QUERIES, half)
-    times(dq, QUERIES * d, scale)
-    turn_out(dq, n, d, t[DQ] + 4 * line * d, d)
+            add_query_rows(scores, words, keys, do_rows, n, dv_row, to_dv, spec)
+            add_query_rows(ds, words, keys, q_rows, n, d_row, to_dk, spec)
+            some_q, some_do = memory + at.finite_q, memory + at.finite_d_output
+            clean_rows(q_rows, n, d_row, some_q, spec)
+            clean_rows(do_rows, n, dv_row, some_do, spec)
+            some_q, some_do = sum_words(some_q, n, d_row, some_q, spec), sum_words(some_do, n, dv_row, some_do, spec)
+            add_key_rows(from_k, k_step.n, k_step.d, ds, words, keys, dq, d, k_rows, spec)
+            k, k_n, k_d = sum_words(k_rows, keys, d, k_rows, spec), d, 1
+        else:
+            k, k_n, k_d = keys_for_dq(from_k, k_step.n, k_step.d, keys, d, zeros, k_rows, spec)
+        key_ds = sum_words(ds, keys, QUERIES, slopes, spec)
+        rows_in_place(scores, keys, spec)
+        rows_in_place(ds, keys, spec)
+        n_words = in_words(n, spec)
+        product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, n_words, dv_row, spec)
+        product_add(ds, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, n_words, d_row, spec)
+        product_add(k, k_d, k_n, key_ds, QUERIES, dq, QUERIES, d, in_words(keys, spec), QUERIES, spec)
+    times(dq, QUERIES * d, scale, spec)
+    turn_out(dq, n, d, call.dq + wide * line * d, d, spec)
 
 
-@inlined
-def take_tasks(t, half):
-    """Take tasks until none is left."""
-    here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
-    kv_heads = t[HEADS] // t[GROUP]
+def backward(call):
+    """The kernel: takes tasks until none is left. Sums, and the gradients that it writes, have the compute dtype."""
+    memory = call.scratch + call.thread_bytes * take(call.next_thread)
+    kv_heads = call.heads // call.group
     while True:
-        task = fetch_add(t[SELF] + 8 * NEXT_TASK, 1)
-        if task >= t[TASKS]:
+        task = take(call.next_task)
+        if task >= call.tasks:
             return
-        part, head = task % t[PARTS], task // t[PARTS]
+        part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
-        for h in range(kv * t[GROUP], (kv + 1) * t[GROUP]):
-            for r in range(part, t[PLAN_ROWS], t[PARTS]):
-                backward_tile(t, here, part, b, h, r, half)
-
-
-def backward(descriptor):
-    """The kernel for float32."""
-    take_tasks(descriptor, None)
-
-
-def backward_half(descriptor):
-    """The kernel for bf16, where the CPU multiplies pairs of them; sums, and what it gives back, are float32."""
-    take_tasks(descriptor, 1)
+        for h in range(kv * call.group, (kv + 1) * call.group):
+            for r in range(part, call.plan.rows, call.parts):
+                backward_tile(call, memory, part, b, h, r, call.spec)

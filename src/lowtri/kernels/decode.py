@@ -1,8 +1,8 @@
 """Few queries against a long cache: each key and value is read once for all the query heads it serves.
 
-Here memory is the limit and not arithmetic, so nothing is turned: scores are dot products along the head, 16 keys at a time, and
-the output is a sum of value rows. The cache is dealt out in parts, so that one sequence can fill the machine; the last task to
-finish a head joins its parts, in their order, so that the result does not depend on who was faster.
+Memory is the limit and not arithmetic, so nothing is turned: scores are dot products along the head, 16 keys at a time, and the output
+is a sum of value rows. The cache is dealt out in parts, so that one sequence can fill the machine; the last task to finish a head
+joins its parts, in their order, so that the result does not depend on which was faster.
 
 Source: the split over keys of Flash-Decoding (Dao et al. 2023).
 """
@@ -11,255 +11,240 @@ from __future__ import annotations
 
 import numpy as np
 
+from lowtri.kernels.device_function import by_spec, device_function, inlined
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.few import FOUR, dots, in_fours, mix
-from lowtri.kernels.halves import store_halves
-from lowtri.kernels.inner import inlined, inner
+from lowtri.kernels.gemv import FOUR, dots, in_fours, pv
 from lowtri.kernels.lanes import greatest_lane, sum_lanes
-from lowtri.kernels.passes import (
-    LN2,
-    LOG2E,
-    ROW,
-    all_finite,
-    cap,
-    fill,
-    halve,
-    in_log2,
-    number,
-    times,
-)
+from lowtri.kernels.non_finite import all_finite
+from lowtri.kernels.plan_walk import ALL
+from lowtri.kernels.record import take
+from lowtri.kernels.rows import fill, in_words, round_row, times
+from lowtri.kernels.scores import LN2, LOG2E, cap, in_log2
 from lowtri.kernels.simd import (
-    bits_float,
     fetch_add,
     fma,
     load,
     maximum,
     mul,
+    number,
     only,
     read,
     read_byte,
+    read_input,
     splat,
     store,
     write,
 )
-from lowtri.kernels.walk import ALL
+from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["FIELDS", "KEYS", "decode", "decode_half", "part_floats", "room"]
+__all__ = ["KEYS", "decode", "scratch", "shared_scratch"]
 
 KEYS = 128  # keys in a block of online softmax
 PORTION = 32  # keys whose values stay in the first cache between the query heads of a group
 
-# The descriptor: addresses, sizes, and strides in numbers, all int64. q and the output are packed (B, Hq, Nq, size); visible is a
-# table of bytes (B|1, Hq|1, Nq, Nk), or 0 where everybody sees everything.
-FIELDS = (
-    *("self", "next_task", "next_room", "tasks", "room", "room_bytes", "parts", "joined", "results"),
-    *("batch", "heads", "group", "nq", "nk", "d", "dv"),
-    *("q", "k", "k_b", "k_h", "k_n", "v", "v_b", "v_h", "v_n", "o", "lse", "sinks"),
-    *("bias", "bias_b", "bias_h", "bias_q", "bias_k", "visible", "visible_b", "visible_h", "scale", "softcap"),
-)
-# fmt: off
-(
-    SELF, NEXT_TASK, NEXT_ROOM, TASKS, ROOM, ROOM_BYTES, PARTS, JOINED, RESULTS,
-    BATCH, HEADS, GROUP, NQ, NK, D, DV,
-    Q, K, K_B, K_H, K_N, V, V_B, V_H, V_N, O, LSE, SINKS,
-    BIAS, BIAS_B, BIAS_H, BIAS_Q, BIAS_K, VISIBLE, VISIBLE_B, VISIBLE_H, SCALE, SOFTCAP,
-) = range(len(FIELDS))
-# fmt: on
+
+def scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:
+    """Bytes of each part of the memory that one thread works in, for ``rows`` queries of a group's heads."""
+    pairs = spec.rows == "pairs"
+    return {
+        "scores": 4 * rows * KEYS,
+        "weights": 2 * rows * KEYS if pairs else 0,
+        "zeros": 4 * dv if pairs else 0,
+        "queries": 4 * -(-rows // FOUR) * FOUR * d // spec.per_word,
+    }
 
 
-def room(rows: int, d: int, dv: int) -> int:
-    """Bytes that one thread works in: scores and their pairs, a row of zeros, and queries in fours."""
-    return 4 * rows * (KEYS + KEYS // 2) + 4 * dv + 4 * -(-rows // FOUR) * FOUR * d
+def shared_scratch(groups: int, parts: int, rows: int, dv: int) -> dict[str, int]:
+    """Bytes of what the threads share: a counter for each group of heads, which begins at 0, and what each part leaves behind."""
+    return {"joined": 8 * groups, "results": 4 * groups * parts * (results_lead.py_func(rows) + rows * dv)}
 
 
-def part_floats(rows: int, dv: int) -> int:
-    """Floats that one part leaves behind: shifts, sums and outputs, (rows,), (rows,) and (rows, Dv)."""
-    return -(-2 * rows // 16) * 16 + rows * dv
+@device_function
+def results_lead(rows):
+    """Numbers of shifts and sums (rows,) each before the outputs (rows, Dv) of a part."""
+    return -(-2 * rows // 16) * 16
 
 
-@inner
-def sees(t, b, h, i, j):
+@device_function
+def sees(call, b, h, i, j):
     """Whether query i of head h sees key j."""
-    return t[VISIBLE] == 0 or read_byte(t[VISIBLE] + b * t[VISIBLE_B] + h * t[VISIBLE_H] + i * t[NK] + j) != 0
+    step = call.visible_strides
+    return call.visible == 0 or read_byte(call.visible + b * step.b + h * step.h + i * call.nk + j) != 0
 
 
-@inner
-def score_block(t, b, kv, key0, keys, queries, scores, half):
+@device_function
+def score_block(call, b, kv, key0, keys, queries, scores, spec):
     """Scores (rows, KEYS) of one block in units of log 2; -inf where hidden and past the end. Rows are (head of the group, query)."""
-    group, nq, d = t[GROUP], t[NQ], t[D]
-    rows, size, hidden = group * nq, 4 if half is None else 2, splat(np.float32(-np.inf))
-    scale, softcap = np.float32(bits_float(t[SCALE])) * LOG2E, np.float32(bits_float(t[SOFTCAP]))
-    from_k = t[K] + size * (b * t[K_B] + kv * t[K_H] + key0 * t[K_N])
+    group, nq, d, k_step, bias_step = call.group, call.nq, in_words(call.d, spec), call.k_strides, call.bias_strides
+    rows, size, hidden = group * nq, spec.input_bytes, splat(-np.inf, spec)
+    scale, softcap = number(call.options.scale, spec) * number(LOG2E, spec), number(call.options.softcap, spec)
+    from_k = call.k + size * (b * k_step.b + kv * k_step.h + (call.first_key + key0) * k_step.n)
     for j in range(0, keys, 16):
         last = min(keys - j, 16) - 1
         real = ALL >> np.uint64(63 - last)
-        at = from_k + size * j * t[K_N]
+        at = from_k + size * j * k_step.n
         for row in range(0, rows, FOUR):
-            to, others = scores + 4 * (row * KEYS + j), min(FOUR, rows - row) - 1
-            dots(at, size * t[K_N], last, queries + size * row * d, others, size * d // 64, to, 4 * KEYS, half)
+            to, fours_last = scores + 4 * (row * KEYS + j), min(FOUR, rows - row) - 1
+            dots(at, size * k_step.n, last, queries + 4 * row * d, fours_last, d // 16, to, 4 * KEYS, spec)
         for row in range(rows):
             to = scores + 4 * (row * KEYS + j)
-            store(to, only(real, np.uint64(0), mul(load(to), splat(scale)), hidden))
+            store(to, only(real, np.uint64(0), mul(load(to, spec), splat(scale, spec)), hidden))
     for j in range(-(-keys // 16) * 16, KEYS, 16):
         for row in range(rows):
             store(scores + 4 * (row * KEYS + j), hidden)
     if softcap > 0:
-        cap(scores, rows * KEYS * 4 // ROW, softcap)
-    if t[BIAS] or t[VISIBLE] or softcap > 0:
+        cap(scores, rows * KEYS, softcap, spec)
+    if call.bias or call.visible or softcap > 0:
         for row in range(rows):
             h, i = kv * group + row // nq, row % nq
             for j in range(KEYS):
                 place = scores + 4 * (row * KEYS + j)
-                if j >= keys or not sees(t, b, h, i, key0 + j):
-                    write(place, np.float32(-np.inf))
-                elif t[BIAS]:
-                    at = b * t[BIAS_B] + h * t[BIAS_H] + i * t[BIAS_Q] + (key0 + j) * t[BIAS_K]
-                    write(place, read(place) + in_log2(read(t[BIAS] + 4 * at)))
+                if j >= keys or not sees(call, b, h, i, key0 + j):
+                    write(place, -np.inf, spec)
+                elif call.bias:
+                    key = call.first_key + key0 + j
+                    at = b * bias_step.b + h * bias_step.h + i * bias_step.q + key * bias_step.k
+                    write(place, read(place, spec) + in_log2(read(call.bias + 4 * at, spec), spec), spec)
 
 
-@inner
-def weigh_block(scores, rows, m, l, output, dv):
+@device_function
+def weigh_block(scores, rows, m, l, output, dv, spec):
     """One block of online softmax, a row at a time: scores become weights, and the output so far the new shift."""
+    zero, one = number(0.0, spec), splat(1.0, spec)
     for row in range(rows):
         line = scores + 4 * row * KEYS
-        most = load(line)
+        most = load(line, spec)
         for at in range(64, 4 * KEYS, 64):
-            most = maximum(load(line + at), most)
-        old = read(m + 4 * row)
+            most = maximum(load(line + at, spec), most)
+        old = read(m + 4 * row, spec)
         new = max(old, greatest_lane(most))
         if new > old:
-            factor = np.float32(0.0) if old == -np.inf else np.float32(2.0) ** (old - new)
-            write(m + 4 * row, new)
-            write(l + 4 * row, read(l + 4 * row) * factor)
-            times(output + 4 * row * dv, dv, factor)
-        shift = splat(-new if new > -np.inf else np.float32(0.0))
-        one, total = splat(np.float32(1.0)), splat(np.float32(0.0))
+            factor = zero if old == -np.inf else number(2.0, spec) ** (old - new)
+            write(m + 4 * row, new, spec)
+            write(l + 4 * row, read(l + 4 * row, spec) * factor, spec)
+            times(output + 4 * row * dv, dv, factor, spec)
+        shift, total = splat(-new if new > -np.inf else zero, spec), splat(0.0, spec)
         for at in range(0, 4 * KEYS, 64):
-            weights = exp2(fma(load(line + at), one, shift))
+            weights = exp2(fma(load(line + at, spec), one, shift, spec), spec)
             store(line + at, weights)
-            total = fma(weights, one, total)
-        write(l + 4 * row, read(l + 4 * row) + sum_lanes(total))
+            total = fma(weights, one, total, spec)
+        write(l + 4 * row, read(l + 4 * row, spec) + sum_lanes(total), spec)
 
 
-@inner
-def mix_block(weights, from_v, v_n, keys, rows, dv, output, pairs, zeros, half):
+@by_spec
+def weight_words(spec):
+    """Weights (rows, KEYS) as words along the keys: address and bytes of a weight. Pairs are rounded into ``pairs``."""
+
+    def numbers(weights, rows, pairs, spec):
+        return weights, 4
+
+    def rounded(weights, rows, pairs, spec):
+        round_row(weights, rows * KEYS, pairs, spec)
+        return pairs, 2
+
+    return rounded if spec.rows == "pairs" else numbers
+
+
+@device_function
+def pv_block(weights, from_v, v_n, keys, rows, dv, output, pairs, zeros, spec):
     """Output += weights x values, in portions that stay in the first cache while all the rows use them."""
-    if half is not None:
-        halve(weights, rows * KEYS, pairs)
-    size = 4 if half is None else 2
-    from_weights, step = (weights, 4 * KEYS) if half is None else (pairs, 2 * KEYS)
+    (words, wide), size = weight_words(weights, rows, pairs, spec), spec.input_bytes
     for key in range(0, keys, PORTION):
-        some = min(PORTION, keys - key)
-        mix(from_weights + size * key, step, rows, from_v + size * key * v_n, size * v_n, some, zeros, output, dv, half)
+        some, values = min(PORTION, keys - key), from_v + size * key * v_n
+        pv(words + wide * key, wide * KEYS, rows, values, size * v_n, some, zeros, output, dv, spec)
 
 
-@inner
-def add_seen(t, b, kv, key0, keys, from_v, weights, output, half):
+@device_function
+def add_visible(call, b, kv, key0, keys, from_v, weights, output, spec):
     """Output += weights x values, pair by pair: what is hidden is not touched, so a NaN there leaves no trace."""
-    nq, dv, size = t[NQ], t[DV], 4 if half is None else 2
-    for row in range(t[GROUP] * nq):
+    nq, dv, size = call.nq, call.dv, spec.input_bytes
+    for row in range(call.group * nq):
         for j in range(keys):
-            if sees(t, b, kv * t[GROUP] + row // nq, row % nq, key0 + j):
-                weight = read(weights + 4 * (row * KEYS + j))
+            if sees(call, b, kv * call.group + row // nq, row % nq, key0 + j):
+                weight = read(weights + 4 * (row * KEYS + j), spec)
                 for d in range(dv):
-                    to = output + 4 * (row * dv + d)
-                    write(to, read(to) + weight * number(from_v + size * (j * t[V_N] + d), half))
+                    to, x = output + 4 * (row * dv + d), read_input(from_v + size * (j * call.v_strides.n + d), spec)
+                    write(to, read(to, spec) + weight * x, spec)
 
 
 @inlined
-def attend_part(t, here, b, kv, part, careful, half):
-    """One part of the cache for all queries of a group: shifts, sums and outputs go to the part's place in ``results``."""
-    rows, nk, dv, size = t[GROUP] * t[NQ], t[NK], t[DV], 4 if half is None else 2
-    scores = here
-    pairs = scores + 4 * rows * KEYS
-    zeros = pairs + 4 * rows * (KEYS // 2)
-    queries = zeros + 4 * dv
-    lead = -(-2 * rows // 16) * 16
-    m = t[RESULTS] + 4 * ((b * (t[HEADS] // t[GROUP]) + kv) * t[PARTS] + part) * (lead + rows * dv)
+def attend_part(call, memory, b, kv, part, non_finite, spec):
+    """One part of the cache for all queries of a group: shifts, sums and outputs go to the part's place in the results."""
+    nq, nk, dv, size, q_step, v_step = call.nq, call.nk, call.dv, spec.input_bytes, call.q_strides, call.v_strides
+    rows, at = call.group * nq, call.offsets
+    scores, pairs, zeros, queries = memory + at.scores, memory + at.weights, memory + at.zeros, memory + at.queries
+    lead, results = results_lead(rows), (b * (call.heads // call.group) + kv) * call.parts + part
+    m = call.scratch + at.results + 4 * results * (lead + rows * dv)
     l, output = m + 4 * rows, m + 4 * lead
     for row in range(rows):
-        write(m + 4 * row, np.float32(-np.inf))
-        write(l + 4 * row, np.float32(0.0))
-    fill(output, rows * dv, np.float32(0.0))
-    fill(zeros, dv, np.float32(0.0))
-    d = t[D]
-    in_fours(t[Q] + size * (b * t[HEADS] + kv * t[GROUP]) * t[NQ] * d, rows, size * d // 4, queries)
+        write(m + 4 * row, -np.inf, spec)
+        write(l + 4 * row, 0.0, spec)
+    fill(output, rows * dv, 0.0, spec)
+    if spec.per_word > 1:
+        fill(zeros, dv, 0.0, spec)
+    for place in range(-(-rows // FOUR) * FOUR):
+        row = min(place, rows - 1)  # the last one stands in for those past it
+        from_q = call.q + size * (b * q_step.b + (kv * call.group + row // nq) * q_step.h + row % nq * q_step.n)
+        in_fours(from_q, place, in_words(call.d, spec), queries, spec)
     blocks = -(-nk // KEYS)
-    for block in range(blocks * part // t[PARTS], blocks * (part + 1) // t[PARTS]):
+    for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
         key0 = block * KEYS
         keys = min(KEYS, nk - key0)
-        score_block(t, b, kv, key0, keys, queries, scores, half)
-        weigh_block(scores, rows, m, l, output, dv)
-        from_v = t[V] + size * (b * t[V_B] + kv * t[V_H] + key0 * t[V_N])
-        if careful:
-            add_seen(t, b, kv, key0, keys, from_v, scores, output, half)
+        score_block(call, b, kv, key0, keys, queries, scores, spec)
+        weigh_block(scores, rows, m, l, output, dv, spec)
+        from_v = call.v + size * (b * v_step.b + kv * v_step.h + (call.first_key + key0) * v_step.n)
+        if non_finite:
+            add_visible(call, b, kv, key0, keys, from_v, scores, output, spec)
         else:
-            mix_block(scores, from_v, t[V_N], keys, rows, dv, output, pairs, zeros, half)
+            pv_block(scores, from_v, v_step.n, keys, rows, dv, output, pairs, zeros, spec)
     return output, rows * dv
 
 
-@inner
-def join(t, b, kv, half):
+@device_function
+def join(call, b, kv, spec):
     """The parts of one head, in their order, with the sink: output and log-sum-exp to memory."""
-    nq, dv, rows = t[NQ], t[DV], t[GROUP] * t[NQ]
-    lead = -(-2 * rows // 16) * 16
-    first = t[RESULTS] + 4 * (b * (t[HEADS] // t[GROUP]) + kv) * t[PARTS] * (lead + rows * dv)
-    step = 4 * (lead + rows * dv)
+    nq, dv, rows, ninf = call.nq, call.dv, call.group * call.nq, number(-np.inf, spec)
+    lead, step = results_lead(rows), 4 * (results_lead(rows) + rows * dv)
+    first = call.scratch + call.offsets.results + (b * (call.heads // call.group) + kv) * call.parts * step
     for row in range(rows):
-        h, i = kv * t[GROUP] + row // nq, row % nq
-        most, total = np.float32(-np.inf), np.float32(0.0)
-        if t[SINKS]:
-            most = read(t[SINKS] + 4 * h) * LOG2E
-        for part in range(t[PARTS]):
-            most = max(most, read(first + part * step + 4 * row))
-        if t[SINKS] and most > -np.inf:
-            total = np.float32(2.0) ** (read(t[SINKS] + 4 * h) * LOG2E - most)
+        h, i = kv * call.group + row // nq, row % nq
+        sink = read(call.sinks + 4 * h, spec) * number(LOG2E, spec) if call.sinks else ninf
+        most, total = sink, number(0.0, spec)
+        for part in range(call.parts):
+            most = max(most, read(first + part * step + 4 * row, spec))
+        if call.sinks and most > -np.inf:
+            total = number(2.0, spec) ** (sink - most)
         sums = first + 4 * lead + 4 * row * dv  # part 0 gathers
-        for part in range(t[PARTS]):
-            shift = read(first + part * step + 4 * row)
-            factor = np.float32(0.0) if shift == -np.inf else np.float32(2.0) ** (shift - most)
-            total += read(first + part * step + 4 * (rows + row)) * factor
+        for part in range(call.parts):
+            shift = read(first + part * step + 4 * row, spec)
+            factor = number(0.0, spec) if shift == -np.inf else number(2.0, spec) ** (shift - most)
+            total += read(first + part * step + 4 * (rows + row), spec) * factor
             from_part = sums + part * step
             for d in range(0, 4 * dv, 64):
-                so_far = load(sums + d) if part else splat(np.float32(0.0))
-                store(sums + d, fma(load(from_part + d), splat(factor), so_far))
-        times(sums, dv, np.float32(1.0) / total if total != 0 else np.float32(0.0))
-        line = (b * t[HEADS] + h) * nq + i
-        for d in range(0, dv, 16):
-            if half is None:
-                store(t[O] + 4 * (line * dv + d), load(sums + 4 * d))
-            else:
-                store_halves(t[O] + 2 * (line * dv + d), load(sums + 4 * d))
-        write(t[LSE] + 4 * line, most * LN2 + np.log(total) if total != 0 else np.float32(-np.inf))
+                so_far = load(sums + d, spec) if part else splat(0.0, spec)
+                store(sums + d, fma(load(from_part + d, spec), splat(factor, spec), so_far, spec))
+        times(sums, dv, number(1.0, spec) / total if total != 0 else number(0.0, spec), spec)
+        line = (b * call.heads + h) * nq + i
+        round_row(sums, dv, call.o + spec.input_bytes * line * dv, spec)
+        if call.lse:
+            write(call.lse + 4 * line, most * number(LN2, spec) + np.log(total) if total != 0 else ninf, spec)
 
 
-@inlined
-def take_tasks(t, half):
-    """Take tasks until none is left: parts of one head are neighbours."""
-    here = t[ROOM] + t[ROOM_BYTES] * fetch_add(t[SELF] + 8 * NEXT_ROOM, 1)
-    kv_heads = t[HEADS] // t[GROUP]
+def decode(call):
+    """The kernel: takes tasks until none is left. Parts of one head are neighbours."""
+    memory = call.scratch + call.thread_bytes * take(call.next_thread)
+    kv_heads = call.heads // call.group
     while True:
-        task = fetch_add(t[SELF] + 8 * NEXT_TASK, 1)
-        if task >= t[TASKS]:
+        task = take(call.next_task)
+        if task >= call.tasks:
             return
-        part, head = task % t[PARTS], task // t[PARTS]
+        part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
-        careful = False
+        non_finite = False
         while True:
-            output, floats = attend_part(t, here, b, kv, part, careful, half)
-            if careful or all_finite(output, floats):
+            output, count = attend_part(call, memory, b, kv, part, non_finite, call.spec)
+            if non_finite or all_finite(output, count, call.spec):
                 break
-            careful = True  # somebody met a NaN or inf among the values; what was hidden must leave no trace: again, pair by pair
-        if fetch_add(t[JOINED] + 8 * head, 1) == t[PARTS] - 1:
-            join(t, b, kv, half)
-            fetch_add(t[JOINED] + 8 * head, -t[PARTS])  # 0 again, for the next launch
-
-
-def decode(descriptor):
-    """The kernel for float32."""
-    take_tasks(descriptor, None)
-
-
-def decode_half(descriptor):
-    """The kernel for bf16, where the CPU multiplies pairs of them."""
-    take_tasks(descriptor, 1)
+            non_finite = True  # a NaN or inf among the values; what is hidden must leave no trace: again, pair by pair
+        if fetch_add(call.scratch + call.offsets.joined + 8 * head, 1) == call.parts - 1:
+            join(call, b, kv, call.spec)

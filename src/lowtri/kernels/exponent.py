@@ -1,109 +1,93 @@
-"""2 ** x for a vector of 16 floats: a whole power of two by its bits, the rest by a polynomial."""
+"""2 ** x for a vector: a whole power of two by its bits, the rest by a polynomial."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from lowtri.kernels.inner import inner
-from lowtri.kernels.simd import I16, I32, INTS, VECTOR, call, constant, fma, maximum, mul, splat, sub, vector
-from lowtri.kernels.target import LANES, SCALES
+from lowtri.kernels.isa.baseline import call, constant, integers
 
-__all__ = [
-    "exp2",
-    "exp2_less_1",
-]
+__all__ = ["exp2", "exp2_less_1"]
 
-
-@intrinsic
-def _two_to_the(typing, n):
-    """2 ** n for whole n in -126 .. 127: the exponent's bits, written."""
-
-    def emit(c, b, s, a):
-        biased = b.add(b.fptosi(a[0], INTS), ir.Constant(INTS, [127] * LANES))
-        return b.bitcast(b.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR)
-
-    return vector(vector), emit
+# (2^r - 1) / r on [-1/2, 1/2], highest power first. float32: a polynomial fitted to equal relative error of 2^r, 2e-9; float64:
+# Taylor's, 4e-18.
+_FLOAT32 = (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1)
+_FLOAT64 = tuple(math.log(2) ** k / math.factorial(k) for k in range(13, 0, -1))
 
 
-@intrinsic
-def _nearest(typing, x):
-    return vector(vector), lambda c, b, s, a: call(b, f"llvm.roundeven.v{LANES}f32", VECTOR, [a[0]])
+def _is_double(kind: Any) -> bool:
+    return bool(kind.element == ir.DoubleType())
 
 
-@intrinsic
-def _below_range(typing, x, y):
-    """y, but 0 where x < -126 and x where x is NaN."""
-
-    def emit(c, b, s, a):
-        out = b.select(b.fcmp_ordered("<", a[0], constant(-126.0)), constant(0.0), a[1])
-        return b.select(b.fcmp_unordered("uno", a[0], a[0]), a[0], out)
-
-    return vector(vector, vector), emit
+def _least(kind: Any) -> float:
+    """The least whole x for which 2 ** x is not denormal."""
+    return -1022.0 if _is_double(kind) else -126.0
 
 
-# (2^r - 1) / r on [-1/2, 1/2]: a polynomial fitted to equal relative error of 2^r, 2e-9.
-_C = tuple(np.float32(c) for c in (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1))
+def _nearest(b: Any, x: Any) -> Any:
+    return call(b, f"llvm.roundeven.v{x.type.count}f{64 if _is_double(x.type) else 32}", x.type, [x])
 
 
-@inner
-def _per_r(r):
+def _greater(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def _per_r(b: Any, r: Any, isa: Any) -> Any:
     """(2 ** r - 1) / r."""
-    p = splat(_C[0])
-    p = fma(p, r, splat(_C[1]))
-    p = fma(p, r, splat(_C[2]))
-    p = fma(p, r, splat(_C[3]))
-    p = fma(p, r, splat(_C[4]))
-    return fma(p, r, splat(_C[5]))
+    first, *rest = _FLOAT64 if _is_double(r.type) else map(np.float32, _FLOAT32)
+    p = constant(r.type, float(first))
+    for c in rest:
+        p = isa.fma(b, p, r, constant(r.type, float(c)))
+    return p
 
 
-@inner
-def _split(x):
-    """x as a whole number n and a rest: (n, 2 ** rest - 1)."""
-    whole = _nearest(maximum(x, splat(np.float32(-126.0))))
-    r = sub(x, whole)
-    return whole, mul(_per_r(r), r)
+def _power(b: Any, n: Any) -> Any:
+    """2 ** n for whole n, not denormal: the exponent's bits, written."""
+    kind = integers(n.type)
+    if _is_double(n.type):  # no conversion to 64-bit integers before AVX-512: a large number keeps n in its last bits
+        whole, bias, by = b.bitcast(b.fadd(n, constant(n.type, 1.5 * 2.0**52)), kind), 1023, 52
+    else:
+        whole, bias, by = b.fptosi(n, kind), 127, 23
+    return b.bitcast(b.shl(b.add(whole, constant(kind, bias)), constant(kind, by)), n.type)
+
+
+def _split(b: Any, x: Any, isa: Any) -> tuple[Any, Any]:
+    """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1."""
+    whole = _nearest(b, _greater(b, x, constant(x.type, _least(x.type))))
+    r = b.fsub(x, whole)
+    more = b.fmul(_per_r(b, r, isa), r)
+    return _power(b, whole), more
+
+
+def _exp2(b: Any, x: Any, isa: Any) -> Any:
+    if isa.has_scale:
+        # Far below the least number: 2 ** -1200 is 0, and so is 2 ** -inf.
+        x = _greater(b, constant(x.type, -1200.0 if _is_double(x.type) else -200.0), x)
+        whole = _nearest(b, x)
+        r = b.fsub(x, whole)
+        return isa.scale(b, isa.fma(b, _per_r(b, r, isa), r, constant(x.type, 1.0)), whole)
+    scale, more = _split(b, x, isa)
+    out = isa.fma(b, scale, more, scale)
+    out = b.select(b.fcmp_ordered("<", x, constant(x.type, _least(x.type))), constant(x.type, 0.0), out)
+    return b.select(b.fcmp_unordered("uno", x, x), x, out)
 
 
 @intrinsic
-def _scaled(typing, x, n):
-    """x * 2 ** n for whole n, in one instruction: 0 where that is too small, NaN where either is."""
+def exp2(typing, x, spec):
+    """2 ** x, to an ulp or two; 0 where that is denormal (so exp2(-inf) is 0), NaN for NaN. For x <= 127."""
+    return x(x, spec), lambda c, b, s, a: _exp2(b, a[0], spec.value.isa)
+
+
+@intrinsic
+def exp2_less_1(typing, x, spec):
+    """2 ** x - 1, to a few ulp also where x is small. For -126 <= x <= 127."""
 
     def emit(c, b, s, a):
-        every, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
-        return call(b, "llvm.x86.avx512.mask.scalef.ps.512", VECTOR, [*a, constant(0.0), every, rounding])
+        scale, more = _split(b, a[0], spec.value.isa)
+        return spec.value.isa.fma(b, scale, more, b.fsub(scale, constant(scale.type, 1.0)))
 
-    return vector(vector, vector), emit
-
-
-@inner
-def _exp2_by_bits(x):
-    whole, more = _split(x)
-    scale = _two_to_the(whole)
-    return _below_range(x, fma(scale, more, scale))
-
-
-@inner
-def _exp2_scaled(x):
-    x = maximum(splat(_NOTHING), x)
-    whole = _nearest(x)
-    r = sub(x, whole)
-    return _scaled(fma(_per_r(r), r, splat(np.float32(1.0))), whole)
-
-
-_NOTHING = np.float32(-200.0)  # far below the least float: 2 ** -200 is 0, and so is 2 ** -inf
-
-
-@inner
-def exp2(x):
-    """2 ** x, to 1e-7 relative; 0 below 2 ** -150 at the latest (so exp2(-inf) is 0), NaN for NaN. For x <= 127."""
-    return _exp2_scaled(x) if SCALES else _exp2_by_bits(x)
-
-
-@inner
-def exp2_less_1(x):
-    """2 ** x - 1, to 2e-7 relative also where x is small. For -126 <= x <= 127."""
-    whole, more = _split(x)
-    scale = _two_to_the(whole)
-    return fma(scale, more, sub(scale, splat(np.float32(1.0))))
+    return x(x, spec), emit

@@ -1,4 +1,4 @@
-"""What goes across lanes: turning 16 x 16 blocks, 16 dot products at once, the sum and the greatest of a vector."""
+"""What goes across lanes: turning square blocks, the sum and the greatest of a vector."""
 
 from __future__ import annotations
 
@@ -8,64 +8,67 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.simd import F32, I32, I64, INTS, VECTOR, at, call, clamped, vector
-from lowtri.kernels.target import LANES
+from lowtri.kernels.isa.baseline import call
+from lowtri.kernels.simd import I32, I64, at, clamped
 
-__all__ = [
-    "greatest_lane",
-    "sum_lanes",
-    "transpose",
-]
+__all__ = ["greatest_lane", "picked", "sum_lanes", "transpose"]
+
+
+def picked(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
+    """Lanes of two vectors, counted through both."""
+    return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors as the columns of what they were the rows of: halves, quarters, eighths change places."""
-    step = LANES // 2
+    """Vectors as the columns of what they were the rows of: halves, quarters, eighths change places."""
+    lanes = len(rows)
+    step = lanes // 2
     while step:
-        for i in range(LANES):
+        for i in range(lanes):
             if not i & step:
                 one, two = rows[i], rows[i + step]
-                low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-                high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-                rows[i] = builder.shuffle_vector(one, two, ir.Constant(INTS, low))
-                rows[i + step] = builder.shuffle_vector(one, two, ir.Constant(INTS, high))
+                low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+                high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+                rows[i], rows[i + step] = picked(builder, one, two, low), picked(builder, one, two, high)
         step //= 2
     return rows
 
 
 @intrinsic
-def transpose(typing, source, source_row, last, target, target_row):
-    """A 16 x 16 block, turned: row i of the source becomes column i. Rows past ``last`` repeat it; steps in bytes."""
+def transpose(typing, source, source_row, last, target, target_row, spec):
+    """A square block, turned: row i of the source becomes column i. Rows past ``last`` repeat it; row steps in bytes."""
+    kind = spec.value.vector
 
     def emit(c, b, s, a):
-        source, source_row, last, target, target_row = a
+        source, source_row, last, target, target_row, _ = a
         rows = []
-        for i in range(LANES):
+        for i in range(kind.lanes):
             row = clamped(b, i, last)
-            rows.append(b.load(at(b, b.add(source, b.mul(row, source_row)), VECTOR), align=4))
+            rows.append(b.load(at(b, b.add(source, b.mul(row, source_row)), kind.ir), align=4))
         for i, column in enumerate(_transposed(b, rows)):
-            b.store(column, at(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), VECTOR), align=4)
+            b.store(column, at(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), kind.ir), align=4)
         return c.get_dummy_value()
 
-    return types.void(*[types.intp] * 5), emit
+    return types.void(*[types.intp] * 5, spec), emit
 
 
 @intrinsic
 def greatest_lane(typing, x):
-    """The greatest of 16 floats; a NaN is passed over."""
-    return types.float32(vector), lambda c, b, s, a: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [a[0]])
+    """The greatest number of a vector; a NaN is passed over."""
+    name = f"llvm.vector.reduce.fmax.v{x.lanes}f{x.bits}"
+    return x.number(x), lambda c, b, s, a: call(b, name, x.ir.element, [a[0]])
 
 
 @intrinsic
 def sum_lanes(typing, x):
-    """The sum of 16 floats."""
+    """The sum of a vector."""
 
     def emit(c, b, s, a):
-        step, total = LANES // 2, a[0]
+        step, total = x.lanes // 2, a[0]
         while step:
-            turned = ir.Constant(INTS, [(lane + step) % LANES for lane in range(LANES)])
-            total = b.fadd(total, b.shuffle_vector(total, total, turned))
+            turned = [(lane + step) % x.lanes for lane in range(x.lanes)]
+            total = b.fadd(total, picked(b, total, total, turned))
             step //= 2
         return b.extract_element(total, ir.Constant(I32, 0))
 
-    return types.float32(vector), emit
+    return x.number(x), emit

@@ -1,106 +1,36 @@
-"""A vector of 16 floats as a Numba type, and the words that kernels are written in.
+"""The words that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
 
-Each word is one LLVM instruction or a few. Addresses are plain integers in bytes, as NumPy and torch give them.
+Addresses are integers in bytes. Where a word reads or writes memory its spec says what lies there: numbers that are computed with, or
+(``*_input``) the numbers of the arrays.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
-from lowtri.kernels.target import FMA, LANES
+from lowtri.kernels.isa.baseline import constant, integers
 
 __all__ = [
-    "AHEAD",
-    "DOUBLES",
-    "F32",
-    "FLAGS",
-    "I16",
-    "I32",
-    "I64",
-    "INTS",
-    "VECTOR",
-    "above_or",
-    "add",
-    "any_above",
-    "at",
-    "bits_float",
-    "broadcast",
-    "call",
-    "clamped",
-    "constant",
-    "div",
-    "fetch_add",
-    "fma",
-    "fused",
-    "load",
-    "maximum",
-    "mul",
-    "only",
-    "prefetch",
-    "read",
-    "read_byte",
-    "read_int32",
-    "read_int64",
-    "read_word",
-    "splat",
-    "store",
-    "sub",
-    "vector",
-    "where_finite",
-    "write",
+    *("AHEAD", "F32", "I16", "I32", "I64", "at", "broadcast", "clamped", "input_vector", "prefetch"),  # for intrinsics
+    *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
+    *("store", "store_input", "write", "write_input", "fetch_add", "number", "splat"),
+    *("add", "sub", "mul", "div", "fma", "maximum", "only", "above_or", "any_above", "where_finite"),
 ]
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-VECTOR = ir.VectorType(F32, LANES)
-DOUBLES = ir.VectorType(ir.DoubleType(), LANES // 2)
-INTS = ir.VectorType(I32, LANES)
-FLAGS = ir.VectorType(ir.IntType(1), LANES)
 
 
-class VectorType(types.Type):
-    """16 floats in registers."""
-
-    def __init__(self) -> None:
-        super().__init__(name="float32x16")
-
-
-vector = VectorType()
-
-
-@register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, VECTOR)
-
-
-def call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
-    """Call an LLVM intrinsic by name, declared once in a module."""
-    found = builder.module.globals.get(name)
-    found = found or ir.Function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
-    return builder.call(found, args)
-
-
-def constant(value: float) -> Any:
-    return ir.Constant(VECTOR, [float(np.float32(value))] * LANES)
-
-
-def broadcast(builder: Any, scalar: Any) -> Any:
-    """A number in every lane of a vector of 64 bytes."""
-    lanes = LANES // 2 if scalar.type == DOUBLES.element else LANES
-    kind = ir.VectorType(scalar.type, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), None))
-
-
-def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once where the CPU can."""
-    kind = f"v{x.type.count}f{64 if x.type == DOUBLES else 32}"
-    return call(builder, f"llvm.{'fma' if FMA else 'fmuladd'}.{kind}", x.type, [x, y, z])
+def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
+    """A number in every lane of a vector."""
+    nothing, zeros = (
+        ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined),
+        ir.Constant(ir.VectorType(I32, lanes), None),
+    )
+    return builder.shuffle_vector(builder.insert_element(nothing, scalar, ir.Constant(I32, 0)), nothing, zeros)
 
 
 def clamped(builder: Any, number: int, last: Any) -> Any:
@@ -113,115 +43,165 @@ def at(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-# Rows of a cache that are asked for before they are read. The CPU looks ahead by itself, but not past the end of a 4 KB page.
-AHEAD = 32
+AHEAD = 32  # rows of a cache that are prefetched; the CPU looks ahead by itself, but not past the end of a 4 KB page
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the line at an address to be brought into the second cache; any address will do."""
+    """Bring the line at an address into the second cache; any address will do."""
     byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    found = builder.module.globals.get("llvm.prefetch.p0")
-    found = found or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    builder.call(found, [builder.inttoptr(address, byte), to_read, second_cache, data])
+    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
+
+
+def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
+    """``count`` numbers of the arrays, as numbers that are computed with."""
+    if spec.input_bytes > 2:
+        return builder.load(at(builder, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
+    shorts = builder.load(at(builder, address, ir.VectorType(I16, count)), align=2)
+    return spec.isa.widen(builder, shorts, spec.dtype)
+
+
+def _output_vector(builder: Any, x: Any, address: Any, spec: Any) -> None:
+    """Numbers that are computed with, rounded to the dtype of the arrays."""
+    if spec.input_bytes == 2:
+        x = spec.isa.narrow(builder, x, spec.dtype)
+    builder.store(x, at(builder, address, x.type), align=2 if spec.input_bytes == 2 else 4)
 
 
 @intrinsic
-def load(typing, address):
-    """16 floats from memory."""
-    return vector(types.intp), lambda c, b, s, a: b.load(at(b, a[0], VECTOR), align=4)
+def load(typing, address, spec):
+    """A vector of numbers from memory."""
+    kind = spec.value.vector
+    return kind(types.intp, spec), lambda c, b, s, a: b.load(at(b, a[0], kind.ir), align=4)
 
 
 @intrinsic
 def store(typing, address, x):
-    """16 floats to memory."""
+    """A vector to memory."""
 
     def emit(c, b, s, a):
-        b.store(a[1], at(b, a[0], VECTOR), align=4)
+        b.store(a[1], at(b, a[0], x.ir), align=4)
         return c.get_dummy_value()
 
-    return types.void(types.intp, vector), emit
+    return types.void(types.intp, x), emit
 
 
 @intrinsic
-def read(typing, address):
-    """One float from memory."""
-    return types.float32(types.intp), lambda c, b, s, a: b.load(at(b, a[0], F32), align=4)
+def read(typing, address, spec):
+    """One number from memory."""
+    kind = spec.value.vector
+    return kind.number(types.intp, spec), lambda c, b, s, a: b.load(at(b, a[0], kind.ir.element), align=4)
 
 
 @intrinsic
-def write(typing, address, x):
-    """One float to memory."""
+def write(typing, address, x, spec):
+    """One number to memory."""
+    kind = spec.value.vector
 
     def emit(c, b, s, a):
-        b.store(a[1], at(b, a[0], F32), align=4)
+        b.store(a[1], at(b, a[0], kind.ir.element), align=4)
         return c.get_dummy_value()
 
-    return types.void(types.intp, types.float32), emit
+    return types.void(types.intp, kind.number, spec), emit
 
 
 @intrinsic
-def read_word(typing, address):
-    """64 bits from memory: who of 64 queries sees a key."""
-    return types.uint64(types.intp), lambda c, b, s, a: b.load(at(b, a[0], I64), align=8)
+def load_input(typing, address, spec):
+    """A vector of numbers from an array."""
+    kind = spec.value.vector
+    return kind(types.intp, spec), lambda c, b, s, a: input_vector(b, a[0], kind.lanes, spec.value)
 
 
 @intrinsic
-def read_int32(typing, address):
-    """One int32 from memory."""
-    return types.int64(types.intp), lambda c, b, s, a: b.sext(b.load(at(b, a[0], I32), align=4), I64)
+def store_input(typing, address, x, spec):
+    """A vector of numbers to an array."""
+
+    def emit(c, b, s, a):
+        _output_vector(b, a[1], a[0], spec.value)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, x, spec), emit
 
 
 @intrinsic
-def read_int64(typing, address):
-    """One int64 from memory."""
-    return types.int64(types.intp), lambda c, b, s, a: b.load(at(b, a[0], I64), align=8)
+def read_input(typing, address, spec):
+    """One number from an array."""
+
+    def emit(c, b, s, a):
+        return b.extract_element(input_vector(b, a[0], 1, spec.value), ir.Constant(I32, 0))
+
+    return spec.value.number(types.intp, spec), emit
 
 
 @intrinsic
-def read_byte(typing, address):
-    """One byte from memory."""
-    kind = ir.IntType(8)
-    return types.int64(types.intp), lambda c, b, s, a: b.zext(b.load(at(b, a[0], kind), align=1), I64)
+def write_input(typing, address, x, spec):
+    """One number to an array."""
+
+    def emit(c, b, s, a):
+        kind = ir.VectorType(a[1].type, 1)
+        _output_vector(
+            b, b.insert_element(ir.Constant(kind, ir.Undefined), a[1], ir.Constant(I32, 0)), a[0], spec.value
+        )
+        return c.get_dummy_value()
+
+    return types.void(types.intp, spec.value.number, spec), emit
+
+
+def _reader(kind: Any, result: Any) -> Any:
+    """One integer from memory."""
+
+    @intrinsic
+    def read_integer(typing, address):
+        def emit(c, b, s, a):
+            x = b.load(at(b, a[0], kind), align=kind.width // 8)
+            return x if kind.width == 64 else b.sext(x, I64) if kind.width == 32 else b.zext(x, I64)
+
+        return result(types.intp), emit
+
+    return read_integer
+
+
+read_byte, read_int32, read_int64 = (_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
+read_word = _reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
 
 
 @intrinsic
-def splat(typing, x):
-    """One float in all 16 lanes."""
-    return vector(types.float32), lambda c, b, s, a: broadcast(b, a[0])
+def number(typing, x, spec):
+    """A number as one that is computed with."""
+    kind = spec.value.number
+    return kind(kind, spec), lambda c, b, s, a: a[0]
 
 
 @intrinsic
-def add(typing, x, y):
-    return vector(vector, vector), lambda c, b, s, a: b.fadd(*a)
+def splat(typing, x, spec):
+    """One number in all lanes."""
+    kind = spec.value.vector
+    return kind(kind.number, spec), lambda c, b, s, a: broadcast(b, a[0], kind.lanes)
+
+
+def _operator(name: str) -> Any:
+    @intrinsic
+    def operator(typing, x, y):
+        return x(x, y), lambda c, b, s, a: getattr(b, name)(*a)
+
+    return operator
+
+
+add, sub, mul, div = map(_operator, ("fadd", "fsub", "fmul", "fdiv"))
 
 
 @intrinsic
-def sub(typing, x, y):
-    return vector(vector, vector), lambda c, b, s, a: b.fsub(*a)
-
-
-@intrinsic
-def mul(typing, x, y):
-    return vector(vector, vector), lambda c, b, s, a: b.fmul(*a)
-
-
-@intrinsic
-def div(typing, x, y):
-    return vector(vector, vector), lambda c, b, s, a: b.fdiv(*a)
-
-
-@intrinsic
-def fma(typing, x, y, z):
+def fma(typing, x, y, z, spec):
     """x * y + z."""
-    return vector(vector, vector, vector), lambda c, b, s, a: fused(b, *a)
+    return x(x, y, z, spec), lambda c, b, s, a: spec.value.isa.fma(b, *a[:3])
 
 
 @intrinsic
 def maximum(typing, x, y):
     """The greater; y where either is NaN, so a NaN in y stays. One instruction, unlike the maximum of IEEE 754."""
-    return vector(vector, vector), lambda c, b, s, a: b.select(b.fcmp_ordered(">", *a), *a)
+    return x(x, y), lambda c, b, s, a: b.select(b.fcmp_ordered(">", *a), *a)
 
 
 @intrinsic
@@ -229,20 +209,16 @@ def only(typing, word, shift, x, other):
     """x in the lanes whose bit in ``word >> shift`` is set, ``other`` in the rest."""
 
     def emit(c, b, s, a):
-        flags = b.bitcast(b.trunc(b.lshr(a[0], a[1]), I16), FLAGS)
+        flags = b.bitcast(b.trunc(b.lshr(a[0], a[1]), ir.IntType(x.lanes)), ir.VectorType(ir.IntType(1), x.lanes))
         return b.select(flags, a[2], a[3])
 
-    return vector(types.uint64, types.uint64, vector, vector), emit
+    return x(types.uint64, types.uint64, x, x), emit
 
 
 @intrinsic
 def above_or(typing, x, limit, yes, no):
     """``yes`` in the lanes where x > limit, ``no`` in the rest (and where x is NaN)."""
-
-    def emit(c, b, s, a):
-        return b.select(b.fcmp_ordered(">", a[0], a[1]), a[2], a[3])
-
-    return vector(vector, vector, vector, vector), emit
+    return x(x, x, x, x), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[2], a[3])
 
 
 @intrinsic
@@ -250,35 +226,28 @@ def any_above(typing, x, y):
     """Whether x > y in any lane, or either is NaN in one."""
 
     def emit(c, b, s, a):
-        flags = b.bitcast(b.fcmp_unordered(">", *a), I16)
-        return b.icmp_unsigned("!=", flags, ir.Constant(I16, 0))
+        flags = ir.IntType(x.lanes)
+        return b.icmp_unsigned("!=", b.bitcast(b.fcmp_unordered(">", *a), flags), ir.Constant(flags, 0))
 
-    return types.boolean(vector, vector), emit
+    return types.boolean(x, y), emit
 
 
 @intrinsic
 def where_finite(typing, x):
-    """Whether all 16 floats are finite: their exponents are not all ones."""
+    """Whether all numbers of a vector are finite: their exponents are not all ones."""
 
     def emit(c, b, s, a):
-        mask = ir.Constant(INTS, [0x7F800000] * LANES)
-        broken = b.icmp_unsigned("==", b.and_(b.bitcast(a[0], INTS), mask), mask)
-        return b.icmp_unsigned("==", b.bitcast(broken, I16), ir.Constant(I16, 0))
+        kind, flags = integers(x.ir), ir.IntType(x.lanes)
+        ones = constant(kind, 0x7FF0000000000000 if x.bits == 64 else 0x7F800000)
+        broken = b.icmp_unsigned("==", b.and_(b.bitcast(a[0], kind), ones), ones)
+        return b.icmp_unsigned("==", b.bitcast(broken, flags), ir.Constant(flags, 0))
 
-    return types.boolean(vector), emit
+    return types.boolean(x), emit
 
 
 @intrinsic
 def fetch_add(typing, address, n):
     """Add n to the int at the address and give back what stood there; safe among threads."""
-
-    def emit(c, b, s, a):
-        return b.atomic_rmw("add", at(b, a[0], I64), a[1], "seq_cst")
-
-    return types.int64(types.intp, types.int64), emit
-
-
-@intrinsic
-def bits_float(typing, bits):
-    """A float64 that was stored as the bits of an int64."""
-    return types.float64(types.int64), lambda c, b, s, a: b.bitcast(a[0], ir.DoubleType())
+    return types.int64(types.intp, types.int64), lambda c, b, s, a: b.atomic_rmw(
+        "add", at(b, a[0], I64), a[1], "seq_cst"
+    )

@@ -1,8 +1,6 @@
-"""What this CPU has, and the register tile that follows from it.
+"""What this CPU has, and the instruction set that follows: the best one that it has, or the one that LOWTRI_ISA names.
 
-A product keeps ROWS x VECTORS accumulators in registers, each a vector of 16 floats. A CPU with 32 registers of 512 bits holds
-6 x 4 of them and has room for four loads and a broadcast. One with sixteen registers of 256 bits needs two for a vector of 16:
-6 x 1 fill twelve. The tile decides the speed and nothing else; every shape computes the same.
+LOWTRI_ISA chooses words and register tiles. What LLVM may emit for them is Numba's to say: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES.
 """
 
 from __future__ import annotations
@@ -12,55 +10,45 @@ import platform
 
 import llvmlite.binding as llvm
 
-__all__ = [
-    "AMX",
-    "BF16",
-    "FEW_KEYS",
-    "FEW_VECTORS",
-    "FLOAT16",
-    "FMA",
-    "LANES",
-    "NAME",
-    "NARROW_ROWS",
-    "ROWS",
-    "SCALES",
-    "VECTORS",
-    "features",
-]
+from lowtri.errors import EngineError
+from lowtri.kernels.isa import ALL, Baseline
 
-LANES = 16  # floats in a vector; LLVM cuts it up where the registers are smaller
+__all__ = ["HAS_AMX", "HAS_FLOAT16", "ISA", "features", "instruction_set"]
 
 
 def features() -> frozenset[str]:
-    """The instruction sets that code may use: the host's, or those that NUMBA_CPU_FEATURES names."""
-    told = os.environ.get("NUMBA_CPU_FEATURES")
-    if told is not None:
-        return frozenset(flag[1:] for flag in told.split(",") if flag.startswith("+"))
+    """The instructions that code may use: the host's, or those that NUMBA_CPU_FEATURES names."""
+    given = os.environ.get("NUMBA_CPU_FEATURES")
+    if given is not None:
+        return frozenset(flag[1:] for flag in given.split(",") if flag.startswith("+"))
     try:
         return frozenset(flag for flag, has in llvm.get_host_cpu_features().items() if has)
     except RuntimeError:  # LLVM does not know this host: assume nothing
         return frozenset()
 
 
-_HAS = features()
-_ARM = platform.machine().lower() in ("arm64", "aarch64")
+def instruction_set(name: str | None, features: frozenset[str], machine: str) -> Baseline:
+    """The instruction set of that name, or the best one.
 
-if "avx512f" in _HAS:
-    NAME, ROWS, VECTORS = "avx512", 6, 4
-    NARROW_ROWS = 16  # of a tile that is one vector wide
-    FEW_KEYS, FEW_VECTORS = 8, 4  # for few queries: keys that meet four of them at once; vectors of a value row
-elif "avx2" in _HAS and "fma" in _HAS:
-    NAME, ROWS, VECTORS = "avx2", 6, 1
-elif _ARM:
-    NAME, ROWS, VECTORS = "neon", 6, 1
-else:
-    NAME, ROWS, VECTORS = "baseline", 2, 1
+    Raises:
+        EngineError: if there is none of that name, or the CPU does not have it.
+    """
+    fitting = [isa for isa in ALL if isa.fits(features, machine)]
+    if name is None:
+        return fitting[0]
+    for isa in fitting:
+        if isa.name == name:
+            return isa
+    known = name in {isa.name for isa in ALL}
+    raise EngineError(
+        f"LOWTRI_ISA is {name!r}, {'which this CPU does not have' if known else 'which is no instruction set'}. "
+        f"It has: {', '.join(isa.name for isa in fitting)}.\nFix: name one of these, or unset LOWTRI_ISA."
+    )
 
-if NAME != "avx512":
-    NARROW_ROWS = ROWS
-    FEW_KEYS, FEW_VECTORS = 4, 1
-FMA = _ARM or "fma" in _HAS or "avx512f" in _HAS  # without the instruction llvm.fma is a slow library call
-BF16 = "avx512bf16" in _HAS  # dot products of bf16 pairs
-AMX = "amx-bf16" in _HAS  # tiles of bf16: the kernels do not use them, torch does
-FLOAT16 = "avx512fp16" in _HAS  # arithmetic in float16: likewise
-SCALES = NAME == "avx512"  # multiplies by a power of two, safely at both ends, in one instruction
+
+_MACHINE = platform.machine().lower()
+ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE)
+# Without the instruction LLVM calls a function that may not be there.
+HAS_FLOAT16 = "f16c" in features() or "avx512f" in features() or _MACHINE in ("arm64", "aarch64")
+# Tiles of bf16: the kernels do not use them, torch does.
+HAS_AMX = "amx-bf16" in features()

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
-import numpy as np
-
-from lowtri.backends.cpu.decode import FEW_QUERIES, decode, is_decoding
-from lowtri.backends.cpu.launch import forward, in_pairs, kernel_file
+from lowtri.backends.base import Prepared
 from lowtri.masks.atoms import causal
-from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.call import Call
 
-__all__ = ["PreparedKernels", "cost", "name", "prepare", "supports"]
+__all__ = ["FEW_QUERIES", "cost", "name", "prepare", "supports"]
 
 name = "cpu"
 
+FEW_QUERIES = 16  # below, reading the keys and values is the work
 _FIRST_COMPILE = 5e6  # a call that is over in a millisecond anywhere must not wait seconds for a compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
-_LARGE_CAST = (
-    2**24
-)  # of keys and values in a half type: 64 MB in float32, more than is written and read again in a cache
+_LARGE_CAST = 2**24  # keys and values in a half type: 64 MB in float32, more than is written and read again in a cache
 _NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
 
 
@@ -61,7 +56,7 @@ def cost(call: Call) -> float:
 
 
 def _torch_is_faster(call: Call, numbers: int) -> bool:
-    """Where torch's function beat the kernel on tensors: dense bf16 on AMX, and caches in a half type that is not read as it is.
+    """Where torch's function beat the kernel on tensors: dense bf16 on AMX, and caches in float16 that must be cast.
 
     Windows, documents and other masks that hide much stay with the kernel, since torch computes what they hide.
     """
@@ -71,57 +66,14 @@ def _torch_is_faster(call: Call, numbers: int) -> bool:
 
     if call.q.shape[2] >= FEW_QUERIES:
         dense = call.shows_all or (call.mask == causal() and not call.positions_given)
-        return target.AMX and call.dtype == "bfloat16" and dense
-    if call.dtype == "bfloat16" and target.BF16:
-        return False
-    if call.dtype == "float16" and (target.FLOAT16 or target.AMX):
-        return True
-    return call.group == 1 and numbers >= _LARGE_CAST  # a large cache would be copied to float32
+        return target.HAS_AMX and call.dtype == "bfloat16" and dense
+    return call.dtype == "float16" and not target.HAS_FLOAT16 and call.group == 1 and numbers >= _LARGE_CAST
 
 
-def prepare(call: Call) -> PreparedKernels:
+def prepare(call: Call) -> Prepared:
+    from lowtri.backends.cpu.prepared import PreparedKernels
+
     return PreparedKernels(call)
-
-
-class PreparedKernels:
-    """The plan of the call, in the keys of a kernel's tile."""
-
-    formula_dtype = None
-    from_output = True
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.plan = None if is_decoding(call) and not call.needs_grad else call.plan(kernel_file("forward").KEYS)
-        self.nbytes = 1024 + (0 if self.plan is None else self.plan.nbytes)
-
-    def run(self, inputs: Inputs) -> Result:
-        output, lse = self._forward(inputs, self.call.return_lse)
-        return Result(output, None, lse)
-
-    def record(self, inputs: Inputs) -> tuple[Result, None]:
-        """The gradients begin at the output and the log-sum-exp, and need nothing else."""
-        output, lse = self._forward(inputs, True)
-        return Result(output, None, lse), None
-
-    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
-        from lowtri.backends.cpu.gradients import gradients
-
-        plan = self.plan or self.call.plan(kernel_file("forward").KEYS)
-        return gradients(self.call, plan, inputs, result, d_result)
-
-    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
-        """Output and log-sum-exp. bf16 has a kernel of its own where the CPU multiplies it; float16 is computed in float32."""
-        call, (q, k, v, bias, sinks) = self.call, inputs
-        compute_dtype = call.dtype if call.dtype == "float64" else "float32"
-        cast = call.dtype != compute_dtype and not in_pairs(q, k, v)
-        bias, sinks = _cast(bias, compute_dtype), _cast(sinks, compute_dtype)
-        q = _cast(q, compute_dtype) if cast else q
-        if self.plan is None:  # few queries: only the keys that are seen are cast
-            output, lse = decode(call, q, k, v, bias, sinks, want_lse)
-        else:
-            k, v = (_cast(k, compute_dtype), _cast(v, compute_dtype)) if cast else (k, v)
-            output, lse = forward(call, self.plan, q, k, v, bias, sinks, want_lse)
-        return (_cast(output, call.dtype) if cast else output), lse
 
 
 @cache
@@ -134,11 +86,3 @@ def _numba_missing() -> str | None:
     except Exception as error:  # whatever it raises, another backend can run
         return f"numba cannot be loaded: {error}"
     return None
-
-
-def _cast(x: Any, dtype: str) -> Any:
-    if x is None or isinstance(x, np.ndarray):
-        return None if x is None else x.astype(dtype, copy=False)
-    import torch
-
-    return x.detach().to(getattr(torch, dtype))

@@ -1,7 +1,7 @@
 """The threads, and the cache of compiled code.
 
-Beside torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch operation,
-whose workers keep spinning on it. A kernel is a C function of one argument, the address of a descriptor, which every member of
+In a process with torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch
+operation, whose workers keep spinning on it. A kernel is a C function of one argument, the address of its record, which every member of
 the team calls; members take tasks from a counter in it. The call comes back when all are done, so Ctrl-C is seen after that.
 """
 
@@ -24,9 +24,12 @@ from numba import cfunc, types
 from numba.core import config
 
 from lowtri.kernels import target
-from lowtri.kernels.inner import ALONE
+from lowtri.kernels.abi import Abi
+from lowtri.kernels.device_function import OPTIONS
+from lowtri.kernels.record import RecordType
+from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["cache_folder", "compiled", "run_team"]
+__all__ = ["Code", "cache_folder", "compiled", "run_team"]
 
 _forked = False
 
@@ -48,9 +51,9 @@ def cache_folder() -> Path | None:
     Numba looks only at the file a function stands in, and would serve stale code after an edit elsewhere in the kernels.
     """
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
-    facts = (numba.__version__, llvmlite.__version__, sys.version, target.NAME, sorted(target.features()))
+    facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
     digest.update(repr(facts).encode())
     root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(root) / "lowtri" / digest.hexdigest()[:16]
@@ -65,29 +68,37 @@ def cache_folder() -> Path | None:
 
 
 @contextmanager
-def _numba_cache() -> Iterator[bool]:
-    """Numba's setting for where to keep code, ours while a kernel is made, then the user's again."""
+def _numba_cache(spec: KernelSpec) -> Iterator[bool]:
+    """Numba's setting for where to keep code, a folder for each spec while a kernel is made, then the user's again."""
     folder = cache_folder()
     before = config.CACHE_DIR  # type: ignore[attr-defined]
     try:
         if folder is not None:
-            config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+            config.CACHE_DIR = str(folder / spec.name)  # type: ignore[attr-defined]
         yield folder is not None
     finally:
         config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
+class Code:
+    """The machine code of a kernel."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled, self.address = compiled, compiled.address  # the code lives as long as what compiled it
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+
 @cache
-def compiled(kernel: Callable[[Any], None]) -> Any:
-    """The machine code of ``kernel(descriptor)``: from the disk cache, or compiled now. A cache that fails costs time only."""
-    signature = types.void(types.CPointer(types.int64))
-    with _numba_cache() as keeps:
+def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
+    """The code of ``kernel(record)``: from the disk cache, or compiled now. A cache that fails costs time only."""
+    signature = types.void(RecordType(abi.dtype, spec))
+    with _numba_cache(spec) as keeps:
         if keeps:
             try:
-                return cfunc(signature, cache=True, **ALONE)(kernel)
+                return Code(cfunc(signature, cache=True, **OPTIONS)(kernel))
             except Exception:  # whatever a cache that is full, cut off or another's may raise
                 pass
-        return cfunc(signature, **ALONE)(kernel)
+        return Code(cfunc(signature, **OPTIONS)(kernel))
 
 
 @cache
@@ -104,39 +115,32 @@ def _gomp() -> Any:
     return None
 
 
-@cache
-def _entry(kernel: Callable[[Any], None]) -> Any:
-    """The machine code as a ctypes function of an address: a call costs less than through a typed pointer."""
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled(kernel).address)
-
-
-def run_team(kernel: Callable[[Any], None], descriptor: int, threads: int) -> None:
-    """Call the kernel on ``threads`` threads, each with the descriptor's address, and come back when all are done."""
-    code = _entry(kernel)
+def run_team(code: Code, record: int, threads: int) -> None:
+    """Call the code on ``threads`` threads, each with the record's address, and come back when all are done."""
     if threads <= 1 or _forked:
-        code(descriptor)
+        code.call(record)
         return
     start = _gomp() if "torch" in sys.modules else None
     if start is not None:
-        start(compiled(kernel).address, descriptor, threads, 0)
+        start(code.address, record, threads, 0)
         return
-    _own_team(code, descriptor, threads)
+    _own_team(code.call, record, threads)
 
 
-def _own_team(code: Callable[[int], None], descriptor: int, threads: int) -> None:
+def _own_team(code: Callable[[int], None], record: int, threads: int) -> None:
     """The same on threads of our own. An interrupt waits until all are back: what they write to must not be freed before."""
     over, locks = False, [threading.Lock() for _ in range(threads - 1)]
 
     def help(lock: threading.Lock) -> None:
         with lock:
             if not over:  # else the work was done before this thread began
-                code(descriptor)
+                code(record)
 
     interrupt: BaseException | None = None
     try:
         for lock in locks:
             threading.Thread(target=help, args=(lock,)).start()
-        code(descriptor)
+        code(record)
     except BaseException as error:  # Ctrl-C, or whatever a signal's handler raises
         interrupt = error
     over = True

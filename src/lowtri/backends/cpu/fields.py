@@ -1,0 +1,70 @@
+"""The fields of a kernel's record, by the names of :mod:`lowtri.kernels.abi`, from a call and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lowtri.masks.plan import Plan
+from lowtri.ops.call import Call
+
+__all__ = ["Fields", "address", "broadcast", "of_call", "of_plan", "packed", "strides"]
+
+Fields: TypeAlias = dict[str, Any]
+Strides: TypeAlias = tuple[int, ...]  # in numbers
+
+
+def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fields:
+    """What every kernel reads of a call: sizes, strides, options."""
+    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+    return {
+        **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
+        **{"q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v)},
+        "bias_strides": broadcast(None if call.bias is None else call.bias.shape, bias),
+        "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
+    }
+
+
+def of_plan(plan: Plan) -> Fields:
+    """What the kernels that follow a plan read of it."""
+    masks_b, masks_h = plan.sheet.shape
+    return {
+        "rows": plan.rows,
+        "mask_index": address(plan.sheet),
+        "mask_index_b": masks_h if masks_b > 1 else 0,
+        "mask_index_h": 1 if masks_h > 1 else 0,
+        "row_start": address(plan.row_start),
+        "runs": address(plan.runs),
+        "tile_bits": address(plan.tile_bits),
+        "bits": address(plan.bits),
+    }
+
+
+def strides(of: Strides) -> Fields:
+    """Those of an array (B, H, N, D)."""
+    return dict(zip("bhnd", of, strict=True))
+
+
+def packed(shape: tuple[int, ...]) -> Strides:
+    """Those of an array of this shape without gaps."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * size)
+    return tuple(reversed(steps))
+
+
+def broadcast(shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
+    """Those of a bias, 0 along the axes where it has one entry for all; all 0 where there is none."""
+    if shape is None:
+        return dict.fromkeys(axes, 0)
+    return {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
+
+
+def address(x: Any) -> int:
+    """Where an array's first number lies, 0 where there is none."""
+    if x is None:
+        return 0
+    pointer: int = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
+    return pointer

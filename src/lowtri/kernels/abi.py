@@ -1,0 +1,149 @@
+"""The kernels' binary interface: the record that a launch writes and a kernel reads, by name and with types, on both sides.
+
+A record is a NumPy structured dtype. Its first fields change with each run: two counters, the address of the scratch memory and the
+addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in numbers, options, the plan, and
+where each part of the scratch memory begins. Kernels read fields through :mod:`lowtri.kernels.record`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
+
+COUNTER = np.dtype([("count", np.int64)])  # members of the team add to it; a run begins at 0
+
+
+def _integers(*names: str) -> np.dtype[Any]:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+STRIDES = _integers("b", "h", "n", "d")  # along (B, H, N, D), in numbers
+BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 where one entry serves all
+PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from one part's sums to the next part's
+PLAN = _integers(
+    "rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits"
+)  # of masks.plan.Plan
+OPTIONS = np.dtype([("scale", np.float64), ("softcap", np.float64)])  # softcap 0: none
+
+
+@dataclass(frozen=True, eq=False)
+class Abi:
+    """A kernel's record.
+
+    Attributes:
+        addresses: the arrays that each run brings; 0 stands for one that the call does not have.
+        fields: what is written when a call is prepared: an int64, or a record of numbers.
+        scratch: the parts of the scratch memory of one thread.  shared: those that all threads use together.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    fields: Mapping[str, Any]
+    scratch: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        run = [
+            ("next_task", COUNTER),
+            ("next_thread", COUNTER),
+            *((name, np.int64) for name in ("scratch", *self.addresses)),
+        ]
+        parts = [("offsets", _integers(*self.scratch, *self.shared))] if self.scratch or self.shared else []
+        prepared = [("tasks", np.int64), ("thread_bytes", np.int64), *self.fields.items(), *parts]
+        return np.dtype([(name, np.dtype(kind)) for name, kind in [*run, *prepared]])
+
+    @cached_property
+    def run_format(self) -> struct.Struct:
+        """What a run writes, from the record's start on: two counters, the scratch memory, the addresses."""
+        return struct.Struct(f"{3 + len(self.addresses)}q")
+
+    @cached_property
+    def prepared_fields(self) -> dict[str, tuple[str, ...]]:
+        """What is written when a call is prepared, after that: the names, with those in a record of numbers."""
+        names = (self.dtype.names or ())[3 + len(self.addresses) :]
+        return {name: self.dtype[name].names or () for name in names}
+
+    @cached_property
+    def prepared_format(self) -> struct.Struct:
+        kinds = {np.dtype(np.int64): "q", np.dtype(np.float64): "d"}
+        fields = ((self.dtype[name], parts) for name, parts in self.prepared_fields.items())
+        leaves = (leaf for kind, parts in fields for leaf in ([kind[part] for part in parts] or [kind]))
+        return struct.Struct("".join(kinds[leaf] for leaf in leaves))
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """The prepared fields as bytes, each given by its name.
+
+        Raises:
+            KeyError: if a field has no value, or a value no field.
+        """
+        flat: list[float] = []
+        for name, parts in self.prepared_fields.items():
+            value = values[name]
+            if not parts:
+                flat.append(value)
+                continue
+            flat += [value[part] for part in parts]
+            if len(value) != len(parts):
+                raise KeyError(f"{self.name}: {name} has the fields {parts}, not {tuple(value)}")
+        if len(values) != len(self.prepared_fields):
+            raise KeyError(f"{self.name}: the record has no fields {sorted(set(values) - set(self.prepared_fields))}")
+        return self.prepared_format.pack(*flat)
+
+    def layout(self, thread: Mapping[str, int], shared: Mapping[str, int], threads: int) -> dict[str, Any]:
+        """The scratch memory from the bytes of its parts: ``thread_bytes``, ``offsets`` and, for the launch, ``bytes`` in all."""
+        offsets, end = {}, 0
+        for name in self.scratch:
+            offsets[name] = end
+            end += aligned(thread[name])
+        thread_bytes, end = end, end * threads
+        for name in self.shared:
+            offsets[name] = end
+            end += aligned(shared[name])
+        return {"thread_bytes": thread_bytes, "offsets": offsets, "bytes": end}
+
+
+def aligned(size: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size // 64) * 64
+
+
+_SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "d", "dv")}
+_INPUTS = {"k_strides": STRIDES, "v_strides": STRIDES, "q_strides": STRIDES, "bias_strides": BROADCAST}
+
+FORWARD = Abi(
+    "forward",
+    ("q", "k", "v", "o", "lse", "bias", "sinks"),
+    {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
+    ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
+)
+
+# dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size); d_bias has its parts in front. All are packed
+# sums in the compute dtype.
+BACKWARD = Abi(
+    "backward",
+    ("q", "k", "v", "bias", "lse", "delta", "d_output", "dq", "dk", "dv_sums", "d_bias"),
+    {"parts": np.int64, **_SIZES, **_INPUTS}
+    | {"d_output_strides": STRIDES, "d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
+    (
+        *("queries", "d_output", "dq", "scores", "ds", "slopes", "shift", "delta", "q_rows", "d_output_rows"),
+        *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros"),
+    ),
+)
+
+# visible is a table of bytes (B|1, Hq|1, Nq, Nk), or 0 where every query sees every key; the keys before first_key are seen by none.
+DECODE = Abi(
+    "decode",
+    ("q", "k", "v", "o", "lse", "bias", "sinks"),
+    {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
+    | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
+    ("scores", "weights", "zeros", "queries"),
+    ("joined", "results"),
+)

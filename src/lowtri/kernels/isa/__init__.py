@@ -1,0 +1,16 @@
+"""Instruction sets: the words that differ from one to the next, and the shape of the register tile that fits its registers.
+
+A set is a class; it inherits the words of the one that it extends. ``ALL`` lists them, the best first.
+"""
+
+from __future__ import annotations
+
+from lowtri.kernels.isa.avx2 import Avx2
+from lowtri.kernels.isa.avx512 import Avx512
+from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
+from lowtri.kernels.isa.baseline import Baseline
+from lowtri.kernels.isa.neon import Neon
+
+__all__ = ["ALL", "Baseline"]
+
+ALL: tuple[Baseline, ...] = (Avx512Bf16(), Avx512(), Avx2(), Neon(), Baseline())

@@ -1,0 +1,28 @@
+"""AVX-512: 32 registers of 512 bits; 6 x 4 accumulators leave room for four loads and a broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from lowtri.kernels.isa.avx2 import Avx2
+from lowtri.kernels.isa.baseline import call, constant
+
+__all__ = ["Avx512"]
+
+
+class Avx512(Avx2):
+    name = "avx512"
+    features = frozenset({"avx512f"})
+    has_scale = True
+    tile = pairs_tile = (6, 4, 16)
+    gemv_keys, gemv_vectors = 8, 4
+
+    def scale(self, b: Any, x: Any, n: Any) -> Any:
+        """x * 2 ** n for whole n: 0 where that is too small, NaN where either is."""
+        kind, bits = ("ps", 16) if x.type.count == 16 else ("pd", 8)
+        every, rounding = ir.Constant(ir.IntType(bits), -1), ir.Constant(ir.IntType(32), 4)
+        return call(
+            b, f"llvm.x86.avx512.mask.scalef.{kind}.512", x.type, [x, n, constant(x.type, 0.0), every, rounding]
+        )

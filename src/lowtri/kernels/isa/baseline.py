@@ -1,0 +1,93 @@
+"""Every word in instructions that any CPU has: what the other instruction sets begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+__all__ = ["Baseline", "call", "constant", "integers"]
+
+
+class Baseline:
+    """The words of an instruction set. Each takes an LLVM builder and vectors of 64 bytes, and gives one back."""
+
+    name = "baseline"
+    features: frozenset[str] = frozenset()  # that the CPU must have
+    has_fma = False  # without the instruction llvm.fma is a slow library call
+    has_pairs = False  # one instruction for a dot product of pairs of bf16
+    has_scale = False  # one instruction for x * 2 ** n
+    # A product keeps rows x vectors accumulators in registers. The tile decides the speed and nothing else.
+    tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
+    pairs_tile = (2, 1, 2)  # the same for pairs of bf16
+    gemv_keys = 4  # keys that four queries meet at once
+    gemv_vectors = 1  # vectors of a value's row that are accumulated at once
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def fits(self, features: frozenset[str], machine: str) -> bool:
+        """Whether a CPU with these features runs it."""
+        return self.features <= features
+
+    def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        """x * y + z, rounded once where the CPU can."""
+        kind = f"v{x.type.count}f{64 if x.type.element == ir.DoubleType() else 32}"
+        return call(b, f"llvm.{'fma' if self.has_fma else 'fmuladd'}.{kind}", x.type, [x, y, z])
+
+    def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        """z plus, in each lane, the dot product of two pairs of bf16: each pair is widened in registers."""
+        low, high = zip(_halves_of_pairs(b, x), _halves_of_pairs(b, y), strict=True)
+        return self.fma(b, *high, self.fma(b, *low, z))
+
+    def widen(self, b: Any, x: Any, dtype: str) -> Any:
+        """16-bit integers that hold bf16 or float16, as floats."""
+        if dtype == "float16":
+            return b.fpext(b.bitcast(x, ir.VectorType(ir.HalfType(), x.type.count)), _floats(x.type.count))
+        kind = integers(_floats(x.type.count))
+        return b.bitcast(b.shl(b.zext(x, kind), constant(kind, 16)), _floats(x.type.count))
+
+    def narrow(self, b: Any, x: Any, dtype: str) -> Any:
+        """Floats rounded to bf16 or float16, to the nearest and even, as 16-bit integers."""
+        shorts = ir.VectorType(ir.IntType(16), x.type.count)
+        if dtype == "float16":
+            return b.bitcast(b.fptrunc(x, ir.VectorType(ir.HalfType(), x.type.count)), shorts)
+        kind = integers(x.type)
+        bits, by = b.bitcast(x, kind), constant(kind, 16)
+        odd = b.and_(b.lshr(bits, by), constant(kind, 1))
+        rounded = b.lshr(b.add(b.add(bits, constant(kind, 0x7FFF)), odd), by)
+        quiet_nan = b.or_(b.lshr(bits, by), constant(kind, 0x40))
+        return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet_nan, rounded), shorts)
+
+
+def _floats(count: int) -> Any:
+    return ir.VectorType(ir.FloatType(), count)
+
+
+def _halves_of_pairs(b: Any, x: Any) -> tuple[Any, Any]:
+    """The lower and the upper number of each pair, as floats."""
+    kind = integers(x.type)
+    bits = b.bitcast(x, kind)
+    return b.bitcast(b.shl(bits, constant(kind, 16)), x.type), b.bitcast(
+        b.and_(bits, constant(kind, 0xFFFF0000)), x.type
+    )
+
+
+def integers(kind: Any) -> Any:
+    """The vector of integers as wide as a vector of numbers."""
+    return ir.VectorType(ir.IntType(64 if kind.element == ir.DoubleType() else 32), kind.count)
+
+
+def constant(kind: Any, value: float) -> Any:
+    """The same number in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def call(b: Any, name: str, result: Any, args: list[Any]) -> Any:
+    """Call an LLVM intrinsic by name, declared once in a module."""
+    function = b.module.globals.get(name)
+    function = function or ir.Function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return b.call(function, args)

@@ -1,0 +1,71 @@
+"""A record in memory as a Numba type: ``call.nq`` loads the field of that name, at the place and with the type that the ABI gives it.
+
+A field that is a record itself (``call.q_strides``) is one at its own address. The type of a call's record also carries the spec that
+the kernel is compiled for: ``call.spec``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_getattr_generic
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.extending import intrinsic, models, register_model
+from numba.np.numpy_support import from_dtype
+
+from lowtri.kernels.abi import COUNTER
+from lowtri.kernels.spec import KernelSpec, SpecType
+
+__all__ = ["RecordType", "take"]
+
+
+class RecordType(types.Type):
+    """The address of a record."""
+
+    def __init__(self, dtype: np.dtype[Any], spec: KernelSpec) -> None:
+        self.dtype, self.spec = dtype, spec
+        super().__init__(name=f"record({dtype.descr}, {spec.name})")
+
+
+register_model(RecordType)(models.OpaqueModel)
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):
+    key = RecordType
+
+    def generic_resolve(self, record: RecordType, name: str) -> Any:
+        if name == "spec":
+            return SpecType(record.spec)
+        if name not in (record.dtype.names or ()):
+            return None
+        kind = record.dtype[name]
+        return RecordType(kind, record.spec) if kind.names else from_dtype(kind)
+
+
+@lower_getattr_generic(RecordType)
+def _field(context: Any, builder: Any, record: RecordType, value: Any, name: str) -> Any:
+    if name == "spec":
+        return context.get_dummy_value()
+    kind, offset = record.dtype.fields[name][:2]
+    place = builder.gep(value, [ir.Constant(ir.IntType(64), offset)])
+    if kind.names:
+        return place
+    return builder.load(builder.bitcast(place, context.get_value_type(from_dtype(kind)).as_pointer()), align=8)
+
+
+@intrinsic
+def take(typing, counter):
+    """The counter's value, which is then one more: safe among threads."""
+    if not (isinstance(counter, RecordType) and counter.dtype == COUNTER):
+        raise TypeError(f"take: a counter was expected, not {counter}")
+
+    def emit(c, b, s, a):
+        integer = ir.IntType(64)
+        place = b.bitcast(a[0], integer.as_pointer())
+        return b.atomic_rmw("add", place, ir.Constant(integer, 1), "seq_cst")
+
+    return types.int64(counter), emit

@@ -1,0 +1,291 @@
+"""What a kernel is made from: its record, its spec, its instruction set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.backends.cpu.launch import PreparedLaunch
+from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.dispatch.prepared import PREPARED
+from lowtri.errors import EngineError
+from lowtri.kernels import abi, select, target, threads
+from lowtri.kernels.simd import write
+from lowtri.ops.call import describe
+
+RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
+FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bf16"})
+
+
+def values_of(record: abi.Abi) -> dict[str, Any]:
+    """A value for each prepared field, all different."""
+    number = count(1)
+    return {
+        name: {part: next(number) for part in parts} if parts else next(number)
+        for name, parts in record.prepared_fields.items()
+    }
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> None:
+    values = values_of(record)
+    backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
+    memory = bytes(record.run_format.size) + record.pack(backwards)
+    found = np.frombuffer(memory, record.dtype)[0]
+    for name, value in values.items():
+        if isinstance(value, dict):
+            assert {part: found[name][part] for part in value} == value
+        else:
+            assert found[name] == value
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.Abi) -> None:
+    values = values_of(record)
+    without = {name: value for name, value in values.items() if name != "heads"}
+    strides = {**values["q_strides"], "z": 1}
+    for wrong in (without, values | {"tails": 1}, values | {"q_strides": {"b": 1}}, values | {"q_strides": strides}):
+        with pytest.raises(KeyError):
+            record.pack(wrong)
+
+
+def named(call: Any) -> None:
+    """A kernel that leaves what it reads where it is told: an integer, a stride, an option."""
+    write(call.o, call.nk, call.spec)
+    write(call.o + 8, call.k_strides.n, call.spec)
+    write(call.o + 16, call.options.softcap, call.spec)
+    write(call.o + 24, call.plan.bits, call.spec)
+
+
+def test_a_kernel_reads_the_fields_by_name() -> None:
+    values, found = values_of(abi.FORWARD), np.zeros(4)
+    record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
+    record["o"] = found.ctypes.data
+    code = threads.compiled(named, abi.FORWARD, select.SPECS["forward", "float64", "direct"])
+    threads.run_team(code, record.ctypes.data, 1)
+    assert [*found] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
+
+
+def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, n, d, generator=generator).to(dtype) for heads, n in ((4, nq), (2, nk), (2, nk))]
+
+
+def run(launch: PreparedLaunch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    output = torch.empty_like(q)
+    arrays = {"q": q, "k": k, "v": v, "o": output}
+    launch.run(**{name: x.data_ptr() for name, x in arrays.items()}, lse=0, bias=0, sinks=0)
+    return output
+
+
+def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> None:
+    calls = [qkv(100, 100, 32, seed=seed) for seed in range(8)]
+    launch = PreparedKernels(describe(*calls[0], "causal")[0]).launch
+    alone = [lowtri.attention(*call, "causal", engine="cpu") for call in calls]
+    with ThreadPoolExecutor(8) as pool:
+        for found, right in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
+            assert torch.equal(found, right)
+
+
+def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
+    call = qkv(100, 100, 32)
+    launch = PreparedKernels(describe(*call, "causal")[0]).launch
+    with pytest.raises(KeyError, match="sinks"):
+        launch.run(q=0, k=0, v=0, o=0, lse=0, bias=0)
+    with pytest.raises(KeyError, match="the kernel has no arrays \\['values'\\]"):
+        launch.run(q=0, k=0, v=0, o=0, lse=0, bias=0, sinks=0, values=0)
+
+
+# The instruction set.
+
+
+def test_the_best_instruction_set_is_taken_and_any_that_the_cpu_has_by_name() -> None:
+    def name(*arguments: Any) -> str:
+        return target.instruction_set(*arguments).name
+
+    assert name(None, FEATURES, "x86_64") == "avx512-bf16"
+    assert name(None, FEATURES - {"avx512bf16"}, "x86_64") == "avx512"
+    assert name(None, frozenset(), "aarch64") == "neon"
+    for wanted in ("avx512-bf16", "avx512", "avx2", "baseline"):
+        assert name(wanted, FEATURES, "x86_64") == wanted
+
+
+def test_an_instruction_set_that_is_missing_raises_and_says_so() -> None:
+    has = frozenset({"avx2", "fma"})
+    with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline\."):
+        target.instruction_set("avx512", has, "x86_64")
+    with pytest.raises(EngineError, match="LOWTRI_ISA is 'avx3', which is no instruction set"):
+        target.instruction_set("avx3", has, "x86_64")
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+# How rows are read.
+
+FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("decode", 5, 32)]
+
+
+@pytest.fixture(params=["pairs", "widened"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """bf16 is read in one way only, whichever this CPU would choose."""
+    ways = [way._replace(here=True) for way in select._TABLE if way.dtype != "bfloat16" or way.rows == request.param]
+    monkeypatch.setattr(select, "_TABLE", ways)
+    PREPARED.clear()
+    yield str(request.param)
+    PREPARED.clear()
+
+
+@pytest.mark.parametrize(("family", "nq", "d"), FAMILIES)
+@pytest.mark.parametrize("mask", ["causal & window(40)", "full", "causal & (window(9) | first(3))"])
+def test_bf16_in_pairs_and_widened_is_as_exact_as_the_formula(
+    rows: str, family: str, nq: int, d: int, mask: str
+) -> None:
+    q, k, v = qkv(nq, 131, d, torch.bfloat16)
+    assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).rows == rows
+    d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
+
+    def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_(nq > 16) for x in (q, k, v)]
+        output = lowtri.attention(*leaves, mask, engine=engine, sinks=torch.ones(4, dtype=dtype))
+        return [output, *(torch.autograd.grad(output, leaves, d_output.to(dtype)) if nq > 16 else ())]
+
+    exact, plain, found = (
+        results(*way) for way in (("formula", torch.float64), ("formula", torch.bfloat16), ("cpu", torch.bfloat16))
+    )
+    for right, usual, ours in zip(exact, plain, found, strict=True):
+        allowed = 2 * (usual.double() - right).abs().max() + 4 * 2**-8 * max(1.0, float(right.abs().max()))
+        assert (ours.double() - right).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("nq", [1, 130])
+def test_bf16_in_pairs_and_widened_hides_what_is_not_finite(rows: str, nq: int, value: float) -> None:
+    q, k, v = qkv(nq, 130, 64, torch.bfloat16)
+    mask = lowtri.causal() & lowtri.keys(np.arange(130) != 70)
+    right = lowtri.attention(q, k, v, mask, engine="cpu")
+    for array in (k, v):
+        array[:, :, 70, 3] = value
+    found = lowtri.attention(q, k, v, mask, engine="cpu")
+    # Few queries take another order of sums there, and weights that are not rounded.
+    assert torch.equal(found, right) if nq > 16 else (found - right).abs().max() <= 2**-7
+    assert not lowtri.attention(q, k, v, "causal", engine="cpu").isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("nq", [1, 100])
+def test_float16_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, kind: str, nq: int) -> None:
+    """Rows apart, sizes that are no whole vectors: nothing is cast as a whole."""
+    from lowtri.backends.cpu import prepared
+
+    monkeypatch.setattr(prepared, "_to", lambda x, dtype: pytest.fail("a tensor was cast"))
+    for d in (32, 36, 5):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(nq, 100, d, torch.float16))
+        arrays = [x.numpy() for x in (q, k, v)] if kind == "numpy" else [q, k, v]
+        found = torch.as_tensor(lowtri.attention(*arrays, "causal & window(30)", engine="cpu"))
+        right = lowtri.attention(q.double(), k.double(), v.double(), "causal & window(30)", engine="reference")
+        assert found.dtype == torch.float16 and (found.double() - right).abs().max() <= 2e-3
+
+
+# Other CPUs' code, compiled here.
+
+AVX512 = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16"
+COMPILED = """
+    import collections, re, sys
+    from importlib import import_module
+    from numba import cfunc, types
+    from lowtri.kernels import abi, product
+    from lowtri.kernels.device_function import OPTIONS
+    from lowtri.kernels.record import RecordType
+    from lowtri.kernels.select import SPECS
+    from lowtri.kernels.target import ISA
+
+    def multiply(call):
+        product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 64, call.spec)
+
+    def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
+        kind = RecordType(record.dtype, SPECS["forward", dtype, rows])
+        return cfunc(types.void(kind), **OPTIONS)(kernel)
+
+    WAYS = (("float32", "direct"), ("bfloat16", "pairs"), ("float64", "direct"))
+"""
+
+
+def test_avx512_keeps_the_register_tile_of_each_product() -> None:
+    """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, and nothing on the stack between them."""
+    said = python(
+        COMPILED
+        + """
+    for way in WAYS:
+        asm = code(*way)._library.get_asm_str()
+        loops = re.findall(r"^(\\.L\\w+):\\n((?:(?!\\.L\\w+:).*\\n)*?\\tj\\w+\\t\\1\\n)", asm, re.M)
+        bodies = [body for _, body in loops if "zmm" in body]
+        print(ISA.name, *way, max(len(re.findall(r"vfmadd\\w+p[sd]\\t.*zmm|vdpbf16ps.*zmm", body)) for body in bodies),
+              any("(%rsp)" in line and "zmm" in line for body in bodies for line in body.splitlines()))
+    """,
+        NUMBA_CPU_NAME="sapphirerapids",
+        NUMBA_CPU_FEATURES=AVX512,
+    )
+    lines = [line.split() for line in said.splitlines()]
+    assert [line[:2] for line in lines] == [["avx512-bf16", way] for way in ("float32", "bfloat16", "float64")]
+    assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), said
+
+
+@pytest.mark.sweep
+def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
+    said = python(
+        COMPILED
+        + """
+    for family in ("forward", "backward"):
+        for way in WAYS:
+            asm = code(*way, getattr(import_module(f"lowtri.kernels.{family}"), family), getattr(abi, family.upper()))
+            asm = asm._library.get_asm_str()
+            print(family, *way, *(len(re.findall(word, asm)) for word in ("vdpbf16ps", "vfmadd\\\\w+p[sd]", "vscalefp")))
+    """,
+        NUMBA_CPU_NAME="znver4",
+        NUMBA_CPU_FEATURES=AVX512,
+    )
+    for line in said.splitlines():
+        _, dtype, _, pairs, fused, scaled = line.split()
+        assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 50 and int(scaled) > 0, line
+
+
+def test_neon_code_is_generated_for_arm() -> None:
+    said = python(
+        COMPILED
+        + """
+    import llvmlite.binding as llvm
+    from lowtri.kernels.isa.neon import Neon
+    from lowtri.kernels.spec import KernelSpec
+
+    llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
+    for way in WAYS:
+        SPECS[("forward", *way)] = KernelSpec(*way, Neon())
+        text = re.sub(r'(?m)^target (datalayout|triple).*$', "", code(*way).inspect_llvm())
+        text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", text)
+        module = llvm.parse_assembly(text); module.triple = "aarch64-unknown-linux-gnu"
+        print(*way, len(re.findall(r"\\tfmla\\tv", machine.emit_assembly(module))))
+    """
+    )
+    assert all(int(line.split()[2]) >= 24 for line in said.splitlines()) and len(said.splitlines()) == 3, said
