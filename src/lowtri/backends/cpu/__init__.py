@@ -52,6 +52,8 @@ def cost(call: Call) -> float:
     multiplications = batch * heads * nq * nk * (d + dv)
     if multiplications < _MULTIPLICATIONS:
         return 100 + _FIRST_COMPILE
+    if call.mask == causal():
+        multiplications //= 2
     return 100 + multiplications / (10_000 if _torch_is_faster(call, 0) else 50_000)
 
 
