@@ -26,7 +26,7 @@ COMPARED = """
     from lowtri.kernels import target
     torch.manual_seed(0)
     worst = 0.0
-    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):  # a digit of the greatest number there
         for nq, nk, d in ((70, 70, 32), (1, 300, 32), (130, 200, 48)):
             x = [torch.randn(1, h, n, d).to(dtype).requires_grad_() for h, n in ((4, nq), (2, nk), (2, nk))]
             found = {}
@@ -36,7 +36,7 @@ COMPARED = """
                     again = lowtri.attention(*x, "causal & window(40)", engine=engine)
                 found[engine] = (output, again, *torch.autograd.grad(output.sum(), x))
             for a, b in zip(found["cpu"], found["reference"]):
-                assert (a - b).abs().max() <= allowed, (target.ISA.name, dtype, nq)
+                assert (a - b).abs().max() <= allowed * b.abs().max().clamp(min=1), (target.ISA.name, dtype, nq)
     print(target.ISA.name)
 """
 

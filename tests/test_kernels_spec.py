@@ -166,9 +166,9 @@ def test_bf16_in_pairs_and_widened_is_as_exact_as_the_formula(
     d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
 
     def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_(nq > 16) for x in (q, k, v)]
+        leaves = [x.detach().to(dtype).requires_grad_(nq > 16) for x in (q, k, v)]
         output = lowtri.attention(*leaves, mask, engine=engine, sinks=torch.ones(4, dtype=dtype))
-        return [output, *(torch.autograd.grad(output, leaves, d_output.to(dtype)) if nq > 16 else ())]
+        return [output.detach(), *(torch.autograd.grad(output, leaves, d_output.to(dtype)) if nq > 16 else ())]
 
     exact, plain, found = (
         results(*way) for way in (("formula", torch.float64), ("formula", torch.bfloat16), ("cpu", torch.bfloat16))

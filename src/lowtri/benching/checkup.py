@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
+from lowtri.errors import EngineError
 
 __all__ = ["as_text", "checkup"]
 
@@ -51,6 +52,8 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         return found
     try:
         from lowtri.kernels import target
+    except EngineError:  # LOWTRI_ISA names what this CPU does not have
+        raise
     except Exception as error:  # a Numba that does not fit its llvmlite, NumPy or Python
         trouble.append(
             f"numba cannot be loaded ({type(error).__name__}: {error}): there are no kernels, attention runs on torch's own or on "

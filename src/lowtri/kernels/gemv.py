@@ -17,12 +17,22 @@ from lowtri.kernels.bf16 import zipped_rows
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import picked
 from lowtri.kernels.product import multiplied
-from lowtri.kernels.simd import AHEAD, F32, I64, at, broadcast, clamped, input_vector, prefetch, read, read_input, write
+from lowtri.kernels.simd import F32, I32, I64, at, broadcast, clamped, input_vector, read, read_input, write
 
 __all__ = ["FOUR", "dots", "in_fours", "pv"]
 
 FOUR = 4  # queries that share what is read; past the last one, it stands in for the others
 LANES = 16
+AHEAD = 32  # rows of a cache that are prefetched; the CPU looks ahead by itself, but not past the end of a 4 KB page
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Bring the line at an address into the second cache; any address will do."""
+    byte = ir.IntType(8).as_pointer()
+    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
 
 @by_spec

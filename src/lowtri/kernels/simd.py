@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from lowtri.kernels.isa.baseline import constant, integers
 
 __all__ = [
-    *("AHEAD", "F32", "I16", "I32", "I64", "at", "broadcast", "clamped", "input_vector", "prefetch"),  # for intrinsics
+    *("F32", "I16", "I32", "I64", "at", "broadcast", "clamped", "input_vector"),  # for intrinsics
     *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
     *("store", "store_input", "write", "write_input", "fetch_add", "number", "splat"),
     *("add", "sub", "mul", "div", "fma", "maximum", "only", "above_or", "any_above", "where_finite"),
@@ -41,18 +41,6 @@ def clamped(builder: Any, number: int, last: Any) -> Any:
 
 def at(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
-
-
-AHEAD = 32  # rows of a cache that are prefetched; the CPU looks ahead by itself, but not past the end of a 4 KB page
-
-
-def prefetch(builder: Any, address: Any) -> None:
-    """Bring the line at an address into the second cache; any address will do."""
-    byte = ir.IntType(8).as_pointer()
-    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
 
 def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
