@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -18,9 +18,76 @@ from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Call, Result, describe
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Unpack
+
+    from lowtri.ops.types import Array, Options
+
 __all__ = ["attention", "merge", "which_engine"]
 
 
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[False] = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Array | tuple[Array, ...]: ...
 def attention(
     q: Any,
     k: Any,
@@ -123,7 +190,17 @@ def attention(
     return (output, *(call.restore(x) for x in extra))
 
 
-def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
+def which_engine(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Choice:
     """Which engine :func:`attention` would run for these arguments, and for each other why not.
 
     >>> import numpy as np, lowtri
@@ -137,11 +214,11 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     device = _autocast_device(q)
     if device is not None:
         q, k, v = _cast(device, q, k, v)
-    call = describe(q, k, v, mask, **options)
+    call = describe(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
     return Choice(choose(call, engine), answers(call))
 
 
-def merge(outputs: Any, lses: Any) -> Any:
+def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
     >>> import numpy as np, lowtri

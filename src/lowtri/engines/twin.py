@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -13,9 +13,35 @@ from lowtri.masks.atoms import causal, full
 from lowtri.masks.holders import table
 from lowtri.masks.mask import Mask
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
 __all__ = ["scaled_dot_product_attention"]
 
 
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor: ...
+@overload
+def scaled_dot_product_attention(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    attn_mask: NDArray[Any] | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> NDArray[Any]: ...
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
