@@ -13,6 +13,7 @@ OUTSIDE = {  # page of the site -> file of the repository
     "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "SECURITY.md",
     "benchmarks/transformers_models.md": "benchmarks/transformers_models.md",
 }
 
