@@ -344,6 +344,16 @@ def test_the_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> No
     assert f"torch computes with {torch.get_num_threads()}; the kernels run on" in said
 
 
+def test_the_doctor_names_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for has, words in (
+        (False, "AMX (tiles of bf16) no\n"),
+        (True, "AMX (tiles of bf16) yes: the kernels do not use it"),
+    ):
+        monkeypatch.setattr("lowtri.kernels.target.AMX", has)
+        assert main(["doctor", "--no-measure"]) == 0
+        assert words in capsys.readouterr().out
+
+
 def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(checkup, "_READ_BYTES", 2**20)
     assert main(["doctor", "--json"]) == 0

@@ -127,6 +127,17 @@ def test_a_gradient_of_a_gradient_through_what_others_depend_on():
         assert torch.allclose(second(engine), second("formula"), rtol=1e-9), engine
 
 
+def test_a_transform_over_a_backward():
+    """torch.vmap and torch.func over gradients of a graph that was recorded outside of them."""
+    q, k, v = (x.requires_grad_() for x in draw(nq=6, nk=6, dtype="float64"))
+    for engine in ("auto", *able(q, k, v, "causal")):
+        out = attention(q, k, v, "causal", engine=engine)
+        starts = torch.randn(3, *out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        many = torch.vmap(lambda d, out=out: torch.autograd.grad(out, q, d, retain_graph=True)[0])(starts)
+        for found, start in zip(many, starts, strict=True):
+            assert torch.allclose(found, torch.autograd.grad(out, q, start, retain_graph=True)[0]), engine
+
+
 def test_a_second_backward_over_one_graph():
     """retain_graph=True: the same gradients again."""
     q, k, v = (x.requires_grad_() for x in draw(nq=6, nk=6))

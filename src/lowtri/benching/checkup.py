@@ -23,6 +23,7 @@ KERNELS = (
     *("decode", "decode_half"),
 )
 _HALVES = ("forward_half", "backward_half", "decode_half")
+_TORCH = ": the kernels do not use it and torch does, so dense bf16 and few queries in float16 run there"
 _ROUNDS = 7
 _READ_BYTES = 2**27
 
@@ -68,6 +69,8 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "lanes": target.LANES,
         "fma": target.FMA,
         "bf16_pairs": target.BF16,
+        "amx": target.AMX,
+        "float16": target.FLOAT16,
         "features": sorted(target.features()),
     }
     found["cache"] = _cache(trouble, target.BF16)
@@ -165,6 +168,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines += [
             ("target", f"{kernels['target']}{told}: {tile}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
+            ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_TORCH if kernels['amx'] else ''}"),
         ]
     if cache is not None:
         lines += [

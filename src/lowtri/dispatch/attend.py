@@ -192,7 +192,9 @@ def which_engine(
         q, k, v = _cast(device, q, k, v)
     call, inputs = describe(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
     ready = prepare(call, engine)
-    return weigh(call, ready.backend, ready.runs_formula(inputs), by_name=engine != "auto")
+    other = ready.instead(inputs)
+    chosen = ready.backend if other is None else other.backend
+    return weigh(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
 
 
 def is_traced() -> bool:

@@ -38,10 +38,10 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"lowtri.backends.{name}"))
 
 
-def choose(call: Call, name: str) -> str:
-    """The name of the backend that runs the call, where ``name`` is one or "auto"."""
+def choose(call: Call, name: str, *, but: str | None = None) -> str:
+    """The name of the backend that runs the call, where ``name`` is one or "auto", which may be any ``but`` one."""
     if name == "auto":
-        by_cost = sorted(BACKENDS, key=lambda one: load(one).cost(call))
+        by_cost = sorted((one for one in BACKENDS if one != but), key=lambda one: load(one).cost(call))
         return next(one for one in by_cost if load(one).supports(call) is None)
     if name not in BACKENDS:
         raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(BACKENDS)}.")
@@ -54,14 +54,15 @@ def choose(call: Call, name: str) -> str:
     )
 
 
-def weigh(call: Call, name: str, spreads: bool, by_name: bool) -> Choice:
-    """The choice of ``name``, explained; ``spreads``: the numbers rule it out, and the formula runs instead."""
+def weigh(call: Call, name: str, instead_of: str | None, by_name: bool) -> Choice:
+    """The choice of ``name``, explained; ``instead_of`` a cheaper one that the numbers rule out."""
     answers = _answers(call)
     costs = {one: load(one).cost(call) for one, answer in answers.items() if answer == "yes"}
     weighed = "asked for by name" if by_name else "the cheapest that can"
-    if spreads:
-        weighed = f"{name} is cheaper, but an input holds NaN, infinity or huge numbers, which it may spread to other queries, or drop"
-    return Choice("formula" if spreads else name, weighed, answers, costs)
+    if instead_of is not None:
+        trouble = "an input holds NaN, infinity or huge numbers, which it may spread to other queries, or drop"
+        weighed = f"{instead_of} is cheaper, but {trouble}"
+    return Choice(name, weighed, answers, costs)
 
 
 def _duration(microseconds: float) -> str:

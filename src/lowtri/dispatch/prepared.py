@@ -26,13 +26,16 @@ class PreparedCall:
     looks_at_numbers: bool
     differentiates: bool
 
-    def runs_formula(self, inputs: Inputs) -> bool:
-        """Whether the numbers rule the backend out, so that the formula runs instead."""
-        return self.looks_at_numbers and not self.prepared.accepts(inputs)  # type: ignore[attr-defined]
+    def instead(self, inputs: Inputs) -> PreparedCall | None:
+        """What runs instead, where the numbers rule this backend out: the cheapest other one."""
+        if not self.looks_at_numbers or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
+            return None
+        return prepare(self.call, choose(self.call, "auto", but=self.backend))
 
     def run(self, inputs: Inputs) -> Result:
-        if self.runs_formula(inputs):
-            return load("formula").prepare(self.call).run(inputs)
+        other = self.instead(inputs)
+        if other is not None:
+            return other.run(inputs)
         if self.differentiates:
             from lowtri.dispatch.autograd import Differentiable
 

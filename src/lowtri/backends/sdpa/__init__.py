@@ -48,7 +48,7 @@ def cost(call: Call) -> float:
     elif _is_torch_causal(call):
         pairs /= 2
     reading = batch * kv_heads * nk * (d + dv) / 800
-    if call.transformation or (call.dropout and call.needs_grad):  # the numbers cannot be looked at
+    if call.transformation:  # the numbers cannot be looked at
         table += _NEVER
     return 50 + table + max(pairs * (d + dv) / 25_000, reading)
 
