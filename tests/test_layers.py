@@ -180,7 +180,7 @@ def test_all_is_exact(path: Path) -> None:
 
 def test_the_public_names() -> None:
     """One list, so that a name neither comes nor goes by accident."""
-    masks = "Mask Tile EMPTY PARTIAL FULL END mask causal full window band first documents chunks strided keys table hidden where heads"
+    masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
     calls = "attention merge scaled_dot_product_attention which_engine KVCache generate audit assert_causal AuditReport explain"
     errors = "LowtriError MaskError CallError EngineError DataError LeakError UndecidedError"
     expected = {*masks.split(), *calls.split(), *errors.split(), "nn", "plain", "__version__"}
@@ -188,8 +188,18 @@ def test_the_public_names() -> None:
     assert set(dir(lowtri)) == expected
     for name in lowtri.__all__:
         assert getattr(lowtri, name) is not None
+    assert set(static_imports()) == expected - {"__version__"}, "what type checkers see is what there is"
+    assert {name: home for name, home in static_imports().items() if name not in ("nn", "plain")} == lowtri._HOME
     with pytest.raises(AttributeError, match="module 'lowtri' has no attribute 'atention'"):
         lowtri.atention  # noqa: B018
+
+
+def static_imports() -> dict[str, str]:
+    """Name -> module of the imports under ``TYPE_CHECKING`` in ``lowtri/__init__.py``."""
+    body = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8")).body
+    block = next(node for node in body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
 
 
 def test_no_package_bears_the_name_of_a_public_function() -> None:

@@ -474,7 +474,7 @@ def test_reading_a_text_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_public_doors_are_the_rooms_own() -> None:
-    assert lowtri.causal is causal and lowtri.Mask is Mask and lowtri.END == 2**62
+    assert lowtri.causal is causal and lowtri.Mask is Mask and END == 2**62
 
 
 def test_a_text_is_read_once_unless_it_may_stand_for_an_array():

@@ -1,6 +1,6 @@
 """lowtri: say once who may see whom, and get the attention, the cache, the check and the picture that follow.
 
-The rooms, in the order of reading (imports run upward in this list only):
+The packages, in the order of reading (imports run upward in this list only):
 
     errors        the family of errors
     masks         who may see whom: formulas over positions, the three-answer tile question, plans, pictures
@@ -9,16 +9,16 @@ The rooms, in the order of reading (imports run upward in this list only):
     kernels       the CPU kernels
     backends      ways to run a call
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
-    decoding      the cache that asks the mask what is dead, and the generating loop
+    decoding      the cache that evicts what its mask can no longer show, and the generating loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
-    auditing      does a model peek?
+    auditing      does a model read what its mask hides?
     explaining    every step of attention, with numbers
     benching      how fast attention is on this machine, and how near to what the machine can do
-    integrations  other libraries' formats and doors
+    integrations  other libraries' formats and entry points
     cli           the command `lowtri`, one file a verb
 
-Everything public is found here. Nothing is loaded before it is used: neither torch nor numba comes with `import lowtri`.
+Everything public is found here, and loaded when it is first used: `import lowtri` imports neither torch nor Numba.
 """
 
 from __future__ import annotations
@@ -28,16 +28,49 @@ from typing import TYPE_CHECKING, Any
 
 from lowtri._version import __version__
 
-if TYPE_CHECKING:
-    from lowtri import nn as nn
-    from lowtri import plain as plain
+if TYPE_CHECKING:  # what type checkers and editors read; at run time `__getattr__` imports the same names
+    from lowtri import nn as nn, plain as plain
+    from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
+    from lowtri.auditing.report import AuditReport as AuditReport
+    from lowtri.decoding.cache import KVCache as KVCache
+    from lowtri.decoding.generate import generate as generate
+    from lowtri.dispatch.attend import attention as attention, which_engine as which_engine
+    from lowtri.dispatch.merge import merge as merge
+    from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
+    from lowtri.errors import (
+        CallError as CallError,
+        DataError as DataError,
+        EngineError as EngineError,
+        LeakError as LeakError,
+        LowtriError as LowtriError,
+        MaskError as MaskError,
+        UndecidedError as UndecidedError,
+    )
+    from lowtri.explaining.steps import explain as explain
+    from lowtri.masks import (
+        Mask as Mask,
+        Tile as Tile,
+        band as band,
+        causal as causal,
+        chunks as chunks,
+        documents as documents,
+        first as first,
+        full as full,
+        heads as heads,
+        hidden as hidden,
+        keys as keys,
+        mask as mask,
+        strided as strided,
+        table as table,
+        where as where,
+        window as window,
+    )
 
-# Public name -> the room that holds it.
-_ROOMS = {
+# Module -> the public names it holds.
+_NAMES = {
     "lowtri.masks": (
-        *("Mask", "Tile", "EMPTY", "PARTIAL", "FULL", "END", "mask"),
-        *("causal", "full", "window", "band", "first", "documents", "chunks", "strided", "keys", "table", "hidden"),
-        *("where", "heads"),
+        *("Mask", "Tile", "mask", "causal", "full", "window", "band", "first", "documents", "chunks", "strided"),
+        *("keys", "table", "hidden", "where", "heads"),
     ),
     "lowtri.dispatch.attend": ("attention", "which_engine"),
     "lowtri.dispatch.merge": ("merge",),
@@ -51,21 +84,23 @@ _ROOMS = {
         *("LowtriError", "MaskError", "CallError", "EngineError", "DataError", "LeakError", "UndecidedError"),
     ),
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _PACKAGES = ("nn", "plain")
 
 __all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _PACKAGES:
-        value = importlib.import_module(f"lowtri.{name}")
-    else:
-        raise AttributeError(f"module 'lowtri' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else every misspelt name would pass
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name in _PACKAGES:
+            value = importlib.import_module(f"lowtri.{name}")
+        else:
+            raise AttributeError(f"module 'lowtri' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

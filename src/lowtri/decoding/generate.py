@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -13,9 +13,52 @@ from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
 from lowtri.masks.arrays import in_numpy, is_tensor
 
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    class Options(TypedDict, total=False):
+        """The keyword arguments of :func:`generate`."""
+
+        temperature: float
+        top_k: int | None
+        top_p: float | None
+        seed: int | Sequence[int]
+        stop: int | str | Iterable[int | str] | None
+        tokenizer: Any
+        cached: bool
+
+
 __all__ = ["generate"]
 
 
+# What is given out follows the prompt: one text, several texts, one row of ids, several rows, an array of either.
+@overload
+def generate(
+    model: Any, prompt: str, max_new_tokens: int | None = None, **options: Unpack[Options]
+) -> Iterator[str]: ...
+@overload
+def generate(
+    model: Any, prompt: list[str] | tuple[str, ...], max_new_tokens: int | None = None, **options: Unpack[Options]
+) -> Iterator[list[str]]: ...
+@overload
+def generate(
+    model: Any, prompt: list[int] | tuple[int, ...], max_new_tokens: int | None = None, **options: Unpack[Options]
+) -> Iterator[int]: ...
+@overload
+def generate(
+    model: Any,
+    prompt: Sequence[Sequence[int]] | Sequence[NDArray[Any]] | Sequence[Tensor],
+    max_new_tokens: int | None = None,
+    **options: Unpack[Options],
+) -> Iterator[list[int | None]]: ...
+@overload
+def generate(
+    model: Any, prompt: NDArray[Any] | Tensor, max_new_tokens: int | None = None, **options: Unpack[Options]
+) -> Iterator[int] | Iterator[list[int | None]]: ...
 def generate(
     model: Any,
     prompt: Any,

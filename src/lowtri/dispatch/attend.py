@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.prepared import PreparedCall, prepare, prepared_call
@@ -11,22 +11,89 @@ from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import Inputs, Result, describe
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from lowtri.ops.types import Array, Options
+
 __all__ = ["attention", "is_traced", "which_engine"]
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[False] = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: Literal[True],
+    return_lse: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Array | tuple[Array, ...]: ...
+def attention(
+    q: Tensor | NDArray[Any],
+    k: Tensor | NDArray[Any],
+    v: Tensor | NDArray[Any],
     mask: Mask | str,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: Any = None,
-    sinks: Any = None,
+    bias: Tensor | NDArray[Any] | None = None,
+    sinks: Tensor | NDArray[Any] | None = None,
     dropout: float = 0.0,
-    q_positions: Any = None,
-    k_positions: Any = None,
+    q_positions: Tensor | ArrayLike | None = None,
+    k_positions: Tensor | ArrayLike | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
     engine: str = "auto",
@@ -99,7 +166,17 @@ def attention(
     return tuple(restore(x) for x in (result.output, *extra))
 
 
-def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "auto", **options: Any) -> Choice:
+def which_engine(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> Choice:
     """Which engine :func:`attention` would run for these arguments, what was weighed, and for each other why not.
 
     >>> import numpy as np, lowtri
@@ -113,7 +190,7 @@ def which_engine(q: Any, k: Any, v: Any, mask: Mask | str, *, engine: str = "aut
     device = _autocast_device(q)
     if device is not None:
         q, k, v = _cast(device, q, k, v)
-    call, inputs = describe(q, k, v, mask, **options)
+    call, inputs = describe(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
     ready = prepare(call, engine)
     other = ready.instead(inputs)
     chosen = ready.backend if other is None else other.backend

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtri.errors import CallError
 from lowtri.ops.arguments import plain_array
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lowtri.ops.types import Array
+
 __all__ = ["merge"]
 
 
-def merge(outputs: Any, lses: Any) -> Any:
+def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
     >>> import numpy as np, lowtri

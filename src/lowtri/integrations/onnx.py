@@ -120,11 +120,12 @@ def attention(
         allowed, bias = bools_and_bias(whole(attn_mask, q, k.shape[2]))
         places = places.restricted(allowed)
     work = work_dtype(q, v, softmax_precision)
-    q, k, v, bias = (None if x is None else cast(x, work) for x in (q, k, v, bias))
+    q, k, v = (cast(x, work) for x in (q, k, v))
+    bias = None if bias is None else cast(bias, work)
     capped = None if softcap == 0 else softcap
     weighed = return_qk_matmul and qk_matmul_output_mode == 3
     options: dict[str, Any] = {"scale": scale, "softcap": capped, "bias": bias, "engine": engine}
-    found = attend(q, k, v, places.mask, **options, **places.stated(), return_weights=weighed)
+    found: Any = attend(q, k, v, places.mask, **options, **places.stated(), return_weights=weighed)
     output, scores = found if weighed else (found, None)
     if return_qk_matmul and not weighed:
         scores = scores_of(q, k, scale, capped if qk_matmul_output_mode else None)

@@ -28,7 +28,8 @@ def play(stage: Stage) -> Told:
     lines = [f"{'':<32}{'lowtri':>12}{'torch':>12}   torch's time / lowtri's"]
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, _HEADS, _N, _SIZE, generator=generator)
-    truth = lowtri.attention(*numbers.double(), "causal", engine="formula")
+    q, k, v = numbers.double()
+    truth = lowtri.attention(q, k, v, "causal", engine="formula")
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         q, k, v = (x.to(dtype) for x in numbers)

@@ -1,0 +1,26 @@
+"""Griffe extension: doctests become code blocks, roles become code, and parameters described together get an entry each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?!\s*\n).*\S.*)*", re.M)  # to the next empty line
+ROLE = re.compile(r":(?:func|class|mod|meth|exc):`~?([\w.]+)`")
+TOGETHER = re.compile(
+    r"^ {4}(\w+(?:, \w+)+): (.*(?:\n {8}.*)*)", re.M
+)  # "top_k, top_p: ...", in a section of arguments
+
+
+class Docstrings(griffe.Extension):
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            text = DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", obj.docstring.value)
+            text = ROLE.sub(lambda found: f"`{found[1]}`", text)
+            obj.docstring.value = TOGETHER.sub(_apart, text)
+
+
+def _apart(found: re.Match[str]) -> str:
+    return "\n".join(f"    {name}: {found[2]}" for name in found[1].split(", "))

@@ -1,0 +1,24 @@
+"""The types of attention's arguments, imported for type checkers only."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, TypeVar
+
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+__all__ = ["Array", "Options"]
+
+Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call are of one kind, and so are its results
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`lowtri.attention` that change neither what it returns nor where it runs."""
+
+    scale: float | None
+    softcap: float | None
+    bias: Tensor | NDArray[Any] | None
+    sinks: Tensor | NDArray[Any] | None
+    dropout: float
+    q_positions: Tensor | ArrayLike | None
+    k_positions: Tensor | ArrayLike | None

@@ -1,0 +1,41 @@
+"""The documentation: every public name stands in the API reference, once; the pages and their links exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import lowtri
+import lowtri.nn
+import lowtri.plain
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)]
+
+
+def test_the_api_reference_has_every_public_name_once() -> None:
+    public = {f"lowtri.{name}" for name in lowtri.__all__} - {"lowtri.nn", "lowtri.plain", "lowtri.__version__"}
+    public |= {f"lowtri.nn.{name}" for name in lowtri.nn.__all__}
+    public |= {f"lowtri.plain.{name}" for name in lowtri.plain.__all__}
+    assert sorted(public - set(LISTED)) == []
+    assert len(LISTED) == len(set(LISTED))
+    by_module = set(LISTED) - public  # integrations, and the types that public functions return
+    assert all(len(name.split(".")) > 2 for name in by_module)
+
+
+def test_every_listed_name_is_there_and_documented() -> None:
+    for listed in LISTED:
+        module, name = listed.rsplit(".", 1)
+        assert getattr(importlib.import_module(module), name).__doc__, listed
+
+
+def test_the_site_has_every_page() -> None:
+    """Pages of docs/ by name, and those that the hook takes from elsewhere in the repository."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w./-]+\.md\b", config))
+    outside = dict(re.findall(r'^    "(.+\.md)": "(.+\.md)",', (ROOT / "docs/_site/pages.py").read_text("utf-8"), re.M))
+    inside = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert listed == inside | set(outside)
+    assert all((ROOT / source).exists() for source in outside.values())
