@@ -13,8 +13,8 @@ import torch
 
 import lowtri
 from lowtri import KVCache, generate
-from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
+from lowtri.generation.sampling import Sampling, choose
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.rotary import apply_rotary, rotary_tables
 

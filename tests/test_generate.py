@@ -10,9 +10,9 @@ import torch
 
 import lowtri
 from lowtri import generate
-from lowtri.decoding.models import asker
-from lowtri.decoding.pieces import Pieces
 from lowtri.errors import CallError
+from lowtri.generation.models import asker
+from lowtri.generation.pieces import Pieces
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
 VOCABULARY = 61

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtri.decoding.sampling import Sampling, choose, draw, heat, keep_top_k, keep_top_p, softmax
 from lowtri.errors import CallError
+from lowtri.generation.sampling import Sampling, choose, draw, heat, keep_top_k, keep_top_p, softmax
 
 logits = st.lists(st.integers(-12, 12), min_size=1, max_size=12).map(lambda xs: np.array(xs) / 2.0)
 few = settings(max_examples=60, deadline=None)

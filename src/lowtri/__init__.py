@@ -9,7 +9,7 @@ The rooms, in the order of reading (imports run upward in this list only):
     kernels       the CPU kernels
     backends      ways to run a call
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
-    decoding      the cache that asks the mask what is dead, and the generating loop
+    generation    the cache that asks the mask what is dead, and the generating loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
     auditing      does a model peek?
@@ -42,8 +42,8 @@ _ROOMS = {
     "lowtri.dispatch.attend": ("attention", "which_engine"),
     "lowtri.dispatch.merge": ("merge",),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
-    "lowtri.decoding.cache": ("KVCache",),
-    "lowtri.decoding.generate": ("generate",),
+    "lowtri.generation.cache": ("KVCache",),
+    "lowtri.generation.generate": ("generate",),
     "lowtri.auditing.audit": ("audit", "assert_causal"),
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),

@@ -15,7 +15,7 @@ import numpy as np
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.subject import Rows
-from lowtri.decoding.models import start_stepwise
+from lowtri.generation.models import start_stepwise
 
 __all__ = ["decoder_for"]
 

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
+from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.config import DecoderConfig

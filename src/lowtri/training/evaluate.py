@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lowtri.decoding.models import start_stepwise
 from lowtri.errors import DataError
+from lowtri.generation.models import start_stepwise
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.recurrent import RecurrentLM
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtri.decoding.models import start_stepwise
+from lowtri.generation.models import start_stepwise
 from lowtri.masks import Mask
 from lowtri.nn.decoder import Decoder
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.decoding.models import Asker, asker, context_of
-from lowtri.decoding.pieces import Pieces, encode, own_stop, stop_ids
-from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
+from lowtri.generation.models import Asker, asker, context_of
+from lowtri.generation.pieces import Pieces, encode, own_stop, stop_ids
+from lowtri.generation.sampling import Sampling, choose
 from lowtri.masks.arrays import in_numpy, is_tensor
 
 __all__ = ["generate"]

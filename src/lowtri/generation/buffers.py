@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.decoding.book import Slots
+from lowtri.generation.book import Slots
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.decoding.missing import Missing, row_masks, seen
-from lowtri.decoding.positions import as_positions, following, same
 from lowtri.errors import CallError
+from lowtri.generation.missing import Missing, row_masks, seen
+from lowtri.generation.positions import as_positions, following, same
 from lowtri.masks import EMPTY, END, FULL, Mask
 
 __all__ = ["Book", "Slots"]

@@ -1,7 +1,7 @@
 """A key/value cache that asks the mask what is dead.
 
-Each layer has a buffer of keys and one of values (:class:`~lowtri.decoding.buffers.Layer`); which slot holds which token is
-written in one :class:`~lowtri.decoding.book.Book` for all layers. Nothing here knows a window from a prefix: the mask answers,
+Each layer has a buffer of keys and one of values (:class:`~lowtri.generation.buffers.Layer`); which slot holds which token is
+written in one :class:`~lowtri.generation.book.Book` for all layers. Nothing here knows a window from a prefix: the mask answers,
 the book gives slots, the layers follow.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.decoding.book import Book
-from lowtri.decoding.buffers import Layer, describe
-from lowtri.decoding.missing import Missing
-from lowtri.decoding.positions import as_positions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
+from lowtri.generation.book import Book
+from lowtri.generation.buffers import Layer, describe
+from lowtri.generation.missing import Missing
+from lowtri.generation.positions import as_positions
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.ops.arguments import plain_array
