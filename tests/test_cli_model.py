@@ -418,11 +418,11 @@ def test_a_recurrent_model_is_trained_written_with_scored_and_audited(text: Path
 
 def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path, capsys: Any) -> None:
     _, err = says(capsys, "train", text, "--out", tmp_path / "a", "--cell", "tanh", *SIZES, code=2)
-    assert "cell is 'tanh'; there are lstm, gru, rnn" in err
+    assert "cell is 'tanh'; expected one of lstm, gru, rnn" in err
     _, err = says(
         capsys, "train", text, "--out", tmp_path / "b", "--cell", "gru", "--mask", "window(3)", *SIZES, code=2
     )
-    assert "a state cannot forget by position" in err
+    assert "a recurrent model is causal" in err
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 

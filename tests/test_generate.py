@@ -1,4 +1,4 @@
-"""The loop: the same tokens with a state and without, alone and in a batch, from any model, as ids and as text."""
+"""The loop: the same tokens with a cache and without, alone and in a batch, from any model, as ids and as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import lowtri
 from lowtri import generate
 from lowtri.errors import CallError
-from lowtri.generation.models import asker
+from lowtri.generation.models import next_logits
 from lowtri.generation.pieces import Pieces
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
@@ -42,7 +42,7 @@ def counts(ids):
 MASKS = ["causal", "causal & window(5)", "causal & (window(4) | first(2))", "causal & chunks(6)"]
 
 
-# With a state and without
+# With a cache and without
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -68,11 +68,11 @@ def test_rows_of_a_ragged_batch_say_what_they_say_alone(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_logits_agree_to_rounding_in_ragged_batches(mask):
     model, rows = decoder(mask), prompts(9, 3, 6)
-    ways = [asker(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
+    ways = [next_logits(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
     new = rows
     for step in range(30):
-        with_state, without = (way(new) for way in ways)
-        assert np.abs(with_state - without)[[bool(row) for row in new]].max() < 3e-5, step
+        with_cache, without = (way(new) for way in ways)
+        assert np.abs(with_cache - without)[[bool(row) for row in new]].max() < 3e-5, step
         new = [[int(row.argmax())] for row in without]
         if step > 10:
             new[1] = []  # a row that has ended
@@ -80,11 +80,11 @@ def test_logits_agree_to_rounding_in_ragged_batches(mask):
 
 def test_a_state_is_small_under_a_window():
     model = decoder("causal & window(8)", max_position_embeddings=4096)
-    state, ids = model.start(), torch.zeros(1, 1, dtype=torch.int64)
+    cache, ids = model.make_cache(), torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
         for _ in range(600):
-            model(ids, state=state)
-    assert state.capacity < 200 and state.dropped > 400
+            model(ids, cache=cache)
+    assert cache.capacity < 200 and cache.dropped > 400
 
 
 # Sampling

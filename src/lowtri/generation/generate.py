@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import CallError
-from lowtri.generation.models import Asker, asker, context_of
+from lowtri.generation.models import NextLogits, context_of, next_logits
 from lowtri.generation.pieces import Pieces, encode, own_stop, stop_ids
 from lowtri.generation.sampling import Sampling, choose
 from lowtri.masks.arrays import in_numpy, is_tensor
@@ -72,15 +72,15 @@ def generate(
     limit = _limit(rows, max_new_tokens, context_of(model))
     ends = own_stop(model, tokenizer) if stop is None else stop_ids(stop, tokenizer)
     draws = _generators(seed, len(rows))
-    ask = asker(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
-    steps = _steps(ask, rows, limit, how, ends, draws)
+    step = next_logits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
+    steps = _steps(step, rows, limit, how, ends, draws)
     if texts is not None:
         steps = _spoken(steps, [Pieces(tokenizer, row) for row in rows])
     return (step[0] for step in steps) if single else steps
 
 
 def _steps(
-    ask: Asker,
+    next_of: NextLogits,
     rows: list[list[int]],
     limit: int,
     how: Sampling,
@@ -90,7 +90,7 @@ def _steps(
     """For each step one token of each row, None where the row has ended."""
     new: list[list[int]] = rows
     for _ in range(limit):
-        logits = ask(new)  # (B, V)
+        logits = next_of(new)  # (B, V)
         chosen: list[int | None] = []
         for row, before, rng in zip(logits, new, draws, strict=True):
             token = choose(row, how, rng) if before else None

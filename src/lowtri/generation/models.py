@@ -1,12 +1,12 @@
-"""How to ask any model for the next logits, in one way: new tokens of each row in, one row of logits each out.
+"""Adapters from any language model to one call: new tokens of each row in, next-token logits of each row out.
 
-    Stateful      model(ids, state=..., positions=...)    lowtri's decoder, anything with start(batch_size)
-    Transformers  model(input_ids=..., past_key_values=...)   a causal language model of transformers
-    Placed        model(ids, positions=...)               a decoder without its state: the whole row every time
-    Plain         model(ids)                              any callable; rows of equal length go together
+    CachedModel         model(ids, cache=..., positions=...)       lowtri's models, anything with make_cache(batch_size)
+    TransformersModel   model(input_ids=..., past_key_values=...)  a causal language model of transformers
+    PositionedModel     model(ids, positions=...)                  without a cache: the whole row at every step
+    PlainModel          model(ids)                                 any callable; rows of equal length form one batch
 
-Rows of different lengths share a batch by padding on the left, and a pad is a token at place -1 (an attention mask of 0 for
-transformers). What only takes ids has no way to be told, so there each length is asked on its own.
+Rows of different lengths share a batch by left padding, with position -1 (transformers: attention mask 0). A plain callable has
+no way to mark padding, so each length is a call of its own.
 """
 
 from __future__ import annotations
@@ -14,177 +14,176 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["Asker", "asker", "context_of", "start_stepwise"]
+__all__ = ["NextLogits", "context_of", "next_logits", "stepwise_cache"]
 
-Rows = Sequence[Sequence[int]]  # new tokens of each row; a row that has ended brings none
-Logits = NDArray[np.floating]  # (B, V); at a row that has ended, whatever
-
-
-class Asker(Protocol):
-    def __call__(self, new: Rows) -> Logits: ...
+Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
+Logits: TypeAlias = NDArray[np.floating]  # (B, V); undefined where a row has ended
+NextLogits: TypeAlias = "CachedModel | TransformersModel | PositionedModel | PlainModel"
 
 
-def asker(model: Any, rows: int, *, cached: bool, torch_ids: bool) -> Asker:
-    """The way to ask this model.
+def next_logits(model: Any, rows: int, *, cached: bool, torch_ids: bool) -> NextLogits:
+    """The adapter for a model.
 
     Args:
-        rows: how many rows there will be.
-        cached: whether to use a state where the model has one.
-        torch_ids: whether a model that is no module of torch takes tensors; else it gets NumPy arrays.
+        rows: the batch size.
+        cached: whether to use the model's cache, if it has one.
+        torch_ids: whether a callable that is not a torch module takes tensors; otherwise it gets NumPy arrays.
     """
-    takes = _arguments(model)
-    if "past_key_values" in takes:
-        return Transformers(model, takes, cached)
-    if cached and hasattr(model, "start") and "state" in takes:
-        return Stateful(model, takes, rows)
-    if "positions" in takes:
-        return Placed(model, takes)
-    return Plain(model, torch_ids or _is_module(model))
+    parameters = _parameters(model)
+    if "past_key_values" in parameters:
+        return TransformersModel(model, parameters, cached)
+    if cached and hasattr(model, "make_cache") and "cache" in parameters:
+        return CachedModel(model, parameters, rows)
+    if "positions" in parameters:
+        return PositionedModel(model, parameters)
+    return PlainModel(model, torch_ids or _is_module(model))
 
 
 def context_of(model: Any) -> int | None:
-    """How many places the model has; None if it does not say."""
+    """The model's context length; None if it declares none."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def start_stepwise(model: Any, rows: int, **options: Any) -> Any:
-    """A state in which each token sees those that are there, even under a mask that shows the future.
-
-    That is what generating does to a model that was trained to see it, and what measuring such a model step by step is for.
-    """
-    takes = inspect.signature(model.start).parameters
-    return model.start(rows, **options, **({"allow_missing": True} if "allow_missing" in takes else {}))
+def stepwise_cache(model: Any, rows: int, **options: Any) -> Any:
+    """A cache for decoding token by token: each query sees the keys that exist, even if its mask shows later ones."""
+    if "allow_missing" in inspect.signature(model.make_cache).parameters:
+        options["allow_missing"] = True
+    return model.make_cache(rows, **options)
 
 
-class Stateful:
-    """Only the new tokens are passed; the state remembers the rest."""
+class CachedModel:
+    """A model that takes only the new tokens and a cache."""
 
-    def __init__(self, model: Any, takes: frozenset[str], rows: int) -> None:
-        self.model, self.state = model, start_stepwise(model, rows)
-        self.seen = np.zeros(rows, np.int64)
-        self.options = _last_only(takes)
+    def __init__(self, model: Any, parameters: frozenset[str], rows: int) -> None:
+        self.model, self.cache = model, stepwise_cache(model, rows)
+        self.lengths = np.zeros(rows, np.int64)
+        self.options = _last_only(parameters)
 
     def __call__(self, new: Rows) -> Logits:
-        ids, places = _padded(new, self.seen)
-        self.seen += [len(row) for row in new]
-        with _quiet(self.model):
-            out = self.model(_tensor(ids, self.model), state=self.state, positions=places, **self.options)
+        ids, positions = _padded(new, self.lengths)
+        self.lengths += [len(row) for row in new]
+        with _inference(self.model):
+            out = self.model(_tensor(ids, self.model), cache=self.cache, positions=positions, **self.options)
         return _last(out, ids.shape)
 
 
-class Placed:
-    """The whole rows every time, with their places."""
+class PositionedModel:
+    """A model without a cache: whole rows at every step, with their positions."""
 
-    def __init__(self, model: Any, takes: frozenset[str]) -> None:
-        self.model, self.all = model, []  # type: Any, list[list[int]]
-        self.options = _last_only(takes)
+    def __init__(self, model: Any, parameters: frozenset[str]) -> None:
+        self.model, self.options = model, _last_only(parameters)
+        self.rows: list[list[int]] = []
 
     def __call__(self, new: Rows) -> Logits:
-        self.all = [old + list(row) for old, row in zip(self.all or [[]] * len(new), new, strict=True)]
-        # Left padding puts every row's newest token last; a row that has ended is asked about again, and not heard.
-        ids, places = _padded(self.all, np.zeros(len(new), np.int64))
-        with _quiet(self.model):
-            out = self.model(_tensor(ids, self.model), positions=places, **self.options)
+        self.rows = _extended(self.rows, new)
+        # Left padding puts every row's newest token last; a row that has ended is computed again and ignored.
+        ids, positions = _padded(self.rows, np.zeros(len(new), np.int64))
+        with _inference(self.model):
+            out = self.model(_tensor(ids, self.model), positions=positions, **self.options)
         return _last(out, ids.shape)
 
 
-class Transformers:
-    """A causal language model of transformers, with its own cache or without any."""
+class TransformersModel:
+    """A causal language model of transformers, with or without its own cache."""
 
-    def __init__(self, model: Any, takes: frozenset[str], cached: bool) -> None:
+    def __init__(self, model: Any, parameters: frozenset[str], cached: bool) -> None:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise CallError(
                 f"generate: {type(model).__name__} is an encoder-decoder, which needs an input besides the prompt.\n"
                 "Fix: a function ids -> logits that calls it with the encoder's output."
             )
-        self.model, self.takes, self.cached = model, takes, cached
-        self.past: Any = None
-        self.all: list[list[int]] = []
-        self.seen: Any = None  # (B,)
+        self.model, self.parameters, self.cached = model, parameters, cached
+        self.cache: Any = None
+        self.rows: list[list[int]] = []
+        self.lengths: Any = None  # (B,)
         self.valid: Any = None  # (B, tokens so far), 1 = real
 
     def __call__(self, new: Rows) -> Logits:
         if not self.cached:
-            self.all = [old + list(row) for old, row in zip(self.all or [[]] * len(new), new, strict=True)]
-            new, self.seen, self.valid = self.all, None, None
-        if self.seen is None:
-            self.seen, self.valid = np.zeros(len(new), np.int64), np.zeros((len(new), 0), np.int64)
-        ids, places = _padded(new, self.seen)
-        if places is None:
-            places = self.seen[:, None] + np.arange(ids.shape[1])
-        self.seen = self.seen + [len(row) for row in new]
-        self.valid = np.concatenate([self.valid, (places >= 0).astype(np.int64)], 1)
+            new = self.rows = _extended(self.rows, new)
+            self.lengths = None
+        if self.lengths is None:
+            self.lengths, self.valid = np.zeros(len(new), np.int64), np.zeros((len(new), 0), np.int64)
+        ids, positions = _padded(new, self.lengths)
+        if positions is None:
+            positions = self.lengths[:, None] + np.arange(ids.shape[1])
+        self.lengths = self.lengths + [len(row) for row in new]
+        self.valid = np.concatenate([self.valid, (positions >= 0).astype(np.int64)], 1)
         options: dict[str, Any] = {
             "attention_mask": _tensor(self.valid, self.model),
-            "position_ids": _tensor(np.maximum(places, 0), self.model),
+            "position_ids": _tensor(np.maximum(positions, 0), self.model),
             "use_cache": self.cached,
         }
-        if self.past is not None:
-            options["past_key_values"] = self.past
-        options = {name: value for name, value in options.items() if name in self.takes} | _last_only(self.takes)
-        with _quiet(self.model):
-            out = self.model(input_ids=_tensor(ids, self.model), **options)
-        self.past = out.past_key_values if self.cached else None
+        if self.cache is not None:
+            options["past_key_values"] = self.cache
+        options = {name: value for name, value in options.items() if name in self.parameters}
+        with _inference(self.model):
+            out = self.model(input_ids=_tensor(ids, self.model), **options, **_last_only(self.parameters))
+        self.cache = out.past_key_values if self.cached else None
         return _last(out, ids.shape)
 
 
-class Plain:
-    """Any callable ids -> logits, (B, N) to (B, N, V) or to (B, V) for the last token alone."""
+class PlainModel:
+    """Any callable ids -> logits, (B, N) to (B, N, V), or to (B, V) for the last token."""
 
     def __init__(self, model: Any, torch_ids: bool) -> None:
         self.model, self.torch_ids = model, torch_ids
-        self.all: list[list[int]] = []
+        self.rows: list[list[int]] = []
 
     def __call__(self, new: Rows) -> Logits:
-        self.all = [old + list(row) for old, row in zip(self.all or [[]] * len(new), new, strict=True)]
-        lengths: dict[int, list[int]] = {}
-        for b, row in enumerate(self.all):
+        self.rows = _extended(self.rows, new)
+        by_length: dict[int, list[int]] = {}
+        for b, row in enumerate(self.rows):
             if new[b]:
-                lengths.setdefault(len(row), []).append(b)
+                by_length.setdefault(len(row), []).append(b)
         out: Logits | None = None
-        for group in lengths.values():
-            ids = np.array([self.all[b] for b in group], np.int64)
-            with _quiet(self.model):
-                found = _last(self.model(_tensor(ids, self.model) if self.torch_ids else ids), ids.shape)
-            out = np.zeros((len(new), found.shape[1]), found.dtype) if out is None else out
-            out[group] = found
-        assert out is not None, "at least one row brings tokens"
+        for group in by_length.values():
+            ids = np.array([self.rows[b] for b in group], np.int64)
+            with _inference(self.model):
+                logits = _last(self.model(_tensor(ids, self.model) if self.torch_ids else ids), ids.shape)
+            out = np.zeros((len(new), logits.shape[1]), logits.dtype) if out is None else out
+            out[group] = logits
+        assert out is not None, "at least one row has new tokens"
         return out
 
 
-def _padded(rows: Rows, seen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Ids (B, N) padded on the left, and their places, -1 at pads; None where no row has a pad and all stand alike."""
+def _extended(rows: list[list[int]], new: Rows) -> list[list[int]]:
+    return [old + list(row) for old, row in zip(rows or [[]] * len(new), new, strict=True)]
+
+
+def _padded(rows: Rows, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Left-padded ids (B, N) and their positions, -1 at padding; None if nothing is padded and all rows are equally long."""
     sizes = np.array([len(row) for row in rows])
     n = int(sizes.max())
     ids = np.zeros((len(rows), n), np.int64)
     for b, row in enumerate(rows):
         if row:
             ids[b, n - len(row) :] = row
-    ends = seen + sizes
+    ends = lengths + sizes
     if sizes.min() == n and ends.min() == ends.max():
         return ids, None
-    places = ends[:, None] - n + np.arange(n)
-    return ids, np.where(np.arange(n) >= n - sizes[:, None], places, -1)
+    positions = ends[:, None] - n + np.arange(n)
+    return ids, np.where(np.arange(n) >= n - sizes[:, None], positions, -1)
 
 
-def _arguments(model: Any) -> frozenset[str]:
+def _parameters(model: Any) -> frozenset[str]:
     try:
         return frozenset(inspect.signature(model.forward if _is_module(model) else model).parameters)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return frozenset()
 
 
-def _last_only(takes: frozenset[str]) -> dict[str, int]:
-    """Ask for the last logits only, where a model can: the others of a long prompt are large and unused."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+def _last_only(parameters: frozenset[str]) -> dict[str, int]:
+    """Compute the last logits only, where the model can: the others of a long prompt are large and unused."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
 
 def _is_module(model: Any) -> bool:
@@ -199,27 +198,27 @@ def _tensor(ids: NDArray[np.int64], model: Any) -> Any:
 
 
 @contextmanager
-def _quiet(model: Any) -> Iterator[None]:
-    """No gradients and no dropout, for one step: whoever iterates finds everything as it was."""
+def _inference(model: Any) -> Iterator[None]:
+    """No gradients and no dropout for one step; both are restored before the caller of the iterator continues."""
     if _is_module(model):
         import torch
 
-        loud = [part for part in model.modules() if part.training] if model.training else []
-        grad: Any = torch.no_grad()
+        training = [part for part in model.modules() if part.training] if model.training else []
+        no_grad: Any = torch.no_grad()
     else:
-        loud, grad = [], nullcontext()
-    for part in loud:
+        training, no_grad = [], nullcontext()
+    for part in training:
         part.training = False
     try:
-        with grad:
+        with no_grad:
             yield
     finally:
-        for part in loud:
+        for part in training:
             part.training = True
 
 
 def _last(out: Any, shape: tuple[int, ...]) -> Logits:
-    """The logits of each row's last token as NumPy (B, V), from what a model gave for ids of this shape."""
+    """The logits of each row's last token as NumPy (B, V), from a model's output for ids of this shape."""
     out = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
     size = tuple(getattr(out, "shape", ()))
     if len(size) == 3 and size[0] == shape[0]:

@@ -9,7 +9,7 @@ decoder         Decoder: a language model in Llama's shape
 gpt2            GPT2: a Decoder with another body
 fixed           attributes that are set once, when a module is built
 recurrent       RecurrentLM: autoregressive without attention
-state           what a module asks of a cache
+cache           the interface of a key/value cache
 layout          config.json, of Llama and its relatives, read
 layout_written  the same, written
 checkpoint      a Decoder as a folder that transformers can load, and back

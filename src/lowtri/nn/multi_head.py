@@ -20,7 +20,7 @@ from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling, apply_rotary, rotary_tables
 
 if TYPE_CHECKING:
-    from lowtri.nn.state import Cache
+    from lowtri.nn.cache import Cache
 
 __all__ = ["MultiHeadAttention"]
 
