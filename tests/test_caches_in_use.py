@@ -268,11 +268,11 @@ def test_a_shift_is_refused_where_the_mask_names_places():
         cache = KVCache(mask, block=1)
         for _ in range(30):
             cache.append(token, token)
-        with pytest.raises(CallError, match=r"shift: .* does not show the same at places that are \d+ lower") as caught:
+        with pytest.raises(CallError, match=r"shift: .* shows other pairs at positions lower by \d+") as caught:
             cache.shift(keep)
         assert "Fix: keep=" in str(caught.value)
         assert cache.length == 30, "and nothing has moved"
-    with pytest.raises(CallError, match="shift: keep is -1; it counts places, from 0"):
+    with pytest.raises(CallError, match="shift: keep is -1; it counts positions, from 0"):
         cache.shift(-1)
 
 
@@ -282,7 +282,7 @@ def test_a_crop_after_a_shift_counts_the_new_places():
         cache.append(token, token)
     cache.shift(2)
     assert cache.length == 2 + 7 + 3 and cache.held == 12, "what a query three places back would see is held"
-    with pytest.raises(CallError, match=r"crop: n is \[8\], but keys that a query before \[9\] may see are dropped"):
+    with pytest.raises(CallError, match=r"crop: n is \[8\], but keys that queries before \[9\] may see are evicted"):
         cache.crop(8)
     cache.crop(9)
     places = cache.append(token, token)[2]
@@ -442,9 +442,7 @@ def test_without_rewind_a_crop_over_several_appends_can_be_too_late():
                 cache.crop(cache.length - 3)
         return cache
 
-    with pytest.raises(
-        CallError, match=r"crop: n is \[2\], but keys that a query before \[\d\] may see are dropped already"
-    ):
+    with pytest.raises(CallError, match=r"crop: n is \[2\], but keys that queries before \[\d\] may see are evicted"):
         crops(0)
     cache = crops(3)
     assert cache.length == 16 and cache.dropped > 0

@@ -129,8 +129,8 @@ def test_a_plain_state_leaves_places_out_and_no_other_does(monkeypatch):
         for t in range(40):
             told.clear()
             parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
-            assert set(told) == {not cache.straight}
-        assert not cache.straight and cache.dropped > 20, "a ring"
+            assert set(told) == {not cache.contiguous}
+        assert not cache.contiguous and cache.dropped > 20, "a ring"
         assert torch.allclose(torch.cat(parts, 1), ring(ids_of((1, 40))), atol=2e-5)
 
 
@@ -221,15 +221,15 @@ def test_inference_mode_and_a_state_mix():
         ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0; it is a whole number"),
         (
             {"hidden_size": 25},
-            "hidden_size 25 is no multiple of num_attention_heads 4. Fix: change one of them, or say head_dim=",
+            "hidden_size 25 is not a multiple of num_attention_heads 4. Fix: change one of them, or pass head_dim=",
         ),
-        ({"head_dim": 5}, "head_dim is 5, but rotary embedding turns entries in pairs. Fix: an even head_dim"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"head_dim": 5}, "head_dim is 5, but rotary embedding rotates entries in pairs. Fix: an even head_dim"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"rope_theta": 0.0}, "rope_theta 0.0; the first is at least 0, the second above 0"),
         (
             {"rope_layers": (True, False)},
-            "rope_layers says something of 2 layers, but there are 3. Fix: one bool for each",
+            "rope_layers has 2 entries, but there are 3 layers. Fix: one bool for each",
         ),
         ({"mask": "heads([causal, full])"}, r"has batch \(1, 2\), but a model has 4 heads"),
     ],

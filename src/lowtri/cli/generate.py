@@ -65,7 +65,7 @@ def command(
     """
     import lowtri
     from lowtri.errors import DataError
-    from lowtri.generation.pieces import Pieces
+    from lowtri.generation.text import Pieces
     from lowtri.nn.pretrained import load_named
     from lowtri.nn.tokenizer import encode
 

@@ -1,19 +1,23 @@
-"""What a cache does with tensors, for NumPy and torch alike: room, writing into slots, moving, views; a layer has two buffers."""
+"""The buffers of a cache, NumPy or torch: allocation, writing into slots, moving, views."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.generation.book import Slots
+from lowtri.errors import CallError
+from lowtri.masks import Mask
+from lowtri.masks.arrays import is_tensor
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "describe"]
+__all__ = ["Layer", "Slots", "as_slots", "batch_of", "describe"]
+
+Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 
 @dataclass(slots=True)
@@ -22,34 +26,51 @@ class Layer:
 
     keys: Any  # (..., capacity, D)
     values: Any  # (..., capacity, Dv)
-    last: Any  # shapes and kinds of the last append: what equals them needs no second look
-    step: int = 0  # how many appends it has seen
+    last: Any  # shapes, dtypes and devices of the last append: equal ones need no further check
+    step: int = 0  # number of appends
 
     @classmethod
-    def like(cls, k: Any, v: Any, capacity: int) -> Layer:
-        """Room for tokens such as these."""
-        return cls(_empty(k, capacity), _empty(v, capacity), _came(k, v))
+    def like(cls, k: Any, v: Any, capacity: int, mask: Mask) -> Layer:
+        """Buffers for tokens such as these.
 
-    def takes(self, k: Any, v: Any) -> bool:
-        """Whether new tokens are of the same shapes, dtypes and device as those before."""
-        came = _came(k, v)
-        if came == self.last:
-            return True
-        fits = _kind(k) == _kind(self.keys) and _kind(v) == _kind(self.values) and v.shape[-2] == k.shape[-2]
-        if fits:
-            self.last = came
-        return fits
+        Raises:
+            CallError: if they are not arrays, or the shapes do not fit together or the mask.
+        """
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, np.ndarray) and not is_tensor(x):
+                raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
+        if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not fit: "
+                "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
+            )
+        rows = (*mask.batch, 1)[0]
+        if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
+            raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+        return cls(_empty(k, capacity), _empty(v, capacity), _signature(k, v))
+
+    def check(self, k: Any, v: Any, layer: int) -> None:
+        """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
+        signature = _signature(k, v)
+        if signature == self.last:
+            return
+        if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
+                f"whose keys are {describe(self.keys)} and values {describe(self.values)} in (..., H, slots, D)."
+            )
+        self.last = signature
 
     def write(self, slots: Slots, k: Any, v: Any) -> None:
         for buffer, new in ((self.keys, k), (self.values, v)):
             _write(buffer, slots, new.detach() if getattr(new, "requires_grad", False) else new)
 
     def move(self, slots: Slots, capacity: int) -> None:
-        """New buffers, with the old slots at their front."""
+        """New buffers with the old slots at their front."""
         self.keys, self.values = _moved(self.keys, slots, capacity), _moved(self.values, slots, capacity)
 
     def pick(self, rows: NDArray[np.int64]) -> None:
-        """Row i becomes what row ``rows[i]`` is."""
+        """Row i becomes a copy of row ``rows[i]``."""
         self.keys, self.values, self.last = self.keys[rows], self.values[rows], None
 
     def front(self, n: int) -> tuple[Any, Any]:
@@ -57,7 +78,7 @@ class Layer:
         return _front(self.keys, n), _front(self.values, n)
 
 
-def _came(k: Any, v: Any) -> tuple[Any, ...]:
+def _signature(k: Any, v: Any) -> tuple[Any, ...]:
     return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
 
 
@@ -84,10 +105,10 @@ def _moved(buffer: Any, slots: Slots, capacity: int) -> Any:
     """A new buffer with the old slots at its front."""
     out = _empty(buffer, capacity)
     if isinstance(buffer, np.ndarray) or isinstance(slots, slice):
-        kept = buffer[..., slots, :]
+        tokens = buffer[..., slots, :]
     else:
-        kept = buffer.index_select(-2, _index(slots, buffer))
-    _write(out, slice(0, kept.shape[-2]), kept)
+        tokens = buffer.index_select(-2, _index(slots, buffer))
+    _write(out, slice(0, tokens.shape[-2]), tokens)
     return out
 
 
@@ -102,9 +123,25 @@ def _index(slots: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    """All of a tensor that must stay the same from append to append."""
+    """What must not change from append to append."""
     return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
+
+
+def batch_of(x: Any) -> int:
+    return int(x.shape[0]) if x.ndim == 4 else 1
 
 
 def describe(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def as_slots(slots: NDArray[np.int64]) -> Slots:
+    """The slots as a slice where they are consecutive: slices are copied without an index."""
+    n = len(slots)
+    if n == 0:
+        return slice(0, 0)
+    start = int(slots[0])
+    # Free slots ascend in at most two runs, so comparing the ends nearly suffices; moved ones may be in any order.
+    if int(slots[-1]) - start == n - 1 and (n <= 2 or bool(np.all(np.diff(slots) == 1))):
+        return slice(start, start + n)
+    return slots
