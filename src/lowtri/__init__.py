@@ -9,7 +9,7 @@ The rooms, in the order of reading (imports run upward in this list only):
     kernels       the CPU kernels
     backends      ways to run a call
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
-    generation    the cache that asks the mask what is dead, and the generating loop
+    generation    the key/value cache, sampling, and the generation loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
     auditing      does a model peek?
