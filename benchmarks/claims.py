@@ -65,9 +65,9 @@ def all_at_once_or_one_by_one(n: int = 256) -> None:
     ids = torch.randint(258, (1, n))
 
     def one_by_one() -> None:
-        state = model.start()
+        cache = model.make_cache()
         for t in range(n):
-            model(ids[:, t : t + 1], state=state)
+            model(ids[:, t : t + 1], cache=cache)
 
     def prefix_anew() -> None:
         for t in range(n):

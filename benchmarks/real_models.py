@@ -169,12 +169,12 @@ def logits(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
-def step(model: Any, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-    """Logits of the last token, and the state behind it."""
+def step(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    """Logits of the last token, and the cache."""
     if isinstance(model, Decoder):
-        state = model.start() if state is None else state
-        return model(ids, state=state, logits_to_keep=1), state
-    out = model(ids, past_key_values=state, use_cache=True, logits_to_keep=1)
+        cache = model.make_cache() if cache is None else cache
+        return model(ids, cache=cache, logits_to_keep=1), cache
+    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits, out.past_key_values
 
 
@@ -188,10 +188,10 @@ def prompted(model: Any, ids: torch.Tensor) -> float:
 def decoding(model: Any, after: int) -> Callable[[], float]:
     """Seconds for NEW greedy tokens behind a prompt, which is read once and not counted: the cache is cropped back to it."""
     with torch.no_grad():
-        first, state = step(model, ids_of(after, 49152), None)
+        first, prefilled = step(model, ids_of(after, 49152), None)
 
     def run() -> float:
-        out, cache = first, state
+        out, cache = first, prefilled
         with torch.no_grad():
             started = time.perf_counter()
             for _ in range(NEW):

@@ -77,9 +77,9 @@ def main() -> None:
         ("no sinks", sinkless, None),
     ):
         reader = model if limit else elsewhere(model, mask, given.tokens)
-        losses, state = read(reader, streams, limit)
+        losses, cache = read(reader, streams, limit)
         print(f"| {name} | " + " | ".join(f"{float(losses[a:b].mean()):.3f}" for a, b in spans), end="")
-        print(f" | {state.held} | {state.dropped:,} |", flush=True)
+        print(f" | {cache.held} | {cache.dropped:,} |", flush=True)
 
 
 def train(config: DecoderConfig, text: torch.Tensor, steps: int) -> Decoder:
@@ -108,15 +108,15 @@ def elsewhere(model: Decoder, mask: str, places: int) -> Decoder:
 @torch.inference_mode()
 def read(model: Decoder, streams: torch.Tensor, limit: int | None) -> tuple[torch.Tensor, lowtri.KVCache]:
     """The loss of each next token (N, B), and the cache at the end."""
-    config, state, losses = model.config, model.start(len(streams)), []
+    config, cache, losses = model.config, model.make_cache(len(streams)), []
     for t in range(streams.shape[1] - 1):
-        if limit is not None and state.length >= limit:
-            state.shift(
+        if limit is not None and cache.length >= limit:
+            cache.shift(
                 SINKS, lambda k, moved, _: apply_rotary(k, *rotary_tables(moved, config.head_dim, config.rope_theta))
             )
-        logits = model(streams[:, t : t + 1], state=state)[:, -1]
+        logits = model(streams[:, t : t + 1], cache=cache)[:, -1]
         losses.append(cross_entropy(logits, streams[:, t + 1], reduction="none"))
-    return torch.stack(losses), state
+    return torch.stack(losses), cache
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
         mask=mask,
     )
     model = Decoder(config).eval().to(getattr(torch, given.dtype))
-    ring, everything = model.start(given.batch), KVCache("causal")
+    ring, everything = model.make_cache(given.batch), KVCache("causal")
     everything.mask = model.mask  # attention asks this mask; what is dropped was settled by the other
     tokens = torch.randint(config.vocab_size, (given.batch, given.tokens))
 
@@ -72,10 +72,10 @@ def main() -> None:
             ids = tokens[:, start : start + block]
             last = {}
             for name in ("ring", "all") if number % 2 else ("all", "ring"):
-                state = ring if name == "ring" else everything
+                cache = ring if name == "ring" else everything
                 begun = time.perf_counter()
                 for t in range(ids.shape[1]):
-                    last[name] = model(ids[:, t : t + 1], state=state)
+                    last[name] = model(ids[:, t : t + 1], cache=cache)
                 seconds[name] += time.perf_counter() - begun
             off = max(off, float((last["ring"] - last["all"]).abs().max()))
             largest = max(largest, float(last["all"].abs().max()))

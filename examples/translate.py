@@ -166,11 +166,11 @@ class Translator(nn.Module):
             x = layer(x, here, maps=maps)
         return self.norms[0](x), here
 
-    def write(self, ids: Tensor, here: Any, source: Any, maps: Maps | None = None, state: Any = None) -> Tensor:
-        """Logits (B, N, V); with a state, of the newest letters only."""
+    def write(self, ids: Tensor, here: Any, source: Any, maps: Maps | None = None, cache: Any = None) -> Tensor:
+        """Logits (B, N, V); with a cache, of the newest letters only."""
         x = self._encodings(ids, here)
         for number, layer in enumerate(self.decoder):
-            x = layer(x, here, source, maps, cache=state, layer=number)
+            x = layer(x, here, source, maps, cache=cache, layer=number)
         return self.logits(self.norms[1](x))
 
     def _encodings(self, ids: Tensor, here: Any) -> Tensor:
@@ -184,13 +184,13 @@ class Told(nn.Module):
         super().__init__()
         self.model, self.source = model, model.read(source)
 
-    def start(self, rows: int) -> lowtri.KVCache:
+    def make_cache(self, rows: int) -> lowtri.KVCache:
         return lowtri.KVCache(self.model.mask)
 
-    def forward(self, ids: Tensor, state: Any = None, positions: Any = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Any = None, positions: Any = None) -> Tensor:
         if positions is None:
-            positions = np.arange(ids.shape[1]) if state is None else state.next_positions(ids.shape[1])
-        return self.model.write(ids, positions, self.source, state=state)
+            positions = np.arange(ids.shape[1]) if cache is None else cache.next_positions(ids.shape[1])
+        return self.model.write(ids, positions, self.source, cache=cache)
 
 
 # Learning and translating.

@@ -98,7 +98,7 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
         (["FOLDER", "--out", "OUT"], "is a folder.\nFix: name the files in it"),
         (["TEXT", "--out", "OUT", "--mask", "causl"], "causl"),
         (["TEXT", "--out", "OUT", "--steps", "0"], "steps: 0 came, at least 1 is needed"),
-        (["TEXT", "--out", "OUT", "--heads", "7"], "hidden_size 256 is no multiple of num_attention_heads 7"),
+        (["TEXT", "--out", "OUT", "--heads", "7"], "hidden_size 256 is not a multiple of num_attention_heads 7"),
         (["TEXT", "--out", "OUT", "--vocabulary", "9"], "vocabulary: 9 came, at least 258 are needed"),
         (["TEXT", "--out", "OUT", "--context", "99999"], "one row takes 100000.\nFix: more text, or a smaller context"),
         (["TEXT", "--out", "OUT", "--device", "abacus"], "--device: 'abacus' cannot be used: "),
@@ -285,8 +285,8 @@ def test_what_cannot_be_a_stop_any_more_is_not_held_back() -> None:
     [
         (["DIR", ""], "the prompt, or --stop, is empty. Fix: at least one character"),
         (["DIR", "9", "--stop", ""], "the prompt, or --stop, is empty. Fix: at least one character"),
-        (["DIR", "9 green bottles " * 20], "tokens, but the model's context has 48 places.\nFix: a shorter prompt"),
-        (["DIR", "9", "--max-new-tokens", "100"], "do not fit the context of 48 places"),
+        (["DIR", "9 green bottles " * 20], "tokens, but the model's context has 48 positions.\nFix: a shorter prompt"),
+        (["DIR", "9", "--max-new-tokens", "100"], "do not fit the context of 48 positions"),
         (["DIR", "9", "--temperature", "-1"], "temperature is -1.0"),
         (["DIR", "9", "--top-p", "2"], "top_p is 2.0"),
         (["DIR", "9", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
@@ -418,11 +418,11 @@ def test_a_recurrent_model_is_trained_written_with_scored_and_audited(text: Path
 
 def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path, capsys: Any) -> None:
     _, err = says(capsys, "train", text, "--out", tmp_path / "a", "--cell", "tanh", *SIZES, code=2)
-    assert "cell is 'tanh'; there are lstm, gru, rnn" in err
+    assert "cell is 'tanh'; expected one of lstm, gru, rnn" in err
     _, err = says(
         capsys, "train", text, "--out", tmp_path / "b", "--cell", "gru", "--mask", "window(3)", *SIZES, code=2
     )
-    assert "a state cannot forget by position" in err
+    assert "a recurrent model is causal" in err
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 

@@ -26,7 +26,7 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "kernels",
     "backends",
     "dispatch",
-    "decoding",
+    "generation",
     "nn",
     "training",
     "auditing",

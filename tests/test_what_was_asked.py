@@ -356,8 +356,8 @@ def test_c_training_and_inference_have_the_same_information(sentence: str, layer
     n = row.shape[1]
     with torch.no_grad():
         training = model(row)
-        state = model.start(1, mask="full", allow_missing=True)  # no mask at all: only what is there can be seen
-        cached = torch.cat([model(row[:, t : t + 1], state=state) for t in range(n)], dim=1)
+        cache = model.make_cache(1, mask="full", allow_missing=True)  # no mask at all: only what is there can be seen
+        cached = torch.cat([model(row[:, t : t + 1], cache=cache) for t in range(n)], dim=1)
         masked = torch.cat([model(row[:, : t + 1])[:, -1:] for t in range(n)], dim=1)
         bare = torch.cat([model(row[:, : t + 1], mask="full")[:, -1:] for t in range(n)], dim=1)
     assert (cached - training).abs().max() < 1e-5

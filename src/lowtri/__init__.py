@@ -9,7 +9,7 @@ The packages, in the order of reading (imports run upward in this list only):
     kernels       the CPU kernels
     backends      ways to run a call
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
-    decoding      the cache that evicts what its mask can no longer show, and the generating loop
+    generation    the key/value cache, sampling, and the generation loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
     auditing      does a model read what its mask hides?
@@ -75,8 +75,8 @@ _NAMES = {
     "lowtri.dispatch.attend": ("attention", "which_engine"),
     "lowtri.dispatch.merge": ("merge",),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
-    "lowtri.decoding.cache": ("KVCache",),
-    "lowtri.decoding.generate": ("generate",),
+    "lowtri.generation.cache": ("KVCache",),
+    "lowtri.generation.generate": ("generate",),
     "lowtri.auditing.audit": ("audit", "assert_causal"),
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),

@@ -1,6 +1,6 @@
 """Ways to decode: one position after another, or in chunks, with a state between them.
 
-Known by themselves: `start(batch)` with `model(ids, state=...)`, and the caches of transformers models. Anything else is
+Known by themselves: `make_cache(batch)` with `model(ids, cache=...)`, and the caches of transformers models. Anything else is
 said with `step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.subject import Rows
-from lowtri.decoding.models import start_stepwise
+from lowtri.generation.models import stepwise_cache
 
 __all__ = ["decoder_for"]
 
@@ -30,8 +30,8 @@ def decoder_for(context: Context) -> tuple[Decode, bool] | None:
     if step is not None:
         return (lambda inputs, sizes: _by_step(context, step, inputs, sizes)), False
     model = context.subject.model
-    if hasattr(model, "start") and context.subject.accepts("state"):
-        return (lambda inputs, sizes: _with_state(context, inputs, sizes)), True
+    if hasattr(model, "make_cache") and context.subject.accepts("cache"):
+        return (lambda inputs, sizes: _with_own_cache(context, inputs, sizes)), True
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
         whole = getattr(config, "is_encoder_decoder", False) and not context.subject.form.prefix
@@ -66,11 +66,11 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
     return np.concatenate(rows, axis=1).astype(context.base.dtype)
 
 
-def _with_state(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
     subject, rows, done = context.subject, [], 0
-    state = start_stepwise(subject.model, inputs.batch)
+    cache = stepwise_cache(subject.model, inputs.batch)
     for size in sizes:
-        part = replace(inputs.span(done, done + size), options={"state": state})
+        part = replace(inputs.span(done, done + size), options={"cache": cache})
         rows.append(subject(part))
         done += size
     return np.concatenate(rows, axis=1)

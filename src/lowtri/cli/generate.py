@@ -64,8 +64,8 @@ def command(
     GGUF file of such a model, which is converted once and kept in the user's cache.
     """
     import lowtri
-    from lowtri.decoding.pieces import Pieces
     from lowtri.errors import DataError
+    from lowtri.generation.text import Pieces
     from lowtri.nn.pretrained import load_named
     from lowtri.nn.tokenizer import encode
 

@@ -1,29 +1,29 @@
-"""Modules of torch: attention, and a decoder made of it.
+"""torch.nn modules: attention, language models, and their checkpoints.
 
-self_attention  MaskedSelfAttention: one head, three maps, nothing else
+self_attention  MaskedSelfAttention: one head, as it is taught
 multi_head      MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
 rotary          rotary position embedding
 positions       sinusoidal: the position encodings of the original Transformer
 config          DecoderConfig: the sizes of a decoder
-decoder         Decoder: a language model in Llama's shape
-gpt2            GPT2: a Decoder with another body
+decoder         Decoder: a Llama-style language model
+gpt2            GPT2: a Decoder with GPT-2's layers
 fixed           attributes that are set once, when a module is built
-recurrent       RecurrentLM: autoregressive without attention
-state           what a module asks of a cache
-layout          config.json, of Llama and its relatives, read
-layout_written  the same, written
-checkpoint      a Decoder as a folder that transformers can load, and back
+recurrent       RecurrentLM: LSTM, GRU or plain RNN
+cache           the interface of a key/value cache
+layout          reads config.json of Llama and related models
+layout_written  writes it
+checkpoint      saves and loads checkpoint folders in transformers' format
 files           the files of such a folder, checked before they are read
-tokenizer       its tokenizer
-gguf_header     where the parts of a GGUF file lie
-gguf_names      the names of a GGUF file, in the words of such a folder
-gguf_tokenizer  the tokenizer that a GGUF file carries
-gguf            a GGUF file as such a folder, converted once
+tokenizer       loads its tokenizer
+gguf_header     parses a GGUF header
+gguf_names      GGUF metadata and tensor names as config.json and model.safetensors
+gguf_tokenizer  the tokenizer of a GGUF file
+gguf            converts a GGUF file to a checkpoint folder, once
 glassllm        the weights of the package glassllm
-packaged        weights that packages ship, by name
+packaged        weights shipped in packages, by name
 pretrained      Decoder.from_pretrained
-chat            a conversation as the text that a model was taught to read
-chat_render     the process that fills in its template
+chat            chat templates
+chat_render     the sandboxed process that renders one
 """
 
 from lowtri.nn.config import DecoderConfig

@@ -1,7 +1,7 @@
-"""A conversation as the text that a model was trained to read: the chat template that comes with its weights.
+"""Chat templates: a conversation as the text that a chat model was trained on.
 
-A template is a program in Jinja's language, written by somebody else. It runs in Jinja's sandbox, where it can read the
-messages and nothing else, and in a process of its own, which ends when it takes too long or too much memory.
+A template is an untrusted Jinja program. It runs in Jinja's sandbox, with access to the messages only, in a separate process
+with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lowtri.nn.files import brief, read_json, read_text
 
 __all__ = ["chat_text", "template_of"]
 
-SECONDS, MEMORY = 10.0, 2**29  # of the process that fills in a template; templates in use take milliseconds
+SECONDS, MEMORY = 10.0, 2**29  # limits of the rendering process; real templates take milliseconds
 
 
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
     """A folder's chat template and the tokens it may name (``bos_token``, ...); None if there is no template.
 
     Raises:
-        DataError: if a file cannot be read, or what stands in the template's place is no template.
+        DataError: if a file cannot be read, or the template is not text.
     """
     config = read_json(folder, "tokenizer_config.json") or {}
     template = read_text(folder, "chat_template.jinja")
@@ -47,7 +47,7 @@ def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
 
 
 def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation, up to where the model's answer begins; to be read without adding special tokens.
+    """The prompt for a conversation, up to the start of the model's answer; encode it without adding special tokens.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -81,7 +81,7 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
         answer: Mapping[str, str] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
         raise DataError(f"{folder}: the chat template runs for more than {SECONDS:g} seconds and was stopped") from None
-    except ValueError:  # the process was ended before it could answer
+    except ValueError:  # the process was killed before it could answer
         raise DataError(
             f"{folder}: the chat template ended its process, which may take {MEMORY // 2**20} MB (exit code {ran.returncode})"
         ) from None

@@ -1,7 +1,7 @@
-"""Fills in one chat template. Run as a program of its own by :mod:`lowtri.nn.chat`, so that a hostile template can be stopped.
+"""Renders one chat template. :mod:`lowtri.nn.chat` runs it as a separate process, so that a hostile template can be killed.
 
 stdin: JSON with the template, its variables, where Python finds jinja2, and the memory allowed. stdout: {"text": ...} or
-{"error": ...}. It imports nothing of lowtri, and so neither torch nor NumPy.
+{"error": ...}. It imports neither lowtri nor torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main", "render"]
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """The text of a template, in Jinja's sandbox, with the two functions that templates of transformers expect."""
+    """Render a template in Jinja's sandbox, with the two functions that transformers provides to templates."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,16 +29,16 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """One template, from stdin to stdout."""
+    """Render one template from stdin to stdout."""
     given = json.load(sys.stdin)
     sys.path[:] = given["path"]
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit; there the time limit is all
+    with suppress(ImportError, ValueError, OSError):  # Windows has no memory limit of this kind, only the time limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
     try:
         answer = {"text": render(given["template"], given["variables"])}
-    except Exception as error:  # a template is a program, and somebody else's
+    except Exception as error:  # templates are untrusted programs
         answer = {"error": str(error) or type(error).__name__}
     sys.stdout.write(json.dumps(answer))
 

@@ -1,19 +1,19 @@
-"""A Decoder as a folder that transformers can load, and such a folder as a Decoder; a RecurrentLM in the same files.
+"""Saves a Decoder as a checkpoint folder that transformers can load, and loads such folders; a RecurrentLM uses the same files.
 
-    config.json              sizes, under Llama's key names; also the mask
-    model.safetensors        weights, under Llama's names (or several files, which model.safetensors.index.json names)
-    tokenizer.json           how text becomes tokens (the format of the tokenizers library)
-    tokenizer_config.json    what AutoTokenizer asks besides
+    config.json              the configuration with Llama's key names, and the mask
+    model.safetensors        weights with Llama's names (or shards, listed in model.safetensors.index.json)
+    tokenizer.json           the tokenizer, in the format of the tokenizers library
+    tokenizer_config.json    further settings for AutoTokenizer
 
-How the mask is written, so that transformers computes the same logits:
+The mask is stored so that transformers computes the same logits:
 
     causal                   model_type llama
-    window(n) [& causal]     model_type mistral, sliding_window n (there too the query's own position is one of the n)
-    any other                model_type llama, and the text of the mask as lowtri_mask: transformers has no such mask and
-                             would run it as causal. ``lowtri_mask`` is always written, and decides when lowtri loads.
-    a RecurrentLM            model_type lowtri_recurrent, which transformers does not know
+    window(n) [& causal]     model_type mistral, sliding_window n (which also counts the query's own position)
+    any other                model_type llama, and the mask's text as lowtri_mask. transformers ignores it and runs causal;
+                             lowtri always writes it and gives it precedence when loading.
+    a RecurrentLM            model_type lowtri_recurrent, unknown to transformers
 
-Each file is written beside its place and moved there whole.
+Files are written atomically.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ __all__ = ["BEGIN", "END", "load", "load_tokenizer", "save", "write_whole"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
-BEGIN, END = "<|begin|>", "<|end|>"  # a document's first token, and its last, in tokenizers that lowtri trains
+BEGIN, END = "<|begin|>", "<|end|>"  # begin- and end-of-document tokens of tokenizers that lowtri trains
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path``, then move it there: the file is the old one or the new one, never half.
+    """Write a file atomically: ``write`` fills a temporary file in the same folder, which then replaces ``path``.
 
     Raises:
-        OSError: names ``path``, whatever the library that writes makes of a full disk.
+        OSError: names ``path``, also where the writing library raises an error of its own.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.touch()
-        mode = beside.stat().st_mode  # what any new file gets here; some writers make theirs unreadable for others
-        write(beside)
-        beside.chmod(mode)
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())  # before the move, or a power cut could leave the new name with no bytes
-        os.replace(beside, path)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # of a new file under the umask; some writers use stricter ones
+        write(temporary)
+        temporary.chmod(mode)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # before the replacement, or a power cut could leave an empty file
+        os.replace(temporary, path)
     except Exception as error:
         reason = _os_error(error)
         if reason is None:
             raise
         raise OSError(reason.errno, reason.strerror, str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """What the operating system answered, from the error of a library: raised on its way, or only quoted in its text."""
+    """The operating system's error behind a library's error: in its chain, or quoted in its message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
@@ -87,12 +87,12 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model as a folder, a decoder's in Llama's layout.
+    """Save a model as a checkpoint folder.
 
     Args:
-        model: its weights are written in the dtype they have.
-        folder: made if it is not there.
-        tokenizer: a ``tokenizers.Tokenizer``; without one the folder takes token ids only.
+        model: its weights are stored in their present dtype.
+        folder: created if missing.
+        tokenizer: a ``tokenizers.Tokenizer``; without one, the checkpoint works on token ids only.
     """
     from safetensors.torch import save_file
 
@@ -100,7 +100,7 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)  # it is the embedding itself; the format stores no tensor twice
+        tensors.pop("lm_head.weight", None)  # it is the embedding; safetensors stores no tensor twice
     if tokenizer is not None:
         write_whole(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(model.config, tokenizer))
@@ -121,15 +121,15 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
 
 
 def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
-    """Read a folder that :func:`save` or transformers wrote: the model in evaluation mode, and the tokenizer if there is one.
+    """Load a folder written by :func:`save` or transformers: the model in evaluation mode, and the tokenizer, if any.
 
     Args:
         folder: with config.json and model.safetensors.
-        mask: who may see whom, instead of the mask that config.json declares.
+        mask: replaces the mask that config.json declares.
 
     Raises:
-        DataError: if a file is missing, damaged, or describes a model that is not one of ours.
-        MaskError, CallError: if the mask cannot be read, or is none for this model.
+        DataError: if a file is missing or damaged, or describes an unsupported model.
+        MaskError, CallError: if the mask is invalid, or unsupported by this model.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -138,7 +138,7 @@ def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder
     tensors = _read_weights(folder)
     check_sizes(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
     try:
-        with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+        with torch.device("meta"):  # no memory and no initialisation for weights that are replaced below
             model = _MODELS[type(config)](config)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise DataError(f"{folder}: config.json has sizes that torch cannot build: {brief(error)}") from None
@@ -146,7 +146,7 @@ def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder
     if config.tie_word_embeddings:
         embedding = model.model.embed_tokens if isinstance(model, Decoder) else model.embed_tokens
         model.lm_head.weight = embedding.weight
-    model = model.to(model.lm_head.weight.dtype)  # one for all, should the norms have come in another
+    model = model.to(model.lm_head.weight.dtype)  # one dtype, even if the norms were stored in another
     return model.eval(), load_tokenizer(folder)
 
 
@@ -158,7 +158,7 @@ _MODELS: dict[type, Callable[[Any], Decoder | RecurrentLM]] = {
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, lambda beside: beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
 # config.json
@@ -179,9 +179,9 @@ def _read_config(folder: Path, mask: Mask | str | None) -> DecoderConfig | Recur
 
 
 def _with_ends(config: DecoderConfig | RecurrentConfig, folder: Path) -> DecoderConfig | RecurrentConfig:
-    """What ends an answer of a model that was taught to chat stands in a file of its own, where it was taught later."""
-    beside = read_json(folder, "generation_config.json") or {}
-    ends = end_ids(beside.get("eos_token_id"), folder / "generation_config.json")
+    """Chat models keep their end-of-sequence ids in generation_config.json."""
+    temporary = read_json(folder, "generation_config.json") or {}
+    ends = end_ids(temporary.get("eos_token_id"), folder / "generation_config.json")
     return config if ends is None or isinstance(config, RecurrentConfig) else replace(config, eos_token_id=ends)
 
 
@@ -189,7 +189,7 @@ def _with_ends(config: DecoderConfig | RecurrentConfig, folder: Path) -> Decoder
 
 
 def _ends(config: DecoderConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The tokens that begin and end a text: the model's own, else those of a tokenizer that lowtri trained."""
+    """Begin and end tokens: the model's own, or else those of a tokenizer that lowtri trained."""
     begin, end = (tokenizer.token_to_id(token) if tokenizer else None for token in (BEGIN, END))
     own = config.eos_token_id
     return {"bos_token_id": begin, "eos_token_id": end if own is None else own[0] if len(own) == 1 else list(own)}
@@ -210,7 +210,7 @@ def _tokenizer_config(config: DecoderConfig | RecurrentConfig, tokenizer: Tokeni
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, from its one file or from those that its index names."""
+    """All tensors of a folder, from model.safetensors or its shards."""
     index = folder / "model.safetensors.index.json"
     listed = None if file_in(folder, "model.safetensors") is not None else read_json(folder, index.name)
     if listed is None:
@@ -231,13 +231,13 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _inside(part: Any, index: Path) -> str:
-    """A file that an index names. A folder from elsewhere must not choose what else is read on this machine."""
-    named = PureWindowsPath(part if isinstance(part, str) else "")  # knows slashes of both kinds, and drives
+    """Validate a file name from an index: an untrusted index must not name files outside of the folder."""
+    named = PureWindowsPath(part if isinstance(part, str) else "")  # parses both kinds of slashes, and drives
     if not named.parts or named.anchor or ".." in named.parts or "\0" in part:
         raise DataError(
             f"{index} names {part!r:.200}, which is no file of its folder. Fix: weights from another source"
         )
-    return str(PurePosixPath(part))  # without dots between its slashes: each file is read once
+    return str(PurePosixPath(part))  # normalised, so that each file is read once
 
 
 def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:

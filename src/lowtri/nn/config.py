@@ -1,4 +1,4 @@
-"""The sizes of a decoder, under the names of Llama's ``config.json``."""
+"""The configuration of a decoder, with the names of Llama's ``config.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DecoderConfig", "check_sizes"]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What a :class:`~lowtri.nn.Decoder` is built from.
+    """The configuration of a :class:`~lowtri.nn.Decoder`.
 
     >>> from lowtri.nn import DecoderConfig
     >>> config = DecoderConfig(vocab_size=1000, hidden_size=96, num_attention_heads=4)
@@ -24,33 +24,33 @@ class DecoderConfig:
     (24, 4, 256)
 
     Args:
-        vocab_size: how many tokens there are.
-        hidden_size: the size of an encoding.
-        intermediate_size: the width of the feed-forward layer; default 8/3 of ``hidden_size``, rounded up to a multiple of 64.
-        num_hidden_layers: how many layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key/value heads, a divisor of the query heads; default: as many.
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: size of the hidden states.
+        intermediate_size: width of the feed-forward layer; default 8/3 of ``hidden_size``, rounded up to a multiple of 64.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key/value heads, a divisor of the query heads; default: the same number.
         head_dim: the size of a head, an even number; default ``hidden_size // num_attention_heads``.
-        max_position_embeddings: the context, in tokens.
-        rms_norm_eps: what RMSNorm adds to the mean square.
+        max_position_embeddings: context length, in tokens.
+        rms_norm_eps: epsilon of RMSNorm.
         rope_theta: the base of rotary embedding.
-        tie_word_embeddings: whether the output map is the embedding itself.
-        mask: who may see whom, as text; the one key that Llama's file does not have.
-        rope_scaling: slower rotary turns for a longer context (Llama 3.1).
-        rope_layers: for each layer whether it has rotary embedding (SmolLM3); None: all have.
-        qkv_bias, o_bias, mlp_bias: whether the maps to queries, keys and values (Qwen2), the map out of the attention, and
-            the three of the feed-forward layer have biases.
-        qk_norm: whether queries and keys are normalised, head by head, before they turn (Qwen3).
-        eos_token_id: tokens that end a text; generating stops there.
+        tie_word_embeddings: whether the output projection shares the embedding's weights.
+        mask: the mask as text; Llama's file has no such key.
+        rope_scaling: scaled rotary frequencies for a longer context (Llama 3.1).
+        rope_layers: for each layer, whether it has rotary embedding (SmolLM3); None: all do.
+        qkv_bias, o_bias, mlp_bias: whether the projections of queries, keys and values (Qwen2), the output projection of
+            the attention, and the feed-forward layer have biases.
+        qk_norm: whether queries and keys have an RMSNorm per head before rotary embedding (Qwen3).
+        eos_token_id: end-of-sequence tokens.
 
     Raises:
         CallError: if the sizes do not fit together.
-        MaskError: if the mask cannot be read.
+        MaskError: if the mask's text is invalid.
     """
 
     vocab_size: int
     hidden_size: int = 256
-    # None asks for the default and is replaced by it here, so that readers always find a number.
+    # None is replaced by the default below, so that readers always find a number.
     intermediate_size: int = None  # type: ignore[assignment]
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
@@ -81,8 +81,8 @@ class DecoderConfig:
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise CallError(
-                    f"DecoderConfig: hidden_size {self.hidden_size} is no multiple of num_attention_heads "
-                    f"{self.num_attention_heads}. Fix: change one of them, or say head_dim=."
+                    f"DecoderConfig: hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}. Fix: change one of them, or pass head_dim=."
                 )
             self._fill("head_dim", self.hidden_size // self.num_attention_heads)
         if self.num_key_value_heads is None:
@@ -93,13 +93,13 @@ class DecoderConfig:
             self._positive(name)
         if self.head_dim % 2:
             raise CallError(
-                f"DecoderConfig: head_dim is {self.head_dim}, but rotary embedding turns entries in pairs. "
+                f"DecoderConfig: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
                 "Fix: an even head_dim."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise CallError(
-                f"DecoderConfig: num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}: each serves a whole number of query heads."
+                f"DecoderConfig: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}: each serves an equal number of query heads."
             )
         for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
@@ -114,11 +114,11 @@ class DecoderConfig:
             )
         if self.rope_layers is not None and len(self.rope_layers) != self.num_hidden_layers:
             raise CallError(
-                f"DecoderConfig: rope_layers says something of {len(self.rope_layers)} layers, but there are "
-                f"{self.num_hidden_layers}. Fix: one bool for each layer."
+                f"DecoderConfig: rope_layers has {len(self.rope_layers)} entries, but there are "
+                f"{self.num_hidden_layers} layers. Fix: one bool for each layer."
             )
         mask = as_mask(self.mask)
-        if isinstance(self.mask, Mask):  # kept as text, so that the config can be written to a file
+        if isinstance(self.mask, Mask):  # stored as text, so that the config can be saved
             self._fill("mask", repr(mask))
             as_mask(self.mask)
         if mask.batch and (mask.batch[0] != 1 or mask.batch[1:] not in ((), (self.num_attention_heads,))):
@@ -137,18 +137,18 @@ class DecoderConfig:
 
 
 def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) -> None:
-    """Compare sizes with the weights that came along, before anything of these sizes is built.
+    """Check sizes against the checkpoint's weights before any memory of these sizes is allocated.
 
-    Every size is a dimension of some weight, and every layer has some: so none exceeds the count of all numbers, or of all
-    tensors. What fits so far is then compared tensor by tensor.
+    Every size is a dimension of some weight, and every layer has weights, so none can exceed the number of all elements, or
+    of tensors. The shapes are compared one by one later.
 
     Args:
-        config: sizes, under the names of :class:`DecoderConfig`.
+        config: sizes, with the names of :class:`DecoderConfig`.
         shapes: of the weights, by name.
         where: the folder or file, for the message.
 
     Raises:
-        DataError: if a size cannot be that of these weights.
+        DataError: if a size is impossible for these weights.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     most = dict.fromkeys(names, sum(map(math.prod, shapes.values()))) | {"num_hidden_layers": len(shapes)}

@@ -1,8 +1,8 @@
-"""A decoder language model in Llama's shape: what it reads from its attention is what its mask lets it see.
+"""A Llama-style decoder language model.
 
     ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm -> logits
 
-Parameters carry Llama's names, so a ``state_dict`` goes from here to transformers' ``LlamaForCausalLM`` and back.
+Parameters have Llama's names, so a ``state_dict`` can be exchanged with transformers' ``LlamaForCausalLM``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lowtri.decoding.cache import KVCache
 from lowtri.errors import CallError
+from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.config import DecoderConfig
@@ -28,13 +28,13 @@ from lowtri.nn.rotary import rotary_tables
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from lowtri.nn.state import Cache
+    from lowtri.nn.cache import Cache
 
 __all__ = ["Decoder", "DecoderConfig", "embedded"]
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model: ids to logits, with or without a state.
+    """A decoder-only language model: token ids to logits, with or without a key/value cache.
 
     >>> import torch
     >>> from lowtri.nn import Decoder, DecoderConfig
@@ -43,19 +43,19 @@ class Decoder(nn.Module):
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
     >>> model(ids).shape
     torch.Size([1, 5, 50])
-    >>> state = model.start()  # the same, token by token
-    >>> steps = [model(ids[:, t : t + 1], state=state) for t in range(5)]
+    >>> cache = model.make_cache()  # the same, token by token
+    >>> steps = [model(ids[:, t : t + 1], cache=cache) for t in range(5)]
     >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-5)
     True
 
-    Weights start as Llama's do, normal with deviation 0.02; those that write into the residual stream are smaller by
-    sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
+    Weights are initialised as Llama's, normal with standard deviation 0.02; projections into the residual stream are scaled by
+    1 / sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
 
     Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
     """
 
     config: Fixed[DecoderConfig] = Fixed("Decoder(config), or from_pretrained(path, mask=...)")
-    mask: Fixed[Mask] = Fixed("from_pretrained(path, mask=...), or mask= in the call or in start()")
+    mask: Fixed[Mask] = Fixed("from_pretrained(path, mask=...), or mask= in the call or in make_cache()")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -79,50 +79,49 @@ class Decoder(nn.Module):
         *,
         mask: Mask | str | None = None,
         positions: Any = None,
-        state: Cache | None = None,
+        cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits of the token after each.
+        """Next-token logits.
 
         Args:
             ids: (B, N) int64.
-            mask: for this call, instead of the model's own: packed documents pass ``causal() & documents(ids)``.
-            positions: places in the sequence, (N,) or (B, N), -1 = pad; default 0 .. N-1, or on from the state's last.
-            state: of :meth:`start`; ``ids`` then holds the new tokens only, and the state grows by them.
-            logits_to_keep: only those of the last so many tokens; 0 keeps all.
+            mask: for this call, instead of the model's own; for packed documents ``causal() & documents(ids)``.
+            positions: positions in the sequence, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next in the cache.
+            cache: from :meth:`make_cache`; ``ids`` then holds the new tokens only, which are appended to the cache.
+            logits_to_keep: compute the logits of this many last tokens; 0 computes all.
 
         Returns:
-            (B, N, V); whatever stands at a pad means nothing.
+            (B, N, V); the rows at padding are undefined.
 
         Raises:
-            CallError: if ids are no ids of this vocabulary, or stand beyond the context.
+            CallError: if ids have another shape or dtype, or are outside of the vocabulary or the context.
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise CallError(f"Decoder: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None].")
-        if state is not None and mask is not None and as_mask(mask) != state.mask:
+        if cache is not None and mask is not None and as_mask(mask) != cache.mask:
             raise CallError(
-                f"Decoder: mask {as_mask(mask)!r} came with a state that drops keys by {state.mask!r}.\n"
-                "Fix: start(batch_size, mask=...), and no mask here."
+                f"Decoder: mask {as_mask(mask)!r} differs from the mask of the cache, {cache.mask!r}.\n"
+                "Fix: make_cache(batch_size, mask=...), and no mask here."
             )
-        places = None
         if positions is not None:
-            places = positions_in_numpy("Decoder: positions", positions, "(N,) or (B, N)")
-        if places is None and state is not None:
-            places = state.next_positions(ids.shape[1])
-        self._check_context(ids.shape[1], places)
-        chosen = state.mask if state is not None else self.mask if mask is None else as_mask(mask)
-        x = self.model(ids, chosen, places, state)  # (B, N, hidden)
+            positions = positions_in_numpy("Decoder: positions", positions, "(N,) or (B, N)")
+        elif cache is not None:
+            positions = cache.next_positions(ids.shape[1])
+        self._check_context(ids.shape[1], positions)
+        mask = cache.mask if cache is not None else self.mask if mask is None else as_mask(mask)
+        x = self.model(ids, mask, positions, cache)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, *, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None
     ) -> Decoder:
-        """A model from a folder as transformers writes them (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file of one,
-        or weights in a package (``"smollm2"``, ``"glassllm"``).
+        """Load a checkpoint folder in transformers' format (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file, or the
+        weights of an installed package (``"smollm2"``, ``"glassllm"``).
 
-        Its weights are read as they are stored; those of a GGUF file are dequantised, once, to float32: four bytes each, in
-        memory and in the user's cache folder. ``model.tokenizer`` is the tokenizer that came along, or None.
+        Weights keep their stored dtype; GGUF weights are dequantised to float32 once and kept in the user's cache folder.
+        ``model.tokenizer`` is the checkpoint's tokenizer, or None.
 
         >>> import tempfile
         >>> from lowtri.nn.checkpoint import save
@@ -133,48 +132,50 @@ class Decoder(nn.Module):
         (torch.bfloat16, causal & window(64))
 
         Args:
-            path: a folder with config.json and model.safetensors (or its parts), a file ``*.gguf``, or the name of a package's weights.
-            dtype: what the weights become, a dtype of torch or its name.
-            mask: who may see whom, instead of the mask that the model was trained with.
+            path: a folder with config.json and model.safetensors (or its shards), a file ``*.gguf``, or a package's name.
+            dtype: convert the weights to this torch dtype, or its name.
+            mask: replaces the mask that the checkpoint declares.
 
         Raises:
-            DataError: if a file is missing or damaged, or describes a model that this one cannot be; the key is named.
+            DataError: if a file is missing or damaged, or describes an unsupported model; the message names the key.
         """
         from lowtri.nn.pretrained import read
 
         return read(path, dtype, mask)
 
-    def start(
+    def make_cache(
         self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0, allow_missing: bool = False
     ) -> KVCache:
-        """An empty state for ``batch_size`` sequences.
+        """An empty key/value cache for ``batch_size`` sequences.
 
         Args:
             mask: instead of the model's own.
-            capacity: for how many tokens to make room at once; it grows when it must.
-            allow_missing: as for :class:`lowtri.KVCache`: let a token come before others that the mask shows it.
+            capacity: initial number of slots; the cache grows as needed.
+            allow_missing: as in :class:`lowtri.KVCache`: allow queries before keys that the mask shows them.
         """
         chosen = self.mask if mask is None else as_mask(mask)
         if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
-            raise CallError(f"start: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}.")
+            raise CallError(
+                f"make_cache: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}."
+            )
         return KVCache(chosen, capacity=capacity, allow_missing=allow_missing)
 
     def _body(self, config: DecoderConfig) -> Any:
-        """All below the logits."""
+        """The layers below the output projection."""
         return _Body(config)
 
-    def _check_context(self, n: int, places: NDArray[np.int64] | None) -> None:
-        end = n if places is None else int(places.max(initial=-1)) + 1
+    def _check_context(self, n: int, positions: NDArray[np.int64] | None) -> None:
+        end = n if positions is None else int(positions.max(initial=-1)) + 1
         limit = self.config.max_position_embeddings
         if end > limit:
             raise CallError(
-                f"Decoder: the last token stands at {end - 1}, but the context has {limit} places (0 .. {limit - 1}).\n"
+                f"Decoder: the last position is {end - 1}, but the context has {limit} positions (0 .. {limit - 1}).\n"
                 f"Fix: keep the last {limit} ids, or a model with a larger max_position_embeddings."
             )
 
 
 class _Body(nn.Module):
-    """Everything below the logits; the name ``model`` in a checkpoint."""
+    """Everything below the output projection; ``model`` in a checkpoint."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -183,27 +184,27 @@ class _Body(nn.Module):
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids: Tensor, mask: Mask, places: NDArray[np.int64] | None, state: Cache | None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
         x = embedded(ids, self.embed_tokens)  # (B, N, hidden)
-        here = np.arange(ids.shape[1]) if places is None else places
         c = self.config
-        rotary = rotary_tables(here, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
+        at = np.arange(ids.shape[1]) if positions is None else positions
+        rotary = rotary_tables(at, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
         for index, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=places, cache=state, layer=index, rotary=rotary)
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary)
         return self.norm(x)
 
 
 class _Layer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        turns = config.rope_layers is None or config.rope_layers[index]
+        rotary = config.rope_layers is None or config.rope_layers[index]
         self.self_attn = MultiHeadAttention(
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
             head_dim=config.head_dim,
             mask=config.mask,
-            rope_theta=config.rope_theta if turns else None,
+            rope_theta=config.rope_theta if rotary else None,
             rope_scaling=config.rope_scaling,
             bias=config.qkv_bias,
             out_bias=config.o_bias,
@@ -230,7 +231,7 @@ class _SwiGLU(nn.Module):
 
 
 def embedded(ids: Tensor, table: nn.Embedding) -> Tensor:
-    """The rows of a table for ids (B, N): (B, N, hidden)."""
+    """Embeddings (B, N, hidden) of ids (B, N)."""
     try:
         return table(ids)
     except IndexError:

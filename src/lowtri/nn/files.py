@@ -1,6 +1,6 @@
-"""The files of a model's folder. A downloaded folder is somebody else's text, so every file is checked before it is read.
+"""Files of a checkpoint folder. Downloaded folders are untrusted, so every file is checked before it is read.
 
-Each lies inside the folder (a symbolic link may not lead out of it), is a plain file, and is read up to a limit.
+It must be a regular file inside the folder (symbolic links may not leave it), and is read up to a size limit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lowtri.errors import DataError
 
 __all__ = ["brief", "file_in", "read_json", "read_text"]
 
-LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes some 20 times that
+LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes about 20 times that
 _CACHES = ("snapshots", "blobs")  # huggingface_hub keeps files under blobs, and links to them in snapshots/<revision>
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a file of this folder, None if there is none.
+    """The path of a file in this folder; None if there is none.
 
     Raises:
-        DataError: if the file is a link that leaves the folder, or no plain file.
+        DataError: if the file is a link that leaves the folder, or is not a regular file.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -42,7 +42,7 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def brief(words: object) -> str:
-    """Words that came out of a file, fit for a message: without control characters, and not too long.
+    """Text from a file made safe for a message: no control characters, limited length.
 
     >>> brief("a\\x1b[31mb" + "c" * 999)[:10]
     'a?[31mbccc'
@@ -51,7 +51,7 @@ def brief(words: object) -> str:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """The text of a file of this folder, UTF-8; None if there is none.
+    """The text (UTF-8) of a file in this folder; None if there is none.
 
     Raises:
         DataError: as :func:`file_in`; and if the file cannot be read, is too long, or is not UTF-8.
@@ -72,7 +72,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The object in a JSON file of this folder, None if there is no such file.
+    """The object in a JSON file of this folder; None if there is no such file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     ({'vocab_size': 9}, None)
 
     Raises:
-        DataError: as :func:`read_text`; and if the file is no JSON, nests too deep, or holds something else than an object.
+        DataError: as :func:`read_text`; and if the file is not JSON, is nested too deeply, or is not an object.
     """
     text = read_text(folder, name)
     if text is None:

@@ -1,4 +1,4 @@
-"""Attributes of a module that are set once, when it is built."""
+"""Module attributes that can be set only once, at construction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Fixed(Generic[T]):
-    """An attribute that may be set once: the layers are built from it, so another value later would change nothing in them.
+    """A write-once attribute: the layers are built from it, so changing it later would not reach them.
 
     >>> class Model:
     ...     config: Fixed[int] = Fixed("Model(config)")
@@ -27,7 +27,7 @@ class Fixed(Generic[T]):
     3
 
     Args:
-        fix: what to do instead, for the message.
+        fix: what to do instead, for the error message.
     """
 
     def __init__(self, fix: str) -> None:

@@ -1,10 +1,10 @@
-"""A GGUF file as a folder in Llama's layout: dequantised once, kept in the user's cache.
+"""Converts a GGUF file to a checkpoint folder, once; the folder is kept in the user's cache.
 
-A GGUF file holds sizes, weights (mostly quantised) and the tokenizer in one. Its weights become float32 here, and the folder is
-read like any other: by :func:`lowtri.nn.checkpoint.load`, and by transformers. The package ``gguf`` dequantises the blocks.
+A GGUF file holds the configuration, (mostly quantised) weights and the tokenizer. The package ``gguf`` dequantises the weights to
+float32, and the folder is loaded like any other, by :func:`lowtri.nn.checkpoint.load` or transformers.
 
-    general.architecture llama   also Mistral and SmolLM2; rows of queries and keys stand in another order, see :func:`from_pairs`
-    qwen2, qwen3, gpt2           as the folder has them
+    general.architecture llama   also Mistral and SmolLM2; rotary pairs are interleaved, see :func:`from_pairs`
+    qwen2, qwen3, gpt2           the same layout
 
 Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md).
 """
@@ -29,25 +29,25 @@ from lowtri.nn.gguf_header import Header, read_header
 from lowtri.nn.gguf_names import config_of, tensor_name
 from lowtri.nn.gguf_tokenizer import tokenizer_of
 from lowtri.nn.layout import from_json
-from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_speeds
+from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_frequencies
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["cache_folder", "converted", "is_gguf", "kept"]
 
-_FORM = 2  # of the folders that are written here; a new form is converted anew
+_FORM = 2  # version of the folders written here; a new version converts again
 _SCALING = "rope_freqs.weight"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Whether a file starts with the GGUF magic."""
     with open(path, "rb") as file:
         return file.read(4) == b"GGUF"
 
 
 def cache_folder() -> Path:
-    """Where what was computed from other files is kept: ``LOWTRI_CACHE``, else the place that the system has for it."""
+    """The folder for converted files: ``LOWTRI_CACHE``, or the operating system's cache folder."""
     own = os.environ.get("LOWTRI_CACHE")
     if own:
         return Path(own)
@@ -61,14 +61,14 @@ def cache_folder() -> Path:
 
 
 def converted(path: str | Path, note: Callable[[str], object] | None = None) -> Path:
-    """The folder that a GGUF file becomes; made at the first call, found at the next.
+    """The checkpoint folder of a GGUF file; converted at the first call.
 
     Args:
         path: the file.
-        note: told before the slow part.
+        note: called with a message before the conversion.
 
     Raises:
-        DataError: if the package ``gguf`` is missing, the file is damaged, or the model is none of ours; the key is named.
+        DataError: if the package ``gguf`` is missing, the file is damaged, or the model is unsupported; the message names the key.
     """
     return kept(Path(path), "gguf", _convert, note)
 
@@ -76,7 +76,7 @@ def converted(path: str | Path, note: Callable[[str], object] | None = None) -> 
 def kept(
     path: Path, kind: str, convert: Callable[[Path, Path], object], note: Callable[[str], object] | None = None
 ) -> Path:
-    """The folder that ``convert(path, folder)`` makes of a file, kept in the user's cache as long as the file is the same.
+    """The folder that ``convert(path, folder)`` makes of a file, cached until the file changes.
 
     Raises:
         DataError: if the file cannot be converted, or the cache cannot be written.
@@ -91,30 +91,30 @@ def kept(
         note(f"converting {path.name} once, to {folder}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise DataError(
             f"{folder.parent} cannot be written: {error.strerror}. Fix: LOWTRI_CACHE=/another/folder"
         ) from None
     try:
         try:
-            convert(path, beside)
+            convert(path, temporary)
         except (LowtriError, OSError):
             raise
-        except Exception as error:  # what a flipped or missing byte leads to
+        except Exception as error:  # corrupt bytes can lead to any error
             raise DataError(f"{path} is damaged or cut off: {type(error).__name__}: {brief(error)}") from None
         try:
-            beside.rename(folder)
-        except OSError:  # another process was faster, and its folder is the same
+            temporary.rename(folder)
+        except OSError:  # another process converted it first
             if not (folder / "model.safetensors").exists():
                 raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _convert(path: Path, folder: Path) -> None:
-    """Fill a folder with config, tokenizer, and, last, the weights."""
+    """Write config, tokenizer and, last, the weights."""
     import json
 
     from safetensors.numpy import save_file
@@ -135,7 +135,7 @@ def _convert(path: Path, folder: Path) -> None:
 
     if _SCALING in shapes:
         config["rope_scaling"] = _scaling_of(numbers(_SCALING), config, path)
-    read = from_json(config, path)  # what the Decoder is built from: refused here, under the file's own name
+    read = from_json(config, path)  # validated here, so that errors name the GGUF file
     check_sizes(read, shapes, path)
     config["lowtri_mask"] = read.mask
     heads = {"attn_q": read.num_attention_heads, "attn_k": read.num_key_value_heads}
@@ -145,7 +145,7 @@ def _convert(path: Path, folder: Path) -> None:
         if kind == "llama" and part in heads:
             values = from_pairs(values, heads[part])
         if kind == "gpt2" and values.ndim == 2 and name.startswith("blk."):
-            values = values.T  # GPT-2's own file keeps its maps as (in, out)
+            values = values.T  # GPT-2 checkpoints store projections as (in, out)
         weights[own_name] = np.ascontiguousarray(values)
     tokenizer, its_config = tokenizer_of(fields, path)
     if tokenizer is not None:
@@ -177,12 +177,12 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _scaling_of(slower: NDArray[np.float32], config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Llama 3's scaling, of which the file keeps only the result: how many times slower each pair turns."""
+def _scaling_of(divisors: NDArray[np.float32], config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Llama 3's scaling, recovered from the stored divisor of each pair's frequency."""
     size, theta = config["head_dim"], config["rope_theta"]
-    found = RopeScaling(float(slower.max()), 1.0, 4.0, 8192)  # what Llama 3.1 and 3.2 were published with
-    expected = rotary_speeds(size, theta) / rotary_speeds(size, theta, found)
-    if slower.shape != expected.shape or not np.allclose(slower, expected.numpy(), rtol=1e-3):
+    found = RopeScaling(float(divisors.max()), 1.0, 4.0, 8192)  # the published values of Llama 3.1 and 3.2
+    expected = rotary_frequencies(size, theta) / rotary_frequencies(size, theta, found)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected.numpy(), rtol=1e-3):
         raise DataError(f"{path}: rope_freqs.weight is not the scaling of Llama 3, the only one that the Decoder knows")
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {"rope_type": "llama3", "factor": found.factor, **bounds}

@@ -1,12 +1,12 @@
-"""The header of a GGUF file: its fields, and where its tensors lie.
+"""Parses a GGUF header: metadata fields and the locations of the tensors.
 
     magic, version, how many tensors, how many fields
     fields    name, type, value; an array is a type, a count and the items
     tensors   name, dimensions (the innermost first), type of block, offset
     padding to the alignment; then the tensors
 
-Every count and length is compared with what is left of the file before it is used, and tensors may not overlap: so time and
-memory stay in proportion to the file's size, whatever its numbers say.
+Every count and length is checked against the rest of the file before use, and tensors may not overlap, so time and memory are
+proportional to the file's size even for hostile files.
 
 Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md).
 """
@@ -26,14 +26,14 @@ __all__ = ["Header", "Stored", "read_header"]
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_MOST_NAMES = 2**16  # fields, and tensors; the largest models have some thousand
+_MOST_NAMES = 2**16  # fields, and tensors; the largest models have a few thousand
 _MOST_ITEMS = 2**23  # in all arrays together; a vocabulary of 262,144 with its merges has 1.3 million
 
 
 class Stored(NamedTuple):
     """A tensor of the file."""
 
-    shape: tuple[int, ...]  # as NumPy has it, in numbers and not in blocks
+    shape: tuple[int, ...]  # in NumPy's order, in elements rather than blocks
     kind: int  # a GGMLQuantizationType
     start: int  # in bytes, from the beginning of the file
     row: int  # bytes of a row, the innermost dimension
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """All of a file but its numbers."""
+    """A file's metadata."""
 
     fields: dict[str, Any]
     tensors: dict[str, Stored]
@@ -57,10 +57,10 @@ def read_header(data: NDArray[np.uint8], blocks: Mapping[int, tuple[int, int]]) 
 
     Args:
         data: the bytes of the file, uint8 (size,), mapped or in memory.
-        blocks: for each type of block how many numbers it holds, and its size in bytes.
+        blocks: for each block type, its number of elements and its size in bytes.
 
     Raises:
-        ValueError: if it is no such header; the message says what is wrong.
+        ValueError: if the header is invalid; the message says why.
     """
     file = _Bytes(data)
     if bytes(file.take(4)) != b"GGUF":
@@ -92,7 +92,7 @@ def read_header(data: NDArray[np.uint8], blocks: Mapping[int, tuple[int, int]]) 
 
 
 class _Bytes:
-    """The bytes of a file from the first to the last; what reaches beyond the last raises."""
+    """Sequential reader; reading past the end raises."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self.data, self.at, self.items = data, 0, 0
@@ -146,7 +146,7 @@ def _stored(
 
 
 def _lie_apart(tensors: Mapping[str, Stored], end: int) -> None:
-    """Tensors on the same bytes would make a small file a large model."""
+    """Overlapping tensors would let a small file describe a large model."""
     last, before = 0, ""
     for name, one in sorted(tensors.items(), key=lambda item: item[1].start):
         if one.start < last:

@@ -1,4 +1,4 @@
-"""The names of a GGUF file, in the words of config.json and model.safetensors."""
+"""Maps GGUF metadata and tensor names to those of config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "rope.freq_base": "rope_theta",
 }
-# Read below, or of no weight for what is computed.
+# Read below, or irrelevant to the computation.
 _ALSO = {"attention.value_length", "attention.causal", "rope.dimension_count", "attention.sliding_window", "vocab_size"}
 _ALSO |= {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
 _GPT2 = {"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions", "hidden_size": "n_embd"}
@@ -63,10 +63,10 @@ _GPT2_TENSORS = {
 
 
 def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
-    """The content of config.json, from the fields of a file and the shapes of its tensors (as NumPy has them).
+    """The content of config.json, from the metadata fields and the tensor shapes (in NumPy's order).
 
     Raises:
-        DataError: for another architecture, or a field that asks for what the Decoder has not.
+        DataError: for another architecture, or a field that the Decoder does not support.
     """
     kind = fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
@@ -120,7 +120,7 @@ def tensor_name(name: str, kind: str, path: Path) -> str:
     """The name of a tensor in model.safetensors.
 
     Raises:
-        DataError: for a tensor that the Decoder has no place for.
+        DataError: for a tensor that the Decoder does not have.
     """
     names = _GPT2_TENSORS if kind == "gpt2" else _LLAMA_TENSORS
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
@@ -132,7 +132,7 @@ def tensor_name(name: str, kind: str, path: Path) -> str:
 
 
 def _whole(own: Mapping[str, Any], kind: str, path: Path) -> None:
-    """Fields that count something are whole numbers, one for all layers; some architectures have a list, one a layer."""
+    """Counts must be integers, the same for all layers; some architectures have lists, one entry per layer."""
     for key, name in _SIZES.items():
         if key in own and not name.endswith(("eps", "theta")) and not isinstance(own[key], int):
             raise DataError(f"{path}: {kind}.{key} {own[key]!r:.60} came, expected a whole number")
@@ -147,7 +147,7 @@ def _check_heads(own: Mapping[str, Any], config: Mapping[str, Any], kind: str, p
 
 
 def _ends(fields: Mapping[str, Any]) -> int | list[int] | None:
-    """The end of a text, and that of an answer where the file names another."""
+    """End-of-text and, if different, end-of-turn token ids."""
     named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(one for one in named if one is not None))
     return ends[0] if len(ends) == 1 else ends or None

@@ -1,9 +1,9 @@
-"""The tokenizer that a GGUF file carries, as one of the ``tokenizers`` library.
+"""Converts the tokenizer of a GGUF file to one of the ``tokenizers`` library.
 
-    tokenizer.ggml.model gpt2    byte-level BPE with its list of merges; tokenizer.ggml.pre says how a text is cut beforehand
-    tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, bytes for what the vocabulary lacks, merges by score
+    tokenizer.ggml.model gpt2    byte-level BPE with a list of merges; tokenizer.ggml.pre names the pre-tokenizer
+    tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, byte fallback, merges by score
 
-The ways to cut are those that the models were published with, so the tokens are those that they were trained on.
+The pre-tokenizers are those that the models were published with.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["tokenizer_of"]
 _MOST_WORK = 2**28  # the sum of squared lengths; of 128,000 tokens with 10 characters each it is 13 million
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
-# How texts are cut before merging: contractions, words, numbers, marks, white space.
+# Pre-tokenizer patterns: contractions, words, numbers, punctuation, white space.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS = {
-    "gpt-2": None,  # None: the cut that the library's ByteLevel makes by itself
+    "gpt-2": None,  # None: the default pattern of ByteLevel
     "gpt2": None,
     "smollm": None,
     "qwen2": _WORDS + r"\p{N}" + _REST,
@@ -35,14 +35,14 @@ _CUTS = {
     "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
 }
 _DIGITS_ALONE = ("smollm",)
-_COMPOSED = ("qwen2",)  # texts are brought to NFC first
+_COMPOSED = ("qwen2",)  # texts are normalised to NFC first
 
 
 def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
-    """The tokenizer, None if the file has none; and the content of tokenizer_config.json.
+    """The tokenizer (None if the file has none) and the content of tokenizer_config.json.
 
     Raises:
-        DataError: for a kind of tokenizer, or a way to cut, that is not known here.
+        DataError: for an unknown kind of tokenizer or pre-tokenizer.
     """
     kind = fields.get("tokenizer.ggml.model", "none")
     if kind == "none":
@@ -66,7 +66,7 @@ def _made(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer, 
 
 
 def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
-    """A list of texts; to split the longest of them in every way may take no longer than to read the file."""
+    """A list of texts, with a limit on the work of splitting each in every way."""
     texts = fields.get(f"tokenizer.ggml.{name}")
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
         raise DataError(f"{path}: tokenizer.ggml.{name} is no list of texts")
@@ -124,7 +124,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], path: Path
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the two pieces whose joint token has the greatest score: as a list, the greatest first."""
+    """SentencePiece merges the pair whose merged token has the greatest score; as a list of merges, greatest first."""
     found = []
     for token, index in vocabulary.items():
         for at in range(1, len(token)):
@@ -135,7 +135,7 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> 
 
 
 def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tokens that stand for themselves in a text; those that steer the model are not written out."""
+    """Add control tokens (special, not decoded) and user-defined tokens."""
     from tokenizers import AddedToken
 
     pairs = list(zip(tokens, kinds, strict=False))
@@ -144,7 +144,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
 
 
 def _begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapping[str, Any], default: bool) -> None:
-    """A text begins with the begin token where the file says so."""
+    """Prepend the begin token if the file says so."""
     from tokenizers import processors
 
     begin = config.get("bos_token")

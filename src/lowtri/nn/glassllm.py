@@ -1,7 +1,7 @@
 """The weights of the package glassllm, 0.85 million parameters in NumPy's npz, as a Decoder.
 
-Its model has Llama's parts under names of its own, its maps as (in, out), and heads whose neighbouring entries turn together. Its
-tokenizer merges characters, not bytes: what its alphabet lacks becomes ``<unk>``.
+The model is Llama-style with its own names, projections stored as (in, out), and interleaved rotary pairs. Its tokenizer
+merges characters, not bytes; unknown characters become ``<unk>``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
 
 
 def read(path: Path, dtype: torch.dtype | str | None = None) -> Decoder:
-    """The model in an npz file of glassllm, in float32 unless ``dtype`` says otherwise, with the tokenizer that lies beside it.
+    """The model in an npz file of glassllm, float32 unless ``dtype`` is given, with the tokenizer in the same folder.
 
     Raises:
-        DataError: if a file is not as that package writes it.
+        DataError: if a file does not have the package's format.
     """
     import torch
 
@@ -81,21 +81,21 @@ def read(path: Path, dtype: torch.dtype | str | None = None) -> Decoder:
 
 
 def _renamed(arrays: Mapping[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
-    """Arrays under Llama's names, as (out, in), halves of a head turning together."""
+    """Arrays with Llama's names, as (out, in), with half-split rotary pairs."""
     from lowtri.nn.rotary import from_pairs
 
-    turned = {"attn.W_Q": heads, "attn.W_K": kv_heads}
+    rotary = {"attn.W_Q": heads, "attn.W_K": kv_heads}
     found = {"model.embed_tokens.weight": arrays["E"], "model.norm.weight": arrays["norm_f.gamma"]}
     for name, values in arrays.items():
         if name.startswith("blocks."):
             _, layer, part = name.split(".", 2)
-            rows = from_pairs(values.T, turned[part]) if part in turned else values.T
+            rows = from_pairs(values.T, rotary[part]) if part in rotary else values.T
             found[f"model.layers.{layer}.{_NAMES[part]}.weight"] = rows
     return found
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    """Merges of characters within words; a space is U+2581 and belongs to the word behind it."""
+    """Character merges within words; a space is U+2581 and belongs to the following word."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:

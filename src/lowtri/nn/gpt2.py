@@ -1,8 +1,8 @@
-"""GPT-2: the decoder before Llama. Learned positions, LayerNorm and GELU stand where Llama has rotary turns, RMSNorm and SwiGLU.
+"""GPT-2: learned position embeddings, LayerNorm and GELU instead of Llama's rotary embedding, RMSNorm and SwiGLU.
 
     ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm -> logits
 
-The attention is the one that every decoder here uses, so the masks, the caches, the audit and ``generate`` are the same.
+It uses the same attention module as :class:`Decoder`, hence the same masks, caches, audit and ``generate``.
 Source: Radford et al. 2019.
 """
 
@@ -23,17 +23,17 @@ from lowtri.nn.decoder import Decoder, embedded
 from lowtri.nn.multi_head import MultiHeadAttention
 
 if TYPE_CHECKING:
-    from lowtri.nn.state import Cache
+    from lowtri.nn.cache import Cache
 
 __all__ = ["GPT2", "GPT2Config", "from_conv1d", "to_conv1d"]
 
 
 class GPT2Config(DecoderConfig):
-    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is what its LayerNorm adds."""
+    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is LayerNorm's epsilon."""
 
 
 class GPT2(Decoder):
-    """GPT-2 as a :class:`Decoder`: the same calls, another body.
+    """GPT-2 as a :class:`Decoder`: the same interface, other layers.
 
     >>> import torch
     >>> from lowtri.nn.gpt2 import GPT2, GPT2Config
@@ -54,13 +54,14 @@ class _Body(nn.Module):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids: Tensor, mask: Mask, places: NDArray[np.int64] | None, state: Cache | None) -> Tensor:
-        here = np.arange(ids.shape[1]) if places is None else np.maximum(places, 0)  # a pad's place is nobody's concern
-        x = embedded(ids, self.embed_tokens) + self.embed_positions(
-            torch.from_numpy(here).to(ids.device)
-        )  # (B, N, hidden)
+    def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
+        at = (
+            np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
+        )  # padding may take any embedding
+        x = embedded(ids, self.embed_tokens)  # (B, N, hidden)
+        x = x + self.embed_positions(torch.from_numpy(at).to(ids.device))
         for index, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=places, cache=state, layer=index)
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index)
         return self.norm(x)
 
 
@@ -86,7 +87,7 @@ class _Layer(nn.Module):
         return x + self.down_proj(nn.functional.gelu(y, approximate="tanh"))
 
 
-# GPT-2's own file keeps its maps as (in, out), and the maps to queries, keys and values side by side in one.
+# GPT-2 checkpoints store projections as (in, out), and those of queries, keys and values as one fused tensor.
 
 _NAMES = {
     "wte": "embed_tokens",
@@ -103,31 +104,31 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a GPT-2 file, of old ones and new, under the names of :class:`GPT2`."""
-    found: dict[str, Tensor] = {}
+    """Tensors of a GPT-2 checkpoint (old and new names), renamed and transposed for :class:`GPT2`."""
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?([\w.]+)\.(weight|bias|masked_bias)", name)
         layer, part, kind = match.groups() if match else (None, name, "")
         if part == "attn":
-            continue  # old files keep the causal table as a weight
+            continue  # old checkpoints store the causal table as a weight
         if part in _MAPS and kind == "weight" and tensor.ndim == 2:
             tensor = tensor.T
-        place = "model." if layer is None else f"model.layers.{layer}."
+        prefix = "model." if layer is None else f"model.layers.{layer}."
         if part == "attn.c_attn" and tensor.ndim and tensor.shape[0] % 3 == 0:
-            found |= {f"{place}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
+            renamed |= {f"{prefix}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
         else:
-            found[f"{place}{_NAMES[part]}.{kind}" if part in _NAMES else name] = tensor
-    return found
+            renamed[f"{prefix}{_NAMES[part]}.{kind}" if part in _NAMES else name] = tensor
+    return renamed
 
 
 def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other way: tensors of :class:`GPT2` as its file names and lays them."""
+    """The inverse: tensors of :class:`GPT2` in the checkpoint's names and layout."""
     theirs = {ours: theirs for theirs, ours in _NAMES.items()}
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
         if match is None:
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         layer, part, kind = match.groups()
         if part == _QKV[0]:
@@ -135,6 +136,6 @@ def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif part in _QKV:
             continue
         own = theirs.get(part, "attn.c_attn")
-        place = "transformer." if layer is None else f"transformer.h.{layer}."
-        found[f"{place}{own}.{kind}"] = tensor.T if own in _MAPS and kind == "weight" else tensor
-    return found
+        prefix = "transformer." if layer is None else f"transformer.h.{layer}."
+        renamed[f"{prefix}{own}.{kind}"] = tensor.T if own in _MAPS and kind == "weight" else tensor
+    return renamed

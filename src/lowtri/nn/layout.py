@@ -1,15 +1,15 @@
-"""``config.json``: a decoder's sizes under the key names of Llama and its relatives, read. :mod:`lowtri.nn.layout_written` writes it.
+"""Reads ``config.json`` of Llama and related models; :mod:`lowtri.nn.layout_written` writes it.
 
-    model_type  what it has besides Llama's decoder
-    llama       rotary turns slowed for long contexts (rope_scaling linear, llama3), biases
-    mistral     a window
-    qwen2       biases at queries, keys and values; a window
-    qwen3       queries and keys normalised; a window
-    smollm3     layers without rotary turns
-    gpt2        another body: :mod:`lowtri.nn.gpt2`
+    model_type  differences from Llama's decoder
+    llama       scaled rotary frequencies (rope_scaling linear, llama3), biases
+    mistral     a sliding window
+    qwen2       biases of queries, keys and values; a sliding window
+    qwen3       RMSNorm of queries and keys; a sliding window
+    smollm3     layers without rotary embedding
+    gpt2        other layers: :mod:`lowtri.nn.gpt2`
 
-A key that changes what is computed and that the Decoder cannot follow is refused by name. How a mask is written stands in
-:mod:`lowtri.nn.checkpoint`.
+Unsupported keys that change the computation raise an error that names them. :mod:`lowtri.nn.checkpoint` describes how a
+mask is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
-# Keys that change the computation, with the values for which Decoder computes the same. Absent and null are fine.
+# Keys that change the computation, and their supported values. They may be absent or null.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -43,7 +43,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-# Keys that are a field of the config under the same name; its other fields are made from several keys below.
+# Keys that are fields of DecoderConfig under the same name; the other fields derive from several keys.
 _SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
 _MOST_LAYERS = 10_000
@@ -56,16 +56,16 @@ GPT2_KEYS = {
     "n_inner": "intermediate_size",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-_THETA = {"smollm3": 2e6}  # where a file says nothing
+_THETA = {"smollm3": 2e6}  # default, if the file has none
 
 
 def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
-    """What a decoder is built from, out of the content of a config.json.
+    """The configuration in the content of a config.json.
 
     Args:
         found: the content.
         path: of the file, for messages.
-        mask: the user's own, instead of the one that the file declares.
+        mask: replaces the mask that the file declares.
 
     Raises:
         DataError: for another kind of model, a key that asks for what the Decoder has not, or a value of the wrong type.
@@ -92,7 +92,7 @@ def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> Decode
             raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
     sizes = {key: value for key, value in found.items() if key in _SIZES and value is not None}
     layers = sizes.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists of one entry a layer are made below
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists with an entry per layer are built below
         raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
     sizes |= {"eos_token_id": end_ids(found.get("eos_token_id"), path), "mask": mask or _declared(found, path)}
     if kind == "gpt2":
@@ -106,7 +106,7 @@ def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> Decode
     sizes |= {
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rope_layers": _turning(found) if kind == "smollm3" else None,
+        "rope_layers": _rotary_layers(found) if kind == "smollm3" else None,
         "qkv_bias": biased or kind == "qwen2",
         "o_bias": biased and kind != "qwen2",
         "mlp_bias": kind in ("llama", "smollm3") and bool(found.get("mlp_bias")),
@@ -117,8 +117,8 @@ def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> Decode
 
 
 def _declared(found: Mapping[str, Any], path: Path) -> str:
-    """The mask that the file declares: a formula of positions, the same for every text. Lengths of documents and of padding
-    belong to one text, and only the user, who gives the text, may set them."""
+    """The mask that the file declares, a formula of positions. Lengths of documents and padding describe one text, so only the
+    caller may set them."""
     text = found.get("lowtri_mask")
     if text is None:
         return _mask_of(found, path)
@@ -137,7 +137,7 @@ def _declared(found: Mapping[str, Any], path: Path) -> str:
 
 
 def _mask_of(found: Mapping[str, Any], path: Path) -> str:
-    """The mask of a file that names none: causal, with a window where every layer has it."""
+    """The mask of a file without ``lowtri_mask``: causal, with a sliding window if every layer has one."""
     kind, n = found["model_type"], found.get("sliding_window")
     layers = found.get("num_hidden_layers", 0)
     if kind not in ("mistral", "qwen2", "qwen3", "smollm3") or n is None:
@@ -147,7 +147,7 @@ def _mask_of(found: Mapping[str, Any], path: Path) -> str:
             return "causal"
         types = found.get("layer_types")
         if types is None and kind == "smollm3":
-            types = ["full_attention" if turns else "sliding_attention" for turns in _turning(found)]
+            types = ["full_attention" if turns else "sliding_attention" for turns in _rotary_layers(found)]
         elif types is None:
             least = found.get("max_window_layers", 28)
             types = ["sliding_attention" if index >= least else "full_attention" for index in range(layers)]
@@ -160,15 +160,15 @@ def _mask_of(found: Mapping[str, Any], path: Path) -> str:
     return f"causal & window({n})"
 
 
-def _turning(found: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For each layer of a SmolLM3 whether it has rotary turns: the file's no_rope_layers has 1 where it does."""
+def _rotary_layers(found: Mapping[str, Any]) -> tuple[bool, ...]:
+    """For each layer of a SmolLM3, whether it has rotary embedding: no_rope_layers is 1 where it does."""
     layers, every = found.get("num_hidden_layers", 0), found.get("no_rope_layer_interval", 4)
     listed = found.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
     return tuple(bool(one) for one in listed)[:layers]
 
 
 def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling, from the keys of transformers 5 (rope_parameters) or from those before it."""
+    """The rotary base and scaling, from the keys of transformers 5 (rope_parameters) or earlier."""
     rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
     theta = rope.get("rope_theta") or found.get("rope_theta") or _THETA.get(found["model_type"], 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -1,4 +1,4 @@
-"""``config.json`` of a decoder, written: the content that transformers reads where it has such a model."""
+"""Writes ``config.json`` of a decoder, in the form that transformers reads where it has such a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["to_json"]
 
 
 def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a config.json, which transformers reads where it has such a model; else model_type is lowtri's own."""
+    """The content of config.json."""
     own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
     architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
@@ -31,7 +31,7 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
     own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
     own["attention_bias"] = config.o_bias
     if config.rope_layers is not None:
-        own["pad_token_id"] = None  # or transformers takes one of SmolLM3's own vocabulary
+        own["pad_token_id"] = None  # or transformers defaults to SmolLM3's
         own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
     n = _window_size(config)
     if n is not None:
@@ -40,7 +40,7 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _kind_of(config: DecoderConfig) -> str:
-    """The model_type under which transformers computes the same."""
+    """The model_type with which transformers computes the same."""
     if isinstance(config, GPT2Config):
         return "gpt2"
     parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)

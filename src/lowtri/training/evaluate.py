@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lowtri.decoding.models import start_stepwise
 from lowtri.errors import DataError
+from lowtri.generation.models import stepwise_cache
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.recurrent import RecurrentLM
 
@@ -107,9 +107,9 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
 
 
 def _steps(model: Decoder | RecurrentLM, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
-    state = start_stepwise(model, inputs.shape[0])
+    cache = stepwise_cache(model, inputs.shape[0])
     for place in range(inputs.shape[1]):
-        yield model(inputs[:, place : place + 1], state=state)[:, 0]  # (B, V)
+        yield model(inputs[:, place : place + 1], cache=cache)[:, 0]  # (B, V)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

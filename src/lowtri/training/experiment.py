@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtri.decoding.generate import generate
 from lowtri.errors import DataError
+from lowtri.generation.generate import generate
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.training.corpus import IGNORED, Document, Packed, python_text
 from lowtri.training.recipe import Recipe, split

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtri.decoding.models import start_stepwise
+from lowtri.generation.models import stepwise_cache
 from lowtri.masks import Mask
 from lowtri.nn.decoder import Decoder
 
@@ -42,8 +42,8 @@ def with_a_cache(model: Decoder, ids: Tensor, mask: Mask | str | None = None) ->
     Args:
         mask: instead of the model's own; "full" is no mask at all.
     """
-    state = start_stepwise(model, ids.shape[0], mask=mask)
-    return torch.cat([model(ids[:, t : t + 1], state=state) for t in range(ids.shape[1])], dim=1)
+    cache = stepwise_cache(model, ids.shape[0], mask=mask)
+    return torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(ids.shape[1])], dim=1)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
 from lowtri.nn.gguf import cache_folder, converted
 from lowtri.nn.gpt2 import GPT2, GPT2Config
-from lowtri.nn.rotary import RopeScaling, rotary_speeds
+from lowtri.nn.rotary import RopeScaling, rotary_frequencies
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48}
@@ -157,7 +157,7 @@ def test_a_file_gives_the_model_it_was_written_from(case: str, quantised: str | 
 def test_llama_3_keeps_its_scaling_as_a_tensor(tmp_path: Path) -> None:
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     model = decoder(rope_theta=500000.0, rope_scaling=scaling, head_dim=64)
-    slower = rotary_speeds(64, 500000.0) / rotary_speeds(64, 500000.0, scaling)
+    slower = rotary_frequencies(64, 500000.0) / rotary_frequencies(64, 500000.0, scaling)
     assert 1 < (slower > 1).sum() < 31, "some pairs are slower"
     back = Decoder.from_pretrained(written(model, tmp_path / "m.gguf", tensors={"rope_freqs.weight": slower.numpy()}))
     assert back.config.rope_scaling == scaling

@@ -1,4 +1,4 @@
-"""The decoder: transformers' Llama with the same weights gives the same logits, and a state changes nothing."""
+"""The decoder: transformers' Llama with the same weights gives the same logits, and a cache changes nothing."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_gradients_are_those_of_llama():
 @pytest.mark.parametrize("chunks", [[1] * 24, [9, 1, 1, 1, 12], [24]])
 def test_a_state_changes_nothing(mask, chunks):
     model, ids = decoder(num_key_value_heads=2, mask=mask), ids_of((2, 24))
-    state, parts, start = model.start(2), [], 0
+    cache, parts, start = model.make_cache(2), [], 0
     with torch.no_grad():
         for size in chunks:
-            parts.append(model(ids[:, start : start + size], state=state))
+            parts.append(model(ids[:, start : start + size], cache=cache))
             start += size
         assert torch.allclose(torch.cat(parts, 1), model(ids), atol=2e-5)
 
@@ -107,13 +107,13 @@ def test_a_plain_state_leaves_places_out_and_no_other_does(monkeypatch):
     monkeypatch.setattr(multi_head, "attention", watched)
 
     def says(model, places=None, rows=1, crop=None):
-        state, ids = model.start(rows), ids_of((rows, 80))[:, :60]
+        cache, ids = model.make_cache(rows), ids_of((rows, 80))[:, :60]
         with torch.no_grad():
-            model(ids[:, :8], state=state, positions=places)
+            model(ids[:, :8], cache=cache, positions=places)
             if crop is not None:
-                state.crop(crop)
+                cache.crop(crop)
             told.clear()
-            last = [model(ids[:, t : t + 1], state=state) for t in range(8, 40)][-1]
+            last = [model(ids[:, t : t + 1], cache=cache) for t in range(8, 40)][-1]
         return set(told), last
 
     assert says(decoder())[0] == {False}
@@ -123,14 +123,14 @@ def test_a_plain_state_leaves_places_out_and_no_other_does(monkeypatch):
     assert says(decoder(), np.array([[-1, 0, 1, 2, 3, 4, 5, 6]]))[0] == {True}
     assert says(decoder(max_position_embeddings=500), np.arange(8) * 2)[0] == {True}
     ring = decoder(mask="causal & window(4)")
-    state = lowtri.KVCache(ring.mask, block=4)
+    cache = lowtri.KVCache(ring.mask, block=4)
     with torch.no_grad():
         parts = []
         for t in range(40):
             told.clear()
-            parts.append(ring(ids_of((1, 40))[:, t : t + 1], state=state))
-            assert set(told) == {not state.straight}
-        assert not state.straight and state.dropped > 20, "a ring"
+            parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
+            assert set(told) == {not cache.contiguous}
+        assert not cache.contiguous and cache.dropped > 20, "a ring"
         assert torch.allclose(torch.cat(parts, 1), ring(ids_of((1, 40))), atol=2e-5)
 
 
@@ -142,12 +142,12 @@ def test_prompts_of_different_lengths_share_a_batch():
     for b, n in enumerate(lengths):
         ids[b, longest - n :] = rows[b][:n]
         places[b, longest - n :] = np.arange(n)
-    state = model.start(3)
+    cache = model.make_cache(3)
     with torch.no_grad():
-        found = [model(ids, positions=places, state=state)[:, -1]]
+        found = [model(ids, positions=places, cache=cache)[:, -1]]
         for t in range(8):
             found.append(
-                model(torch.stack([row[n + t] for row, n in zip(rows, lengths, strict=True)])[:, None], state=state)[
+                model(torch.stack([row[n + t] for row, n in zip(rows, lengths, strict=True)])[:, None], cache=cache)[
                     :, 0
                 ]
             )
@@ -172,10 +172,10 @@ def test_packed_documents_do_not_see_one_another():
 
 def test_a_mask_for_each_head():
     model = decoder(mask="heads([causal, causal & window(2), causal & window(3), causal])")
-    ids, state = ids_of((2, 10)), None
+    ids, cache = ids_of((2, 10)), None
     with torch.no_grad():
-        state = model.start(2)
-        steps = torch.cat([model(ids[:, t : t + 1], state=state) for t in range(10)], 1)
+        cache = model.make_cache(2)
+        steps = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(10)], 1)
         assert torch.allclose(steps, model(ids), atol=2e-5)
 
 
@@ -207,10 +207,10 @@ def test_other_dtypes(dtype):
 
 def test_inference_mode_and_a_state_mix():
     model, ids = decoder(), ids_of((1, 6))
-    state = model.start()
+    cache = model.make_cache()
     with torch.inference_mode():
-        first = model(ids[:, :3], state=state)
-    rest = model(ids[:, 3:], state=state)  # with gradients on
+        first = model(ids[:, :3], cache=cache)
+    rest = model(ids[:, 3:], cache=cache)  # with gradients on
     assert torch.allclose(torch.cat([first, rest], 1), model(ids), atol=2e-5)
 
 
@@ -221,15 +221,15 @@ def test_inference_mode_and_a_state_mix():
         ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0; it is a whole number"),
         (
             {"hidden_size": 25},
-            "hidden_size 25 is no multiple of num_attention_heads 4. Fix: change one of them, or say head_dim=",
+            "hidden_size 25 is not a multiple of num_attention_heads 4. Fix: change one of them, or pass head_dim=",
         ),
-        ({"head_dim": 5}, "head_dim is 5, but rotary embedding turns entries in pairs. Fix: an even head_dim"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"head_dim": 5}, "head_dim is 5, but rotary embedding rotates entries in pairs. Fix: an even head_dim"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"rope_theta": 0.0}, "rope_theta 0.0; the first is at least 0, the second above 0"),
         (
             {"rope_layers": (True, False)},
-            "rope_layers says something of 2 layers, but there are 3. Fix: one bool for each",
+            "rope_layers has 2 entries, but there are 3 layers. Fix: one bool for each",
         ),
         ({"mask": "heads([causal, full])"}, r"has batch \(1, 2\), but a model has 4 heads"),
     ],
@@ -249,23 +249,21 @@ def test_the_mask_of_a_config_is_text():
 
 def test_calls_that_do_not_fit_are_refused():
     model = decoder(max_position_embeddings=8)
-    with pytest.raises(CallError, match=r"the last token stands at 8, but the context has 8 places \(0 .. 7\)"):
+    with pytest.raises(CallError, match=r"the last position is 8, but the context has 8 positions \(0 .. 7\)"):
         model(ids_of((1, 9)))
     with pytest.raises(CallError, match="Fix: keep the last 8 ids, or a model with a larger max_position_embeddings"):
         model(ids_of((1, 2)), positions=[7, 8])
-    state = model.start()
-    model(ids_of((1, 8)), state=state)
-    with pytest.raises(CallError, match="the last token stands at 8"):
-        model(ids_of((1, 1)), state=state)
+    cache = model.make_cache()
+    model(ids_of((1, 8)), cache=cache)
+    with pytest.raises(CallError, match="the last position is 8"):
+        model(ids_of((1, 1)), cache=cache)
     with pytest.raises(CallError, match=r"ids are \(3,\) torch.int64; expected \(B, N\) int64. Fix: ids\[None\]"):
         model(ids_of((3,)))
     with pytest.raises(CallError, match="ids reach from 5 to 61, but the vocabulary has"):
         model(torch.tensor([[5, 61]]))
-    with pytest.raises(
-        CallError, match=r"mask full came with a state that drops keys by causal.\nFix: start\(batch_size, mask="
-    ):
-        model(ids_of((1, 1)), state=model.start(), mask="full")
+    with pytest.raises(CallError, match=r"mask full .* causal.\nFix: make_cache\(batch_size, mask="):
+        model(ids_of((1, 1)), cache=model.make_cache(), mask="full")
     with pytest.raises(CallError, match="batch_size is 0"):
-        model.start(0)
+        model.make_cache(0)
     with pytest.raises(CallError, match=r"batch_size is 3, and the mask .* has batch \(2,\)"):
-        model.start(3, mask=lowtri.keys([[True], [False]]))
+        model.make_cache(3, mask=lowtri.keys([[True], [False]]))

@@ -13,8 +13,8 @@ import torch
 
 import lowtri
 from lowtri import KVCache, generate
-from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
+from lowtri.generation.sampling import Sampling, choose
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.rotary import apply_rotary, rotary_tables
 
@@ -66,16 +66,16 @@ def padded(rows):
 
 
 @torch.no_grad()
-def drawn(model, state, prompt, n):
+def drawn(model, cache, prompt, n):
     """n tokens drawn after a prompt, the logits they were drawn from, and after each step the bytes of the cache.
 
     Drawn as ``generate`` does with seed 0; greedy tokens of an untrained model soon go in a circle that any cache can follow.
     """
     new, tokens, logits, held, rng = torch.tensor([prompt]), [], [], [], np.random.default_rng((0, 0))
     for _ in range(n):
-        logits.append(model(new, state=state, logits_to_keep=1)[0, -1])
+        logits.append(model(new, cache=cache, logits_to_keep=1)[0, -1])
         tokens.append(choose(logits[-1].numpy(), Sampling(temperature=1.0), rng))
-        held.append(state.bytes)
+        held.append(cache.bytes)
         new = torch.tensor([tokens[-1:]])
     return tokens, torch.stack(logits), held
 
@@ -91,7 +91,7 @@ LONG = pytest.param(256, 4096, marks=pytest.mark.sweep)
 def test_a_window_generates_what_it_would_with_all_keys_at_constant_memory(window, n, sinks):
     mask = f"causal & (window({window}) | first({sinks}))" if sinks else f"causal & window({window})"
     model, prompt = decoder(mask), prompts(7)[0]
-    ring, every = model.start(), keeps_all(mask)
+    ring, every = model.make_cache(), keeps_all(mask)
     tokens, logits, held = drawn(model, ring, prompt, n)
     expected, exact, grown = drawn(model, every, prompt, n)
     assert tokens == expected and len(set(tokens[-100:])) > 10
@@ -112,7 +112,7 @@ def test_a_window_generates_what_it_would_with_all_keys_at_constant_memory(windo
 def test_the_same_tokens_without_the_window_are_others():
     """Else the test above would compare nothing."""
     model, prompt = decoder("causal & window(32)"), prompts(7)[0]
-    assert drawn(model, model.start(), prompt, 200)[0] != drawn(model, KVCache("causal"), prompt, 200)[0]
+    assert drawn(model, model.make_cache(), prompt, 200)[0] != drawn(model, KVCache("causal"), prompt, 200)[0]
 
 
 @pytest.mark.parametrize(("window", "n"), [(32, 400), LONG])
@@ -125,9 +125,9 @@ def test_float32_logits_of_a_window_are_as_exact_as_with_all_keys(window, n):
     with torch.no_grad():
         exact = exact_model(row)[0, len(prompt) - 1 :]
         off = {}
-        for name, state in {"ring": model.start(), "all": keeps_all(mask)}.items():
-            first = model(row[:, : len(prompt)], state=state, logits_to_keep=1)[0]
-            rest = [model(row[:, t : t + 1], state=state)[0] for t in range(len(prompt), row.shape[1])]
+        for name, cache in {"ring": model.make_cache(), "all": keeps_all(mask)}.items():
+            first = model(row[:, : len(prompt)], cache=cache, logits_to_keep=1)[0]
+            rest = [model(row[:, t : t + 1], cache=cache)[0] for t in range(len(prompt), row.shape[1])]
             off[name] = (torch.cat([first, *rest]).double() - exact).abs()
     ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
     assert float(off["ring"].max()) <= 2 * float(off["all"].max()) + 2 * ulp
@@ -196,7 +196,7 @@ STREAM, SINKS = "causal & (window(16) | first(4))", 4
 
 
 @torch.no_grad()
-def stream(model, state, rows, n, *, limit=None, at=()):
+def stream(model, cache, rows, n, *, limit=None, at=()):
     """Greedy tokens (N, B) after the prompts, their logits, and at which of the steps places were shifted.
 
     That is before a token would stand at ``limit``, or where ``at`` says.
@@ -204,10 +204,10 @@ def stream(model, state, rows, n, *, limit=None, at=()):
     new, positions = padded(rows)
     tokens, logits, shifts = [], [], []
     for step in range(n):
-        if step in at if limit is None else state.length >= limit:
-            state.shift(SINKS, turner(model))
+        if step in at if limit is None else cache.length >= limit:
+            cache.shift(SINKS, turner(model))
             shifts.append(step)
-        logits.append(model(new, state=state, positions=positions, logits_to_keep=1)[:, -1])
+        logits.append(model(new, cache=cache, positions=positions, logits_to_keep=1)[:, -1])
         new, positions = logits[-1].argmax(-1, keepdim=True), None
         tokens.append(new[:, 0].tolist())
     return np.array(tokens), torch.stack(logits), shifts
@@ -225,20 +225,20 @@ def same_stream(found, exact):
 def test_a_stream_goes_on_past_the_context(limit):
     """Rotary embedding sees places below the limit, for ever: those in the cache, as in StreamingLLM."""
     model, rows = decoder(STREAM, max_position_embeddings=limit), prompts(10)
-    state, n = model.start(), 10 * limit
-    tokens, logits, shifts = stream(model, state, rows, n, limit=limit)
+    cache, n = model.make_cache(), 10 * limit
+    tokens, logits, shifts = stream(model, cache, rows, n, limit=limit)
     expected, exact, same = stream(model, Unturned(model), rows, n, limit=limit)
     assert np.array_equal(tokens, expected) and len(np.unique(tokens)) > 20
     assert same_stream(logits, exact)
     assert shifts == same == list(range(limit - 9, n, limit - 19)), "each makes room for all places that nobody needs"
-    assert state.length <= limit and state.held + state.dropped == 10 + n - 1
-    assert state.capacity <= 20 + 2 * 64
+    assert cache.length <= limit and cache.held + cache.dropped == 10 + n - 1
+    assert cache.capacity <= 20 + 2 * 64
 
 
 def test_rows_of_a_stream_shift_together_and_each_by_its_own():
     """When the longest row needs it; a row that has nothing to give yet stays where it is."""
     model, rows = decoder(STREAM, max_position_embeddings=40), prompts(30, 2, 14)
-    tokens, logits, shifts = stream(model, model.start(), rows, 200, limit=40)
+    tokens, logits, shifts = stream(model, model.make_cache(), rows, 200, limit=40)
     assert len(shifts) > 5
     for b, row in enumerate(rows):
         expected, exact, _ = stream(model, Unturned(model), [row], 200, at=shifts)
@@ -250,15 +250,15 @@ def test_without_a_shift_rotary_sees_the_place_in_the_sequence():
     """So cached steps are the full forward, sinks grow ever more distant, and the context ends where it ends."""
     model, row = decoder(STREAM, max_position_embeddings=300), torch.tensor(prompts(300))
     with torch.no_grad():
-        state = model.start()
-        steps = torch.cat([model(row[:, t : t + 1], state=state) for t in range(300)], 1)
+        cache = model.make_cache()
+        steps = torch.cat([model(row[:, t : t + 1], cache=cache) for t in range(300)], 1)
         exact = model(row)
     assert float((steps - exact).abs().max()) < 1e-9 * float(exact.abs().max())
-    with pytest.raises(CallError, match="the last token stands at 300, but the context has 300 places"):
-        model(row[:, :1], state=state)
-    state.shift(4, turner(model))
-    assert state.length == 4 + 15 and state.held == 19
-    model(row[:, :1], state=state)
+    with pytest.raises(CallError, match="the last position is 300, but the context has 300 positions"):
+        model(row[:, :1], cache=cache)
+    cache.shift(4, turner(model))
+    assert cache.length == 4 + 15 and cache.held == 19
+    model(row[:, :1], cache=cache)
 
 
 def test_a_shift_is_refused_where_the_mask_names_places():
@@ -268,11 +268,11 @@ def test_a_shift_is_refused_where_the_mask_names_places():
         cache = KVCache(mask, block=1)
         for _ in range(30):
             cache.append(token, token)
-        with pytest.raises(CallError, match=r"shift: .* does not show the same at places that are \d+ lower") as caught:
+        with pytest.raises(CallError, match=r"shift: .* shows other pairs at positions lower by \d+") as caught:
             cache.shift(keep)
         assert "Fix: keep=" in str(caught.value)
         assert cache.length == 30, "and nothing has moved"
-    with pytest.raises(CallError, match="shift: keep is -1; it counts places, from 0"):
+    with pytest.raises(CallError, match="shift: keep is -1; it counts positions, from 0"):
         cache.shift(-1)
 
 
@@ -282,7 +282,7 @@ def test_a_crop_after_a_shift_counts_the_new_places():
         cache.append(token, token)
     cache.shift(2)
     assert cache.length == 2 + 7 + 3 and cache.held == 12, "what a query three places back would see is held"
-    with pytest.raises(CallError, match=r"crop: n is \[8\], but keys that a query before \[9\] may see are dropped"):
+    with pytest.raises(CallError, match=r"crop: n is \[8\], but keys that queries before \[9\] may see are evicted"):
         cache.crop(8)
     cache.crop(9)
     places = cache.append(token, token)[2]
@@ -326,20 +326,20 @@ def beams_uncached(model, row, width, n):
 def beams_cached(model, rows, width, n):
     """The same for a batch of ragged prompts in one cache: the beams of a prompt stand beside one another."""
     ids, places = padded(rows)
-    state = KVCache(model.mask, block=8)
-    scores = model(ids, state=state, positions=places, logits_to_keep=1)[:, -1].log_softmax(-1)  # (B, V)
+    cache = KVCache(model.mask, block=8)
+    scores = model(ids, cache=cache, positions=places, logits_to_keep=1)[:, -1].log_softmax(-1)  # (B, V)
     total, first = scores.topk(width, -1)  # (B, W)
     tokens = first[..., None]  # (B, W, steps)
-    state.reorder(np.repeat(np.arange(len(rows)), width))  # a prompt is read once, and its beams share what was read
+    cache.reorder(np.repeat(np.arange(len(rows)), width))  # a prompt is read once, and its beams share what was read
     base = np.arange(len(rows))[:, None] * width
     for _ in range(n - 1):
-        scores = model(tokens[:, :, -1].reshape(-1, 1), state=state)[:, -1].log_softmax(-1)
+        scores = model(tokens[:, :, -1].reshape(-1, 1), cache=cache)[:, -1].log_softmax(-1)
         every = (total.reshape(-1, 1) + scores).reshape(len(rows), -1)  # (B, W * V)
         total, at = every.topk(width, -1)
         beam, token = at // VOCABULARY, at % VOCABULARY
-        state.reorder((base + beam.numpy()).reshape(-1))
+        cache.reorder((base + beam.numpy()).reshape(-1))
         tokens = torch.cat([tokens.gather(1, beam[..., None].expand(-1, -1, tokens.shape[2])), token[..., None]], -1)
-    return total, tokens, state
+    return total, tokens, cache
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & window(6)", "causal & (window(5) | first(2))"])
@@ -347,7 +347,7 @@ def test_beam_search_over_ragged_prompts(mask):
     model, rows, width, n = decoder(mask), prompts(*RAGGED), 3, 40
     with torch.no_grad():
         model.lm_head.weight.div_(16)  # a flatter distribution, so that beams cross
-    total, tokens, state = beams_cached(model, rows, width, n)
+    total, tokens, cache = beams_cached(model, rows, width, n)
     crossed = 0
     for b, row in enumerate(rows):
         for w, (score, expected) in enumerate(beams_uncached(model, row, width, n)):
@@ -355,8 +355,8 @@ def test_beam_search_over_ragged_prompts(mask):
             assert abs(float(total[b, w]) - score) < 1e-9 * abs(score)
         crossed += tokens[b, 0].tolist() != list(generate(model, row, n))
     assert crossed, "beam search found something that greedy search does not"
-    dropped = 14 + n - 1 - state.held
-    assert state.dropped == dropped and (dropped > 0 or mask == "causal")
+    dropped = 14 + n - 1 - cache.held
+    assert cache.dropped == dropped and (dropped > 0 or mask == "causal")
 
 
 def test_beams_are_those_of_transformers():
@@ -388,29 +388,29 @@ def speculative(model, draft, rows, n, ahead=4):
     must be able to go back over several appends: ``rewind``.
     """
     ids, places = padded(rows)
-    state, guess = KVCache(model.mask, block=8), KVCache(draft.mask, block=8, rewind=ahead)
-    last = model(ids, state=state, positions=places, logits_to_keep=1)[:, -1].argmax(-1)  # (B,)
-    draft(ids, state=guess, positions=places)
+    cache, guess = KVCache(model.mask, block=8), KVCache(draft.mask, block=8, rewind=ahead)
+    last = model(ids, cache=cache, positions=places, logits_to_keep=1)[:, -1].argmax(-1)  # (B,)
+    draft(ids, cache=guess, positions=places)
     said = [[int(token)] for token in last]
     accepted = []
     length = np.array([len(row) for row in rows])
     while min(map(len, said)) < n:
         proposed, new = [last], last
         for _ in range(ahead):
-            new = draft(new[:, None], state=guess)[:, -1].argmax(-1)
+            new = draft(new[:, None], cache=guess)[:, -1].argmax(-1)
             proposed.append(new)
         tried = torch.stack(proposed, 1)  # (B, 1 + ahead): the last token said, and the proposals after it
-        found = model(tried, state=state).argmax(-1)  # (B, 1 + ahead): what the model says after each of them
+        found = model(tried, cache=cache).argmax(-1)  # (B, 1 + ahead): what the model says after each of them
         right = (tried[:, 1:] == found[:, :-1]).long().cumprod(1).sum(1).numpy()  # (B,) how many proposals stand
         for b, count in enumerate(right):
             said[b] += found[b, : count + 1].tolist()
         last = torch.tensor([row[-1] for row in said])
         length += 1 + right
-        state.crop(length)
-        draft(proposed[-1][:, None], state=guess)  # the last proposal, in case it stands
+        cache.crop(length)
+        draft(proposed[-1][:, None], cache=guess)  # the last proposal, in case it stands
         guess.crop(length)
         accepted += right.tolist()
-    return [row[:n] for row in said], accepted, state, guess
+    return [row[:n] for row in said], accepted, cache, guess
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & window(6)", "causal & (window(5) | first(2))"])
@@ -422,13 +422,13 @@ def test_rejected_drafts_leave_no_trace(mask):
         torch.manual_seed(1)
         for weight in draft.parameters():
             weight.add_(torch.randn_like(weight) * 0.03 * weight.std())
-    said, accepted, state, guess = speculative(model, draft, rows, n)
+    said, accepted, cache, guess = speculative(model, draft, rows, n)
     assert said == [list(generate(model, row, n)) for row in rows]
     assert set(accepted) >= {0, 4} and len(set(accepted)) > 3, f"drafts are rejected at every place: {set(accepted)}"
-    for cache in (state, guess):
+    for used in (cache, guess):
         if mask != "causal":
-            assert cache.dropped > 0
-        assert cache.bytes == 2 * 2 * 3 * cache.capacity * 2 * 8 * 8
+            assert used.dropped > 0
+        assert used.bytes == 2 * 2 * 3 * used.capacity * 2 * 8 * 8
 
 
 def test_without_rewind_a_crop_over_several_appends_can_be_too_late():
@@ -442,9 +442,7 @@ def test_without_rewind_a_crop_over_several_appends_can_be_too_late():
                 cache.crop(cache.length - 3)
         return cache
 
-    with pytest.raises(
-        CallError, match=r"crop: n is \[2\], but keys that a query before \[\d\] may see are dropped already"
-    ):
+    with pytest.raises(CallError, match=r"crop: n is \[2\], but keys that queries before \[\d\] may see are evicted"):
         crops(0)
     cache = crops(3)
     assert cache.length == 16 and cache.dropped > 0

@@ -161,10 +161,10 @@ def decoder(mask):
 def test_models_refuse_too_and_generating_goes_on():
     model, ids = decoder("full"), torch.arange(5)[None]
     with pytest.raises(CallError, match="full shows the query at 0 the key at 1"), torch.no_grad():
-        model(ids[:, :1], state=model.start())
-    state = model.start(allow_missing=True)
+        model(ids[:, :1], cache=model.make_cache())
+    cache = model.make_cache(allow_missing=True)
     with torch.no_grad():
-        assert torch.allclose(model(ids, state=state), model(ids), atol=1e-5)
+        assert torch.allclose(model(ids, cache=cache), model(ids), atol=1e-5)
     assert len(list(generate(model, [1, 2, 3], 5))) == 5, "a model that peeks writes with what is there"
 
 

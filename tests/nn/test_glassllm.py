@@ -51,8 +51,8 @@ def test_logits_are_those_of_the_package(ours: Decoder, theirs: Any) -> None:
     expected = theirs[0](ids).data
     with torch.no_grad():
         found = ours(torch.from_numpy(ids)).numpy()
-        state = ours.start(2)
-        steps = [ours(torch.from_numpy(ids[:, t : t + 1]), state=state).numpy() for t in range(32)]
+        cache = ours.make_cache(2)
+        steps = [ours(torch.from_numpy(ids[:, t : t + 1]), cache=cache).numpy() for t in range(32)]
     assert np.abs(expected).max() > 10
     assert np.abs(found - expected).max() < 1e-4
     assert np.abs(np.concatenate(steps, 1) - expected[:, :32]).max() < 1e-4

@@ -1,4 +1,4 @@
-"""The loop: the same tokens with a state and without, alone and in a batch, from any model, as ids and as text."""
+"""The loop: the same tokens with a cache and without, alone and in a batch, from any model, as ids and as text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 import lowtri
 from lowtri import generate
-from lowtri.decoding.models import asker
-from lowtri.decoding.pieces import Pieces
 from lowtri.errors import CallError
+from lowtri.generation.models import next_logits
+from lowtri.generation.text import Pieces
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
 VOCABULARY = 61
@@ -42,7 +42,7 @@ def counts(ids):
 MASKS = ["causal", "causal & window(5)", "causal & (window(4) | first(2))", "causal & chunks(6)"]
 
 
-# With a state and without
+# With a cache and without
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -68,11 +68,11 @@ def test_rows_of_a_ragged_batch_say_what_they_say_alone(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_logits_agree_to_rounding_in_ragged_batches(mask):
     model, rows = decoder(mask), prompts(9, 3, 6)
-    ways = [asker(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
+    ways = [next_logits(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
     new = rows
     for step in range(30):
-        with_state, without = (way(new) for way in ways)
-        assert np.abs(with_state - without)[[bool(row) for row in new]].max() < 3e-5, step
+        with_cache, without = (way(new) for way in ways)
+        assert np.abs(with_cache - without)[[bool(row) for row in new]].max() < 3e-5, step
         new = [[int(row.argmax())] for row in without]
         if step > 10:
             new[1] = []  # a row that has ended
@@ -80,11 +80,11 @@ def test_logits_agree_to_rounding_in_ragged_batches(mask):
 
 def test_a_state_is_small_under_a_window():
     model = decoder("causal & window(8)", max_position_embeddings=4096)
-    state, ids = model.start(), torch.zeros(1, 1, dtype=torch.int64)
+    cache, ids = model.make_cache(), torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
         for _ in range(600):
-            model(ids, state=state)
-    assert state.capacity < 200 and state.dropped > 400
+            model(ids, cache=cache)
+    assert cache.capacity < 200 and cache.dropped > 400
 
 
 # Sampling
@@ -149,11 +149,12 @@ def test_the_end_of_the_context():
     assert len(list(generate(model, prompts(10)[0], 7))) == 7
     assert len(list(generate(model, prompts(16)[0]))) == 1
     with pytest.raises(
-        CallError, match=r"the prompt has 17 tokens, but the model's context has 16 places.\nFix: a shorter prompt"
+        CallError, match=r"the prompt has 17 tokens, but the model's context has 16 positions.\nFix: a shorter prompt"
     ):
         generate(model, prompts(17)[0])
     with pytest.raises(
-        CallError, match=r"a prompt of 10 tokens and 8 new ones do not fit .* 16 places.\nFix: max_new_tokens at most 7"
+        CallError,
+        match=r"a prompt of 10 tokens and 8 new ones do not fit .* 16 positions.\nFix: max_new_tokens at most 7",
     ):
         generate(model, prompts(10)[0], 8)
 
@@ -335,17 +336,17 @@ def test_a_tokenizer_of_transformers():
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
-        ([], {}, "the prompt is empty, and a model continues at least one token. Fix: a begin token"),
+        ([], {}, "the prompt is empty, but a model needs at least one token. Fix: a begin token"),
         ([[1], []], {}, "the prompt is empty"),
         ("text", {}, r"the prompt is text, but there is no tokenizer. Fix: tokenizer=..., or pass ids"),
         ([0.5], {}, r"the prompt is list of float64 \(1,\); expected ids \(N,\), several of them, or text"),
         (5, {}, "the prompt is int"),
         (np.zeros((1, 1, 1), int), {}, r"the prompt is ndarray of int64 \(1, 1\)"),
-        ([1], {"max_new_tokens": None}, r"the model names no context, so say when to end. Fix: max_new_tokens="),
+        ([1], {"max_new_tokens": None}, r"the model declares no context length. Fix: max_new_tokens="),
         ([1], {"max_new_tokens": -1}, "max_new_tokens is -1; it counts tokens, at least 0"),
         ([1], {"temperature": -1}, "temperature is -1"),
         ([1], {"seed": [1, 2]}, "2 seeds for 1 rows. Fix: one seed, or one for each row"),
-        ([1], {"seed": -1}, "seed is -1; it is a whole number, at least 0"),
+        ([1], {"seed": -1}, "seed is -1; it is an integer, at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(prompt, options, words):

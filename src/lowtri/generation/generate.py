@@ -1,4 +1,4 @@
-"""The loop from a prompt to what comes next. Of a model it asks only ids to logits, with or without a state."""
+"""The generation loop: from a prompt and a model, with or without a cache, to new tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from lowtri.decoding.models import Asker, asker, context_of
-from lowtri.decoding.pieces import Pieces, encode, own_stop, stop_ids
-from lowtri.decoding.sampling import Sampling, choose
 from lowtri.errors import CallError
+from lowtri.generation.models import NextLogits, context_of, next_logits
+from lowtri.generation.sampling import Sampling, choose
+from lowtri.generation.text import Pieces, encode, own_stop, stop_ids
 from lowtri.masks.arrays import in_numpy, is_tensor
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def generate(
     tokenizer: Any = None,
     cached: bool = True,
 ) -> Iterator[Any]:
-    """Continue a prompt, token by token, each as soon as it is known.
+    """Generate the continuation of a prompt, streamed token by token.
 
     >>> import numpy as np
     >>> from lowtri import generate
@@ -84,27 +84,27 @@ def generate(
     [[5, 9], [6, 0], [None, 1], [None, 2]]
 
     Args:
-        model: lowtri's decoder, a causal model of transformers, or any callable ids (B, N) to logits (B, N, V). A state
-            (``start``, ``past_key_values``) is used where there is one. A callable that is no torch module gets ids in the
-            kind that the prompt has: tensors for a tensor, else NumPy.
-        prompt: ids (a list, array or tensor), or a text; or several of them, of any lengths, for a batch.
-        max_new_tokens: how many at most, for each row; None: until a stop token or the end of the context.
-        temperature: 0 takes the most probable token; else the logits are divided by it and a token is drawn.
-        top_k, top_p: draw only among the most probable tokens: so many, or so many as reach this probability.
-        seed: of the draws. Each row draws from a generator of its own, so its tokens do not depend on its neighbours; give
-            one seed for each row to have a row draw what it draws alone with that seed.
-        stop: tokens that end a row, ids or texts of one token each; they are not given out. Default: the end tokens that
-            model or tokenizer name; ``()``: none.
-        tokenizer: for texts; default ``model.tokenizer``. Of ``tokenizers`` or of transformers.
-        cached: False computes everything anew for each token: the same tokens, slowly. (Only a model that peeks differs:
-            where old tokens may see newer ones, computing them anew changes them.)
+        model: lowtri's decoder, a causal model of transformers, or any callable ids (B, N) to logits (B, N, V). A cache
+            (``make_cache``, ``past_key_values``) is used where there is one. A callable that is not a torch module gets
+            tensors if the prompt is a tensor, otherwise NumPy arrays.
+        prompt: ids (a list, array or tensor) or text; or several of them, of any lengths, for a batch.
+        max_new_tokens: limit for each row; None: until a stop token or the end of the context.
+        temperature: 0 is greedy; otherwise the logits are divided by it and a token is sampled.
+        top_k, top_p: sample only among the ``top_k`` most probable tokens, or the fewest whose probabilities reach ``top_p``.
+        seed: random seed. Each row has its own generator, so its tokens do not depend on the other rows; with one seed for
+            each row, a row samples what it samples alone with that seed.
+        stop: tokens that end a row, ids or texts of one token each; they are not returned. Default: the end-of-sequence
+            tokens of the model or tokenizer; ``()``: none.
+        tokenizer: for text, from ``tokenizers`` or transformers; default ``model.tokenizer``.
+        cached: False recomputes the whole sequence for each token: the same tokens, slower. (The tokens differ only for a
+            model whose mask shows later tokens, since recomputing then changes earlier positions.)
 
     Returns:
         an iterator. For one prompt: ids, or pieces of text that never split a character. For a batch: a list with one entry
         for each row, None (or "" in texts) where a row has ended.
 
     Raises:
-        CallError: at once, if the prompt is empty or longer than the context, or an option makes no sense.
+        CallError: before the first token, if the prompt is empty or longer than the context, or an option is invalid.
     """
     how = Sampling(temperature, top_k, top_p)
     texts, single = _texts(prompt)
@@ -115,25 +115,25 @@ def generate(
     limit = _limit(rows, max_new_tokens, context_of(model))
     ends = own_stop(model, tokenizer) if stop is None else stop_ids(stop, tokenizer)
     draws = _generators(seed, len(rows))
-    ask = asker(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
-    steps = _steps(ask, rows, limit, how, ends, draws)
+    step = next_logits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
+    steps = _steps(step, rows, limit, how, ends, draws)
     if texts is not None:
-        steps = _spoken(steps, [Pieces(tokenizer, row) for row in rows])
+        steps = _as_text(steps, [Pieces(tokenizer, row) for row in rows])
     return (step[0] for step in steps) if single else steps
 
 
 def _steps(
-    ask: Asker,
+    next_of: NextLogits,
     rows: list[list[int]],
     limit: int,
     how: Sampling,
     ends: frozenset[int],
     draws: list[np.random.Generator],
 ) -> Iterator[list[Any]]:
-    """For each step one token of each row, None where the row has ended."""
+    """Yield one token of each row per step, None where the row has ended."""
     new: list[list[int]] = rows
     for _ in range(limit):
-        logits = ask(new)  # (B, V)
+        logits = next_of(new)  # (B, V)
         chosen: list[int | None] = []
         for row, before, rng in zip(logits, new, draws, strict=True):
             token = choose(row, how, rng) if before else None
@@ -144,8 +144,8 @@ def _steps(
         yield chosen
 
 
-def _spoken(steps: Iterator[list[int | None]], pieces: list[Pieces]) -> Iterator[list[str]]:
-    """The same steps as text; what a row held back comes in a last step."""
+def _as_text(steps: Iterator[list[int | None]], pieces: list[Pieces]) -> Iterator[list[str]]:
+    """The same steps as text; buffered text comes in a last step."""
     for chosen in steps:
         yield ["" if token is None else row.add(token) for row, token in zip(pieces, chosen, strict=True)]
     rest = [row.rest() for row in pieces]
@@ -154,7 +154,7 @@ def _spoken(steps: Iterator[list[int | None]], pieces: list[Pieces]) -> Iterator
 
 
 def _texts(prompt: Any) -> tuple[list[str] | None, bool]:
-    """The prompt as texts, None if it is none, and whether it was one alone."""
+    """The prompt as texts, None if it is not text, and whether it was a single one."""
     if isinstance(prompt, str):
         return [prompt], True
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, str) for one in prompt):
@@ -163,7 +163,7 @@ def _texts(prompt: Any) -> tuple[list[str] | None, bool]:
 
 
 def _ids(prompt: Any) -> tuple[list[list[int]], bool]:
-    """The prompt as rows of ids, and whether it was one alone."""
+    """The prompt as rows of ids, and whether it was a single one."""
     if is_tensor(prompt):
         prompt = in_numpy("the prompt", prompt)
         if isinstance(prompt, str):
@@ -181,32 +181,32 @@ def _ids(prompt: Any) -> tuple[list[list[int]], bool]:
     return [row.tolist() for row in rows], single
 
 
-def _limit(rows: list[list[int]], wanted: int | None, context: int | None) -> int:
-    """How many tokens to make at most."""
+def _limit(rows: list[list[int]], max_new_tokens: int | None, context: int | None) -> int:
+    """The number of steps at most."""
     if not rows or not all(rows):
-        raise CallError("generate: the prompt is empty, and a model continues at least one token. Fix: a begin token.")
+        raise CallError("generate: the prompt is empty, but a model needs at least one token. Fix: a begin token.")
     longest = max(map(len, rows))
     if context is not None and longest > context:
         raise CallError(
-            f"generate: the prompt has {longest} tokens, but the model's context has {context} places.\n"
+            f"generate: the prompt has {longest} tokens, but the model's context has {context} positions.\n"
             f"Fix: a shorter prompt (its last {context} tokens), or a model with a longer context."
         )
-    if wanted is None:
+    if max_new_tokens is None:
         if context is None:
-            raise CallError("generate: the model names no context, so say when to end. Fix: max_new_tokens=...")
-        return context - longest + 1  # the last token is not fed back, and needs no place
-    if wanted < 0 or wanted != int(wanted):
-        raise CallError(f"generate: max_new_tokens is {wanted}; it counts tokens, at least 0.")
-    if context is not None and longest + wanted - 1 > context:
+            raise CallError("generate: the model declares no context length. Fix: max_new_tokens=...")
+        return context - longest + 1  # the last token is not fed back and needs no position
+    if max_new_tokens < 0 or max_new_tokens != int(max_new_tokens):
+        raise CallError(f"generate: max_new_tokens is {max_new_tokens}; it counts tokens, at least 0.")
+    if context is not None and longest + max_new_tokens - 1 > context:
         raise CallError(
-            f"generate: a prompt of {longest} tokens and {wanted} new ones do not fit the context of {context} places.\n"
-            f"Fix: max_new_tokens at most {context - longest + 1}, or None for as many as fit."
+            f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the context of {context} positions.\n"
+            f"Fix: max_new_tokens at most {context - longest + 1}, or None to fill the context."
         )
-    return int(wanted)
+    return int(max_new_tokens)
 
 
 def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generator]:
-    """One for each row: row 0 of a single seed draws what a single prompt draws with it."""
+    """One for each row; row 0 of a single seed samples what a single prompt samples with it."""
     if isinstance(seed, int | np.integer):
         pairs = [(int(seed), b) for b in range(rows)]
     elif len(seed) == rows:
@@ -214,5 +214,5 @@ def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generato
     else:
         raise CallError(f"generate: {len(seed)} seeds for {rows} rows. Fix: one seed, or one for each row.")
     if any(one < 0 for one, _ in pairs):
-        raise CallError(f"generate: seed is {seed}; it is a whole number, at least 0.")
+        raise CallError(f"generate: seed is {seed}; it is an integer, at least 0.")
     return [np.random.default_rng(pair) for pair in pairs]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtri.decoding.sampling import Sampling, choose, draw, heat, keep_top_k, keep_top_p, softmax
 from lowtri.errors import CallError
+from lowtri.generation.sampling import Sampling, apply_temperature, choose, draw, keep_top_k, keep_top_p, softmax
 
 logits = st.lists(st.integers(-12, 12), min_size=1, max_size=12).map(lambda xs: np.array(xs) / 2.0)
 few = settings(max_examples=60, deadline=None)
@@ -17,10 +17,10 @@ few = settings(max_examples=60, deadline=None)
 @few
 @given(logits, st.floats(0.1, 10))
 def test_heat_keeps_the_order_and_the_draw_ignores_a_shift(x, t):
-    assert np.array_equal(np.argsort(heat(x, t), kind="stable"), np.argsort(x, kind="stable"))
-    assert np.allclose(softmax(heat(x + 5.0, t)), softmax(heat(x, t)))
+    assert np.array_equal(np.argsort(apply_temperature(x, t), kind="stable"), np.argsort(x, kind="stable"))
+    assert np.allclose(softmax(apply_temperature(x + 5.0, t)), softmax(apply_temperature(x, t)))
     if t < 1:  # colder is sharper
-        assert softmax(heat(x, t)).max() >= softmax(x).max() - 1e-12
+        assert softmax(apply_temperature(x, t)).max() >= softmax(x).max() - 1e-12
 
 
 @few

@@ -75,7 +75,7 @@ def test_a_batch_is_its_rows():
 
 
 def test_masked_self_attention_says_what_it_takes():
-    with pytest.raises(CallError, match=r"x is \(3, 5\), but encodings are \(N, 2\) or \(B, N, 2\)"):
+    with pytest.raises(CallError, match=r"x is \(3, 5\), expected \(N, 2\) or \(B, N, 2\)"):
         plain_module()(torch.randn(3, 5))
     with pytest.raises(CallError, match="d_model is 0"):
         MaskedSelfAttention(0)
@@ -156,9 +156,9 @@ def test_with_a_cache_it_gives_what_it_gives_without(mask, theta):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_heads": 3}, "d_model 8 is no multiple of num_heads 3. Fix: change one of them, or say head_dim="),
-        ({"num_heads": 4, "num_kv_heads": 3}, "each key/value head serves a whole number of query heads"),
-        ({"num_heads": 8, "rope_theta": 1e4}, "head_dim is 1, but rotary embedding turns entries in pairs"),
+        ({"num_heads": 3}, "d_model 8 is not a multiple of num_heads 3. Fix: change one of them, or pass head_dim="),
+        ({"num_heads": 4, "num_kv_heads": 3}, "each key/value head serves an equal number of query heads"),
+        ({"num_heads": 8, "rope_theta": 1e4}, "head_dim is 1, but rotary embedding rotates entries in pairs"),
         ({"num_heads": 0}, "num_heads 0"),
     ],
 )
@@ -170,15 +170,15 @@ def test_sizes_that_do_not_fit_are_refused(options, words):
 def test_calls_that_do_not_fit_are_refused():
     module, cross = MultiHeadAttention(8, 2), MultiHeadAttention(8, 2, context_size=6, mask="full")
     x, context = torch.randn(2, 3, 8), torch.randn(2, 4, 6)
-    with pytest.raises(CallError, match=r"x is \(2, 3, 6\), but encodings are \(B, N, 8\) or \(N, 8\)"):
+    with pytest.raises(CallError, match=r"x is \(2, 3, 6\), expected \(B, N, 8\) or \(N, 8\)"):
         module(torch.randn(2, 3, 6))
-    with pytest.raises(CallError, match="no context came, but context_size is 6"):
+    with pytest.raises(CallError, match="there is no context, but context_size is 6"):
         cross(x)
-    with pytest.raises(CallError, match=r"context is \(1, 4, 6\), but it is \(2, M, 6\), its batch that of x"):
+    with pytest.raises(CallError, match=r"context is \(1, 4, 6\), expected \(2, M, 6\)"):
         cross(x, context[:1])
     with pytest.raises(CallError, match=r"a context came with a cache, but a context does not grow"):
         cross(x, context, cache=lowtri.KVCache("full"))
-    with pytest.raises(CallError, match=r"came with rope_theta, but the places of x and those of a context"):
+    with pytest.raises(CallError, match=r"came with rope_theta, but the positions of x and of a context"):
         MultiHeadAttention(8, 2, rope_theta=1e4)(x, x)
 
 
@@ -223,12 +223,12 @@ def test_rotary_of_rows_with_places_of_their_own():
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_rotary_refuses_odd_heads(size):
-    with pytest.raises(CallError, match=f"the head size is {size}, but entries turn in pairs"):
+    with pytest.raises(CallError, match=f"the head size is {size}, but entries are rotated in pairs"):
         rotary_tables([0], size)
 
 
 def test_rotary_refuses_places_that_are_none():
-    with pytest.raises(CallError, match=r"positions are \(2,\) torch.float64; places are whole numbers"):
+    with pytest.raises(CallError, match=r"positions are \(2,\) torch.float64; expected integers"):
         rotary_tables([0.5, 1.0], 4)
 
 

@@ -190,7 +190,7 @@ def test_capacity_makes_room_at_once():
     assert repr(cache) == "KVCache(causal): 100 held, 0 dropped, 6400 bytes"
 
 
-def test_one_book_serves_all_layers():
+def test_one_allocator_serves_all_layers():
     mask, n = lowtri.causal() & (lowtri.window(4) | lowtri.first(1)), 40
     cache, every = KVCache(mask, block=2), [tokens(n, seed) for seed in range(3)]
     for t in range(n):
@@ -282,11 +282,9 @@ def test_crop_refuses_what_is_gone():
     for _ in range(20):
         cache.append(token, token)
     cache.crop(19)
-    with pytest.raises(
-        CallError, match=r"crop: n is \[7\], but keys that a query before \[19\] may see are dropped already"
-    ):
+    with pytest.raises(CallError, match=r"crop: n is \[7\], but keys that queries before \[19\] may see are evicted"):
         cache.crop(7)
-    with pytest.raises(CallError, match=r"crop: n is \[-1\]; it is the place of the next token, at least 0"):
+    with pytest.raises(CallError, match=r"crop: n is \[-1\]; it is the position of the next token, at least 0"):
         cache.crop(-1)
     with pytest.raises(CallError, match="one for all or one for each of 1 rows"):
         cache.crop([19, 19])
@@ -332,7 +330,9 @@ def test_reorder_refuses_rows_that_are_not_there_or_change_their_mask():
     cache, token = KVCache(lowtri.causal() & lowtri.keys([[True], [False], [True]])), np.ones((3, 1, 1, 2))
     cache.append(token, token)
     cache.reorder([2, 1, 0])  # rows 0 and 2 have the same mask
-    with pytest.raises(CallError, match=r"index is \[1, 1, 2\], but .* differs from row to row, and the masks stay"):
+    with pytest.raises(
+        CallError, match=r"index is \[1, 1, 2\], but .* differs from row to row, and masks are not reordered"
+    ):
         cache.reorder([1, 1, 2])
     with pytest.raises(CallError, match=r"index is \[3\], but the cache has the rows 0 .. 2"):
         cache.reorder([3])
@@ -358,7 +358,8 @@ def test_appends_that_do_not_fit_are_refused():
     ):
         cache.append(token, token, [3, 4])
     with pytest.raises(
-        CallError, match=r"positions \[2, 3, 4\] go back: the next place is \[3\], and places only grow.\nFix: crop"
+        CallError,
+        match=r"positions \[2, 3, 4\] go back: the next position is \[3\], and positions must increase.\nFix: crop",
     ):
         cache.append(token, token, [2, 3, 4])
     with pytest.raises(CallError, match=r"positions \[3, 5, 5\] go back"):
@@ -433,7 +434,7 @@ def test_the_positions_that_are_handed_out_cannot_change_the_cache():
 @pytest.mark.parametrize("far", [np.array([2**63], np.uint64), [2**63 - 1], [2**62], torch.tensor([2**62])])
 def test_positions_beyond_the_last_are_refused(far):
     k = np.ones((1, 1, 2))
-    with pytest.raises(CallError, match=r"positions reach \d+, but they must lie below 2\*\*62. Fix: count from 0"):
+    with pytest.raises(CallError, match=r"append: positions reaches \d+, but positions lie below lowtri.END"):
         KVCache("causal").append(k, k, far)
 
 

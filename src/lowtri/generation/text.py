@@ -1,4 +1,4 @@
-"""Text in and out of a loop over ids: a tokenizer of either library, and pieces of text that never split a character."""
+"""Text to token ids and back, with a tokenizer of ``tokenizers`` or transformers; streamed text never splits a character."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from lowtri.errors import CallError
 
 __all__ = ["Pieces", "encode", "own_stop", "stop_ids"]
 
-END = "<|end|>"  # a document's last token, in tokenizers that lowtri trains
-_BEHIND = 8  # tokens that are decoded again with the new ones
+END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Ids of a text, from a ``tokenizers.Tokenizer`` or a tokenizer of transformers."""
-    found = tokenizer.encode(text, **options)
-    return [int(i) for i in getattr(found, "ids", found)]
+    """Token ids of a text, by a ``tokenizers.Tokenizer`` or a tokenizer of transformers."""
+    encoding = tokenizer.encode(text, **options)
+    return [int(i) for i in getattr(encoding, "ids", encoding)]
 
 
 class Pieces:
-    """Ids of one row, one after another, to pieces of text that add up to the text of all.
+    """Streams the tokens of one row as pieces of text that concatenate to the decoded whole.
 
-    A token may end within a character: its text is held back until the rest has come. The tokens of the last piece are
-    decoded again with the new ones, since some tokenizers write a token differently at the start of a text.
+    A token may end within a character; its text is buffered until the character is complete. Each token is decoded together
+    with the tokens before it, since some tokenizers decode a token differently at the start of a text.
     """
 
     def __init__(self, tokenizer: Any, before: list[int]) -> None:
         self._decode = tokenizer.decode
-        self._ids = list(before[-_BEHIND:])  # enough of the prompt to know what stands before the first new token
-        self._said = self._decode(self._ids)
+        self._ids = list(before[-_CONTEXT:])
+        self._emitted = self._decode(self._ids)
 
     def add(self, token: int) -> str:
-        """The text that is certain now; "" while a character is incomplete."""
+        """The text completed by this token; "" within a character."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
@@ -39,24 +39,24 @@ class Pieces:
         return self._take(text)
 
     def rest(self) -> str:
-        """What was held back until the end."""
+        """The text still buffered."""
         return self._take(self._decode(self._ids))
 
     def _take(self, text: str) -> str:
-        piece = text[len(self._said) :]
-        self._ids = self._ids[-_BEHIND:] if piece else self._ids
-        self._said = self._decode(self._ids) if piece else self._said
+        piece = text[len(self._emitted) :]
+        self._ids = self._ids[-_CONTEXT:] if piece else self._ids
+        self._emitted = self._decode(self._ids) if piece else self._emitted
         return piece
 
 
 def stop_ids(stop: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a row: ids, or texts of one token each."""
-    every = [stop] if isinstance(stop, int | str) else stop
-    return frozenset(_one_token(tokenizer, one) if isinstance(one, str) else int(one) for one in every)
+    """Stop tokens as ids, from ids or texts of one token each."""
+    stops = [stop] if isinstance(stop, int | str) else stop
+    return frozenset(_one_token(tokenizer, one) if isinstance(one, str) else int(one) for one in stops)
 
 
 def own_stop(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The end tokens that the model names, else those that its tokenizer names."""
+    """The model's own end-of-sequence ids, or else its tokenizer's."""
     for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         token = getattr(owner, "eos_token_id", None)
         if token is not None:

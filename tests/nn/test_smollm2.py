@@ -54,13 +54,13 @@ def test_logits_are_those_of_transformers(model: Decoder, folder: Path) -> None:
     text = f"{PROMPT} Paris. It has 2,102,650 people, and I'd say:\n\n  def f(x):\n\treturn 'naïve 你好'"
     ids = torch.tensor([model.tokenizer.encode(text).ids])
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    state = model.start()
+    cache = model.make_cache()
     with torch.no_grad():
         expected = theirs(ids).logits
         found = model(ids)
         steps = [
-            model(ids[:, :20], state=state),
-            *(model(ids[:, t : t + 1], state=state) for t in range(20, ids.shape[1])),
+            model(ids[:, :20], cache=cache),
+            *(model(ids[:, t : t + 1], cache=cache) for t in range(20, ids.shape[1])),
         ]
         assert (found - expected).abs().max() < 2e-4
         assert (torch.cat(steps, 1) - expected).abs().max() < 2e-4

@@ -1,4 +1,4 @@
-"""What a module asks of a key/value cache. :class:`lowtri.KVCache` is one; the modules know no more about it than this."""
+"""The interface of a key/value cache as the modules use it; :class:`lowtri.KVCache` implements it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Cache"]
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens so far, for all layers."""
+    """Keys and values of all layers. A cache may also have ``contiguous``, as :class:`lowtri.KVCache` does."""
 
     mask: Mask
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
-        """The places of the next ``n`` tokens of a layer, (n,) or (B, n)."""
+        """Positions of a layer's next ``n`` tokens, (n,) or (B, n)."""
         ...
 
     def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
-        """Add new tokens; give all keys and values that their queries can see, and the places of those."""
+        """Add new tokens; return the keys and values that their queries can see, and the positions of these."""
         ...

@@ -102,11 +102,11 @@ def ids_of(rows: int, n: int) -> torch.Tensor:
 def test_logits_are_those_of_transformers(family: str, folders: Any) -> None:
     theirs, folder = folders(family)
     ours, ids = Decoder.from_pretrained(folder), ids_of(2, 40)
-    state = ours.start(2)
+    cache = ours.make_cache(2)
     with torch.no_grad():
         truth = in_float64(theirs)(ids).logits
         plain, found = theirs(ids).logits, ours(ids)
-        steps = [ours(ids[:, :24], state=state), *(ours(ids[:, t : t + 1], state=state) for t in range(24, 40))]
+        steps = [ours(ids[:, :24], cache=cache), *(ours(ids[:, t : t + 1], cache=cache) for t in range(24, 40))]
         exact = ours.double()(ids)
     assert truth.std() > 0.3
     largest = float(truth.abs().max())

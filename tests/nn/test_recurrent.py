@@ -1,4 +1,4 @@
-"""nn.RecurrentLM: a state in the place of attention, under the same protocol as the decoder."""
+"""nn.RecurrentLM: a recurrent state instead of attention, with the decoder's interface."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def some_ids(*shape: int) -> torch.Tensor:
 
 def test_steps_equal_the_whole(model: RecurrentLM) -> None:
     ids = some_ids(2, 9)
-    state = model.start(2)
-    parts = [model(ids[:, a:b], state=state) for a, b in ((0, 4), (4, 5), (5, 9))]
+    cache = model.make_cache(2)
+    parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids), atol=1e-6, rtol=0)
-    assert state.length == 9
+    assert cache.length == 9
 
 
 def test_the_state_does_not_grow(model: RecurrentLM) -> None:
-    state = model.start(1)
-    model(some_ids(1, 3), state=state)
-    before = state.bytes
-    model(some_ids(1, 50), state=state)
-    assert state.bytes == before > 0
+    cache = model.make_cache(1)
+    model(some_ids(1, 3), cache=cache)
+    before = cache.bytes
+    model(some_ids(1, 50), cache=cache)
+    assert cache.bytes == before > 0
 
 
 def test_pads_leave_the_state_alone(model: RecurrentLM) -> None:
@@ -47,10 +47,10 @@ def test_pads_leave_the_state_alone(model: RecurrentLM) -> None:
 
 def test_generation_goes_on_after_left_padding(model: RecurrentLM) -> None:
     ids, more = some_ids(2, 5), some_ids(2, 2)
-    state = model.start(2)
-    model(ids, positions=torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]), state=state)
-    assert state.next_positions(2).tolist() == [[3, 4], [5, 6]]
-    got = model(more, state=state)
+    cache = model.make_cache(2)
+    model(ids, positions=torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]), cache=cache)
+    assert cache.next_positions(2).tolist() == [[3, 4], [5, 6]]
+    got = model(more, cache=cache)
     torch.testing.assert_close(got[:1], model(torch.cat([ids[:1, 2:], more[:1]], 1))[:, 3:], atol=1e-6, rtol=0)
 
 
@@ -76,10 +76,10 @@ def test_it_writes_by_the_decoders_loop(model: RecurrentLM) -> None:
 
 def test_rows_can_be_reordered(model: RecurrentLM) -> None:
     ids, more = some_ids(2, 5), some_ids(2, 1)
-    state = model.start(2)
-    model(ids, state=state)
-    state.reorder([1, 1])
-    got = model(more, state=state)
+    cache = model.make_cache(2)
+    model(ids, cache=cache)
+    cache.reorder([1, 1])
+    got = model(more, cache=cache)
     torch.testing.assert_close(got[:1], model(torch.cat([ids[1:], more[:1]], 1))[:, -1:], atol=1e-6, rtol=0)
 
 
@@ -115,18 +115,18 @@ def test_it_learns_under_the_decoders_loop(model: RecurrentLM) -> None:
 
 
 def test_messages() -> None:
-    with pytest.raises(CallError, match="cell is 'qrnn'; there are lstm, gru, rnn"):
+    with pytest.raises(CallError, match="cell is 'qrnn'; expected one of lstm, gru, rnn"):
         RecurrentLM(30, 16, cell="qrnn")
     with pytest.raises(CallError, match="hidden_size is 0; it is a whole number, at least 1"):
         RecurrentLM(30, 0)
     model = RecurrentLM(30, 16)
     with pytest.raises(CallError, match=r"ids are \(5,\) torch.int64; expected \(B, N\) int64"):
         model(some_ids(5))
-    with pytest.raises(CallError, match=r"ids have 2 rows, the state 1. Fix: start\(2\)"):
-        model(some_ids(2, 5), state=model.start(1))
-    with pytest.raises(CallError, match="cannot be followed by a state"):
+    with pytest.raises(CallError, match=r"ids have 2 rows, .* 1. Fix: make_cache\(2\)"):
+        model(some_ids(2, 5), cache=model.make_cache(1))
+    with pytest.raises(CallError, match="cannot follow the mask"):
         model(some_ids(2, 5), mask="causal & window(2)")
     with pytest.raises(CallError, match="at least 1"):
-        model.start(0)
-    with pytest.raises(CallError, match="a state sees all of its past"):
-        model.start(1, mask="full")
+        model.make_cache(0)
+    with pytest.raises(CallError, match="make_cache: the mask is full"):
+        model.make_cache(1, mask="full")

@@ -1,7 +1,7 @@
-"""From logits to one token, in pure functions of one row: temperature, top-k, top-p, and the draw.
+"""Sampling: pure functions from the logits of one row to one token, by temperature, top-k and top-p.
 
-Each of the first three takes logits and gives logits, -inf where it cuts, so they can be joined in any order; ``choose``
-applies them in the usual one. NumPy, float64: a draw costs little beside a model's step, and is the same on every device.
+The filters map logits to logits, with -inf for removed tokens, so they compose; ``choose`` applies them in the usual order.
+NumPy float64: the cost is small next to a model's step, and a seed draws the same tokens on every device.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["Sampling", "choose", "draw", "heat", "keep_top_k", "keep_top_p", "softmax"]
+__all__ = ["Sampling", "apply_temperature", "choose", "draw", "keep_top_k", "keep_top_p", "softmax"]
 
 Logits = NDArray[np.floating]  # (V,)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to pick a token: the checked options of :func:`lowtri.generate`.
+    """The checked sampling options of :func:`lowtri.generate`.
 
     Raises:
-        CallError: if one of them makes no sense.
+        CallError: if an option is out of range.
     """
 
     temperature: float = 0.0
@@ -39,17 +39,17 @@ class Sampling:
             raise CallError(f"top_p is {self.top_p}; it is a probability above 0, at most 1.")
 
 
-def heat(logits: Logits, temperature: float) -> Logits:
+def apply_temperature(logits: Logits, temperature: float) -> Logits:
     """Logits divided by the temperature: below 1 sharper, above 1 flatter.
 
-    >>> heat(np.array([0.0, 1.0]), 0.5).tolist()
+    >>> apply_temperature(np.array([0.0, 1.0]), 0.5).tolist()
     [0.0, 2.0]
     """
     return logits / temperature
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
-    """Only the ``k`` greatest logits; of equal ones those with the smaller ids.
+    """Keep the ``k`` greatest logits; ties go to the smaller ids.
 
     >>> keep_top_k(np.array([1.0, 3.0, 2.0, 3.0]), 2).tolist()
     [-inf, 3.0, -inf, 3.0]
@@ -66,7 +66,7 @@ def keep_top_k(logits: Logits, k: int) -> Logits:
 
 
 def keep_top_p(logits: Logits, p: float) -> Logits:
-    """Only the smallest set of the most probable tokens whose probabilities add up to at least ``p``.
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least ``p``.
 
     >>> keep_top_p(np.log([0.5, 0.3, 0.2]), 0.7).round(2).tolist()
     [-0.69, -1.2, -inf]
@@ -75,26 +75,26 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
     """
     order = np.argsort(-logits, kind="stable")
     sums = np.cumsum(softmax(logits)[order])
-    count = int(np.searchsorted(sums, p * sums[-1] * (1 - 1e-12))) + 1  # rounding must not ask for one token more
+    count = int(np.searchsorted(sums, p * sums[-1] * (1 - 1e-12))) + 1  # rounding must not add a token
     out = np.full_like(logits, -np.inf)
     out[order[:count]] = logits[order[:count]]
     return out
 
 
 def softmax(logits: Logits) -> NDArray[np.float64]:
-    """Probabilities (V,), float64; subtracting the greatest logit first keeps exp in range."""
+    """Probabilities (V,), float64, computed stably."""
     weights = np.exp(np.asarray(logits, np.float64) - logits.max())
     return weights / weights.sum()
 
 
 def draw(probabilities: NDArray[np.float64], rng: np.random.Generator) -> int:
-    """One token drawn by its probability, from one uniform number; a token of probability 0 is never drawn."""
+    """Sample one token by inverting the cumulative distribution; a token of probability 0 is never drawn."""
     sums = np.cumsum(probabilities)
     return int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
 
 
 def choose(logits: Logits, how: Sampling, rng: np.random.Generator) -> int:
-    """The next token of one row: the most probable one at temperature 0 (of equal ones the first), else a draw.
+    """The next token of one row: at temperature 0 the most probable (the first of ties), else a sample.
 
     Raises:
         CallError: if the logits hold NaN or +inf, or hide every token.
@@ -105,7 +105,7 @@ def choose(logits: Logits, how: Sampling, rng: np.random.Generator) -> int:
         raise CallError(f"generate: the model's logits {what}, so no token can be chosen.")
     if how.temperature == 0:
         return best
-    kept = heat(np.asarray(logits, np.float64) - logits[best], how.temperature)
+    kept = apply_temperature(np.asarray(logits, np.float64) - logits[best], how.temperature)
     if how.top_k is not None:
         kept = keep_top_k(kept, how.top_k)
     if how.top_p is not None and how.top_p < 1:

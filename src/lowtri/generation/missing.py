@@ -1,14 +1,14 @@
-"""A query must find every key that the mask shows it: which appends would come too early. NumPy only.
+"""Rejects appends after which a query would lack a key that its mask shows. NumPy only.
 
-A cached query is computed once. Under a causal mask all its keys are there by then; a mask that shows the future (a prefix, a
-band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by the tile question:
+A cached query is computed once. Under a causal mask all its keys exist by then; a mask that shows the future (a prefix, a
+band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by tile answers:
 
     when a query is appended   ``mask.tile(q, q + 1, end, END)``, ``end`` being the next position of its row: EMPTY: no key can
-                               be missing; FULL in any part of it: one is missing, and the append is refused
-    when a key is appended     PARTIAL may be said where no pair is visible (tables, formulas of the user's own): such queries
-                               stay open, and the keys of every later append are compared with them, pair by pair if need be
+                               be missing; FULL in any part of it: one is missing, and the append raises
+    when a key is appended     PARTIAL may be answered where no pair is visible (tables, custom formulas): such queries stay
+                               pending, and the keys of every later append are compared with them, pair by pair if needed
 
-A query that sees no later key at all needs neither, and one vectorised question finds that out for thousands of them.
+A query that sees no later key needs neither; one vectorised tile call shows this for thousands of queries.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from lowtri.masks import EMPTY, END, FULL, Mask
 
 __all__ = ["Missing", "row_masks", "seen"]
 
-_AHEAD, _MOST_AHEAD = 64, 4096  # for how many queries to come the question is asked at once
-_LAST = 128  # so many of an append's queries are looked at closely; what they do not tell, the keys' own check does
-_FEW, _PAIRS = 4096, 2**20  # so many pairs are read without asking for tiles first, and at most so many at a time
-_EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) key by key, then twice as many each time
+_AHEAD, _MOST_AHEAD = 64, 4096  # number of future queries per vectorised tile call
+_LAST = 128  # queries of an append checked for a certain key; the keys' own check covers the others
+_FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most at a time
+_EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
 
 
 class Missing:
-    """Refuses what would leave a query without a key that its mask shows; one for a cache."""
+    """Raises where a query would lack a key that its mask shows; one for each cache."""
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
-        self._open: NDArray[np.int64] | None = None  # (R,) queries from here on may miss a key; None: no query does
-        # Ranges of queries, for any row and head. What the mask says of them holds whatever was appended.
-        self._blind = range(0)  # each sees no later key
-        self._calm = range(0)  # for none of them a later key is certain
-        self._ahead = _AHEAD  # how long the next ranges may be
+        self._pending: NDArray[np.int64] | None = None  # (R,) queries from here on may lack a key; None: no query does
+        # Ranges of queries, for any row and head; they depend on the mask only, not on what was appended.
+        self._no_later = range(0)  # each sees no later key
+        self._uncertain = range(0)  # for none of them the tiles prove a visible later key
+        self._ahead = _AHEAD  # length of the next ranges
 
     def check(self, positions: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Before tokens are appended at ``positions`` (R, N) to rows whose next position is ``coming`` (R,)."""
-        if positions.size == 1:  # by far the most frequent, and without the microseconds of two reductions
+        if positions.size == 1:  # the usual case; saves two reductions
             low = high = positions.item()
         else:
             low, high = int(positions.min(initial=END)), int(positions.max(initial=-1))
         if high < 0:
             return
         low = low if low >= 0 else int(positions[positions >= 0].min())
-        if self._open is None and low in self._blind and high in self._blind:
+        if self._pending is None and low in self._no_later and high in self._no_later:
             return
         coming = np.broadcast_to(coming, len(positions))
-        opened = coming if self._open is None else np.broadcast_to(self._open, len(positions))
-        if self._open is not None:
-            self._check_keys(positions, opened, coming)
+        pending = coming if self._pending is None else np.broadcast_to(self._pending, len(positions))
+        if self._pending is not None:
+            self._check_keys(positions, pending, coming)
         first = np.where(positions >= 0, positions, END).min(1)  # (R,)
-        first = np.where(opened < coming, opened, first)
-        if low in self._calm and high in self._calm:
-            self._open = first
+        first = np.where(pending < coming, pending, first)
+        if low in self._uncertain and high in self._uncertain:
+            self._pending = first
             return
         end = np.maximum(coming, positions.max(1) + 1)  # (R,)
         if np.all(seen(self.mask, first, end, end, END) == EMPTY):
-            self._open = None
+            self._pending = None
         else:
-            first = np.where(opened < coming, opened, end)
-            self._open = np.minimum(first, self._check_queries(positions, end))
+            first = np.where(pending < coming, pending, end)
+            self._pending = np.minimum(first, self._check_queries(positions, end))
         self._look_ahead(int(end.min()), int(end.max()))
 
     def crop(self, n: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
-        """Before the tokens from ``n`` (R,) to before ``coming`` (R,) are taken back: no query that stays may have seen one."""
+        """Before the tokens from ``n`` to before ``coming`` (R,) are removed: no query that stays may have seen one."""
         n = np.minimum(n, coming)
         for b in np.flatnonzero(seen(self.mask, 0 * n, n, n, coming) != EMPTY).tolist():
             for one in row_masks(self.mask, b, len(n)):
@@ -79,56 +79,55 @@ class Missing:
                         f"crop: n is {n.tolist()}, but {self.mask!r} shows the query at {pair[0]}, which stays, the key at "
                         f"{pair[1]}.\nFix: crop to {pair[0]} or earlier, and append from there again."
                     )
-        if self._open is not None:
-            self._open = np.minimum(self._open, n)
+        if self._pending is not None:
+            self._pending = np.minimum(self._pending, n)
 
     def reorder(self, index: NDArray[np.int64]) -> None:
-        if self._open is not None and len(self._open) > 1:
-            self._open = self._open[index]
+        if self._pending is not None and len(self._pending) > 1:
+            self._pending = self._pending[index]
 
     def shift(self, keep: int, back: NDArray[np.int64]) -> None:
         """After the tokens from ``keep`` on have moved by ``back`` (R,) positions."""
-        if self._open is not None:
-            self._open = np.maximum(self._open - back, np.minimum(self._open, keep))
+        if self._pending is not None:
+            self._pending = np.maximum(self._pending - back, np.minimum(self._pending, keep))
 
     def _look_ahead(self, start: int, furthest: int) -> None:
-        """Fill the ranges from ``start`` on, far enough for rows whose next positions reach from there to ``furthest``."""
+        """Extend the ranges from ``start`` on, to cover rows whose next positions are between ``start`` and ``furthest``."""
         ahead = self._ahead + min(furthest - start, 16 * _MOST_AHEAD)
         q = start + np.arange(ahead)[None]  # (1, A)
-        blind = _first_false(seen(self.mask, q, q + 1, q + 1, END)[0] == EMPTY)
-        self._blind = self._calm = range(start, start + blind)
-        if blind == ahead:
+        no_later = _first_false(seen(self.mask, q, q + 1, q + 1, END)[0] == EMPTY)
+        self._no_later = self._uncertain = range(start, start + no_later)
+        if no_later == ahead:
             self._ahead = min(2 * self._ahead, _MOST_AHEAD)
             return
         self._ahead = _AHEAD
         q = q[:, :_AHEAD, None]
         k = np.minimum(q + 1 + _EDGES, END)  # (1, A, S + 1)
         certain = np.any(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL, -1)[0]
-        self._calm = range(start, start + _first_false(~certain))
+        self._uncertain = range(start, start + _first_false(~certain))
 
     def _check_queries(self, positions: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Refuse new queries that see a key from ``end`` (R,) on; else from where on they may see one, (R,)."""
-        q, beyond = positions[:, -_LAST:, None], end[:, None, None]
-        k = np.minimum(beyond + _EDGES, END)  # (R, 1, S + 1)
+        """Raise if a new query certainly sees a key from ``end`` (R,) on; return from where on they may see one, (R,)."""
+        q = positions[:, -_LAST:, None]
+        k = np.minimum(end[:, None, None] + _EDGES, END)  # (R, 1, S + 1)
         certain = np.argwhere(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL)
         for b, i, s in certain[:1].tolist():
-            self._refuse(
-                int(q[b, i, 0]), int(k[b, 0, s]), row_masks(self.mask, b, len(positions)), "is not in the cache yet"
-            )
+            masks = row_masks(self.mask, b, len(positions))
+            self._raise(int(q[b, i, 0]), int(k[b, 0, s]), masks, "is not in the cache yet")
         may = seen(self.mask, positions, positions + 1, end[:, None], END) != EMPTY  # (R, N)
         return np.where(may, positions, END).min(1, initial=END)
 
-    def _check_keys(self, positions: NDArray[np.int64], opened: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
-        """Refuse new keys at ``positions`` (R, N) that a query from ``opened`` to before ``coming`` (R,) sees."""
-        for b in np.flatnonzero(opened < coming).tolist():
-            low, high = int(opened[b]), int(coming[b])
+    def _check_keys(self, positions: NDArray[np.int64], pending: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
+        """Raise if a query from ``pending`` to before ``coming`` (R,) sees one of the new keys at ``positions`` (R, N)."""
+        for b in np.flatnonzero(pending < coming).tolist():
+            low, high = int(pending[b]), int(coming[b])
             k = positions[b][positions[b] >= 0]
             for one in row_masks(self.mask, b, len(positions)):
                 pair = _visible_pair(one, low, high, k)
                 if pair is not None:
-                    self._refuse(*pair, [one], "comes only after it")
+                    self._raise(*pair, [one], "comes only after it")
 
-    def _refuse(self, q: int, k: int, masks: list[Mask], what: str) -> NoReturn:
+    def _raise(self, q: int, k: int, masks: list[Mask], what: str) -> NoReturn:
         last = max((_last_seen(one, q, k) for one in masks), default=k)
         fix = (
             "attend to the whole sequence in one call"
@@ -142,8 +141,8 @@ class Missing:
 
 
 def _last_seen(mask: Mask, q: int, k: int) -> int:
-    """The last key that the query may see, as far as tiles tell, ``k`` at least; END where there is no last one."""
-    empty, some = END, k + 1  # nothing is seen from `empty` on, and something perhaps from before `some` on
+    """The last key that the query may see according to the tiles, at least ``k``; END if there is no last one."""
+    empty, some = END, k + 1  # nothing is visible from `empty` on; something may be from a point before `some` on
     while some < empty:
         middle = (some + empty) // 2
         empty, some = (middle, some) if mask.tile(q, q + 1, middle, END) == EMPTY else (empty, middle + 1)
@@ -151,7 +150,7 @@ def _last_seen(mask: Mask, q: int, k: int) -> int:
 
 
 def _visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
-    """A query from ``low`` to before ``high`` and one of the keys ``k`` (S,) that it sees."""
+    """A query from ``low`` to before ``high`` that sees one of the keys ``k`` (S,), and that key."""
     if (high - low) * len(k) > _FEW:
         k = k[np.asarray(mask.tile(low, high, k, k + 1)) != EMPTY]
     step = max(1, _PAIRS // max(1, len(k)))
@@ -168,9 +167,9 @@ def _first_false(facts: NDArray[np.bool_]) -> int:
 
 
 def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
-    """The tile question for each row of a batch, edges (R, ...): what any of its heads sees at the most.
+    """Tile answers for each row of a batch, edges (R, ...): the maximum over its heads.
 
-    One row of edges stands for all rows of the batch.
+    R = 1: the same edges for all rows of the batch, and the maximum over them too.
     """
     edges = np.broadcast_arrays(q0, q1, k0, k1)
     shape = edges[0].shape
@@ -184,6 +183,6 @@ def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
 
 
 def row_masks(mask: Mask, b: int, rows: int) -> list[Mask]:
-    """The masks of all heads in row ``b`` of ``rows``; of all rows of the batch where one row stands for all."""
+    """The masks of all heads in row ``b``; with ``rows`` = 1, those of all rows of the batch."""
     batch, heads = (*mask.batch, 1, 1)[:2]
     return [mask.at(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]

@@ -1,0 +1,147 @@
+"""The buffers of a cache, NumPy or torch: allocation, writing into slots, moving, views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks import Mask
+from lowtri.masks.arrays import is_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Layer", "Slots", "as_slots", "batch_of", "describe"]
+
+Slots: TypeAlias = "slice | NDArray[np.int64]"
+
+
+@dataclass(slots=True)
+class Layer:
+    """The keys and values of one layer."""
+
+    keys: Any  # (..., capacity, D)
+    values: Any  # (..., capacity, Dv)
+    last: Any  # shapes, dtypes and devices of the last append: equal ones need no further check
+    step: int = 0  # number of appends
+
+    @classmethod
+    def like(cls, k: Any, v: Any, capacity: int, mask: Mask) -> Layer:
+        """Buffers for tokens such as these.
+
+        Raises:
+            CallError: if they are not arrays, or the shapes do not fit together or the mask.
+        """
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, np.ndarray) and not is_tensor(x):
+                raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
+        if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not fit: "
+                "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
+            )
+        rows = (*mask.batch, 1)[0]
+        if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
+            raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+        return cls(_empty(k, capacity), _empty(v, capacity), _signature(k, v))
+
+    def check(self, k: Any, v: Any, layer: int) -> None:
+        """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
+        signature = _signature(k, v)
+        if signature == self.last:
+            return
+        if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
+            raise CallError(
+                f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
+                f"whose keys are {describe(self.keys)} and values {describe(self.values)} in (..., H, slots, D)."
+            )
+        self.last = signature
+
+    def write(self, slots: Slots, k: Any, v: Any) -> None:
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            _write(buffer, slots, new.detach() if getattr(new, "requires_grad", False) else new)
+
+    def move(self, slots: Slots, capacity: int) -> None:
+        """New buffers with the old slots at their front."""
+        self.keys, self.values = _moved(self.keys, slots, capacity), _moved(self.values, slots, capacity)
+
+    def pick(self, rows: NDArray[np.int64]) -> None:
+        """Row i becomes a copy of row ``rows[i]``."""
+        self.keys, self.values, self.last = self.keys[rows], self.values[rows], None
+
+    def front(self, n: int) -> tuple[Any, Any]:
+        """The first ``n`` slots, as views."""
+        return _front(self.keys, n), _front(self.values, n)
+
+
+def _signature(k: Any, v: Any) -> tuple[Any, ...]:
+    return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
+
+
+def _empty(like: Any, capacity: int) -> Any:
+    shape = (*like.shape[:-2], capacity, like.shape[-1])
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, like.dtype)
+    import torch
+
+    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _write(buffer: Any, slots: Slots, new: Any) -> None:
+    if isinstance(buffer, np.ndarray):
+        buffer[..., slots, :] = new
+    elif isinstance(slots, slice):
+        buffer.narrow(-2, slots.start, slots.stop - slots.start).copy_(new)
+    else:
+        buffer.index_copy_(-2, _index(slots, buffer), new)
+
+
+def _moved(buffer: Any, slots: Slots, capacity: int) -> Any:
+    """A new buffer with the old slots at its front."""
+    out = _empty(buffer, capacity)
+    if isinstance(buffer, np.ndarray) or isinstance(slots, slice):
+        tokens = buffer[..., slots, :]
+    else:
+        tokens = buffer.index_select(-2, _index(slots, buffer))
+    _write(out, slice(0, tokens.shape[-2]), tokens)
+    return out
+
+
+def _front(buffer: Any, n: int) -> Any:
+    return buffer[..., :n, :] if isinstance(buffer, np.ndarray) else buffer.narrow(-2, 0, n)
+
+
+def _index(slots: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(slots).to(like.device)
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What must not change from append to append."""
+    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
+
+
+def batch_of(x: Any) -> int:
+    return int(x.shape[0]) if x.ndim == 4 else 1
+
+
+def describe(x: Any) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def as_slots(slots: NDArray[np.int64]) -> Slots:
+    """The slots as a slice where they are consecutive: slices are copied without an index."""
+    n = len(slots)
+    if n == 0:
+        return slice(0, 0)
+    start = int(slots[0])
+    # Free slots ascend in at most two runs, so comparing the ends nearly suffices; moved ones may be in any order.
+    if int(slots[-1]) - start == n - 1 and (n <= 2 or bool(np.all(np.diff(slots) == 1))):
+        return slice(start, start + n)
+    return slots

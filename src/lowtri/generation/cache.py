@@ -1,0 +1,295 @@
+"""A key/value cache that evicts a key when the mask hides it from every query to come.
+
+One :class:`~lowtri.generation.slots.SlotAllocator` places the tokens for all layers; each layer has a buffer of keys and one of
+values (:class:`~lowtri.generation.buffers.Layer`). No mask is known by name: eviction asks ``mask.tile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.dispatch.attend import attention
+from lowtri.errors import CallError
+from lowtri.generation.buffers import Layer, batch_of, describe
+from lowtri.generation.missing import Missing
+from lowtri.generation.positions import as_positions
+from lowtri.generation.slots import SlotAllocator
+from lowtri.masks import Mask, as_mask
+from lowtri.ops.arguments import plain_array
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """A key/value cache for all layers that use the same mask; keys that no later query can see are evicted.
+
+    >>> import numpy as np
+    >>> from lowtri import KVCache
+    >>> cache = KVCache("window(4)", block=4)
+    >>> for t in range(100):
+    ...     k = v = np.full((2, 1, 8), float(t))  # (H, N, D): one new token
+    ...     keys, values, positions = cache.append(k, v)
+    >>> sorted(int(p) for p in positions if p > 95)
+    [96, 97, 98, 99]
+    >>> cache.capacity, cache.dropped + cache.held
+    (8, 100)
+
+    ``cache.attend(q, k, v)`` is ``append``, then attention of the new queries over everything that they can see. NumPy arrays
+    and torch tensors of any dtype and device are accepted; gradients are not recorded.
+
+    Args:
+        mask: the mask that the attention uses, or its text. A key is evicted when ``mask.tile(t, END, k, k + 1)`` is EMPTY in
+            every row of the batch, ``t`` being the earliest new token.
+        capacity: initial number of slots; it grows as needed.
+        block: keys are evicted every ``block`` tokens (or every eighth of the tokens held, if that is more), and the capacity
+            is a multiple of it.
+        rewind: how many tokens before the last append :meth:`crop` can always go back; keys that those queries may see are
+            held that much longer.
+        allow_missing: allow queries before keys that the mask shows them; they see the keys that exist. For an encoder's
+            keys, appended at once, and for decoding step by step under a mask that shows the future. Otherwise such an append
+            raises: ``causal() | first(16)`` needs the first 16 tokens in one append, ``full()`` the whole sequence.
+
+    Source: the key/value cache is Shazeer 2019; a ring buffer for windows is Mistral's (Jiang et al. 2023).
+    """
+
+    def __init__(
+        self,
+        mask: Mask | str = "causal",
+        *,
+        capacity: int = 0,
+        block: int = 64,
+        rewind: int = 0,
+        allow_missing: bool = False,
+    ) -> None:
+        if capacity < 0 or block < 1:
+            raise CallError(f"KVCache: capacity is {capacity} and block {block}; they count tokens, from 0 and from 1.")
+        if rewind < 0:
+            raise CallError(f"KVCache: rewind is {rewind}; it counts tokens, from 0.")
+        self.mask = as_mask(mask)
+        missing = None if allow_missing else Missing(self.mask)
+        self._slots = SlotAllocator(self.mask, capacity, block, rewind, missing)
+        self._layers: dict[int, Layer] = {}
+        self._arrived = 0  # number of layers that have received the last append
+        self._positions: NDArray[np.int64] = self._slots.positions[0]  # what the last append returned
+        self.contiguous = False  # whether the last append returned keys at 0 .. S-1 in order, the new ones last
+
+    @property
+    def capacity(self) -> int:
+        """The present number of slots."""
+        return self._slots.capacity
+
+    @property
+    def held(self) -> int:
+        """Number of tokens held; a token that only some rows of the batch still see counts as one."""
+        return len(self._slots.used)
+
+    @property
+    def dropped(self) -> int:
+        """Number of tokens evicted."""
+        return self._slots.evicted
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all keys and values, free slots included."""
+        return sum(x.nbytes for layer in self._layers.values() for x in (layer.keys, layer.values))
+
+    @property
+    def length(self) -> int:
+        """The position of the next token; the greatest, if the rows of the batch differ."""
+        return int(self._slots.next.max())
+
+    def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
+        """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
+        entry = self._layers.get(layer)
+        decided = (entry.step if entry else 0) < self._slots.step  # by another layer of the same append
+        positions = self._slots.newest.copy() if decided else self._slots.upcoming(n)
+        return positions[0] if len(positions) == 1 else positions
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
+
+    def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
+        """Append the keys and values of new tokens; return all that their queries can see.
+
+        Args:
+            k: (..., H, N, D) with at most one dimension before the heads; also (H, N, D) and (N, D).
+            v: the same with its own head size Dv.
+            positions: positions of the new tokens, (N,) or (B, N), -1 where a row has none (left padding, a row that has
+                ended); default: the next ones. Positions must increase.
+            layer: the layer of these keys. The first layer of an append decides the positions; the others must match.
+
+        Returns:
+            keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and at padding. All three
+            are views, valid until the next append, in any order of positions; positions are read-only.
+
+        Raises:
+            CallError: if shapes, dtypes, positions or the order of layers do not fit, or a query comes before a key that the
+                mask shows it; the cache is then unchanged.
+        """
+        k, v = plain_array("k", k, "append"), plain_array("v", v, "append")
+        entry, slots = self._layers.get(layer), self._slots
+        if entry is None:
+            entry = Layer.like(k, v, 0 if slots.moved is not None else slots.capacity, self.mask)
+            if slots.step > 1:
+                raise CallError(f"append: layer {layer} comes late: the other layers have seen {slots.step} appends.")
+        else:
+            entry.check(k, v, layer)
+        n = k.shape[-2]
+        if entry.step == slots.step:
+            if self._arrived < len(self._layers):
+                late = min(name for name, other in self._layers.items() if other.step < slots.step)
+                raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
+            slots.allocate(n, batch_of(k), positions)
+            self._arrived = 0
+            self.contiguous = slots.contiguous()
+            held = slots.positions[:, : slots.top]
+            self._positions = held[0] if len(held) == 1 else held
+            self._positions.flags.writeable = False  # a view of the allocator's own array
+        elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
+            raise CallError(
+                f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
+                f"{slots.newest.shape[1]}. All layers of an append have the same positions."
+            )
+        self._layers[layer] = entry
+        entry.step += 1
+        self._arrived += 1
+        if slots.moved is not None:
+            entry.move(slots.moved, slots.capacity)
+        entry.write(slots.slots, k, v)
+        return (*entry.front(slots.top), self._positions)
+
+    def attend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        positions: Any = None,
+        layer: int = 0,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        engine: str = "auto",
+    ) -> Any:
+        """Append new tokens, then attend with their queries under the cache's mask.
+
+        >>> import lowtri, numpy as np
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 8))  # (H, N, D)
+        >>> cache = lowtri.KVCache("causal & window(4)")
+        >>> steps = [cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1]) for t in range(10)]
+        >>> np.allclose(np.concatenate(steps, 1), lowtri.attention(q, k, v, "causal & window(4)"))
+        True
+
+        Args:
+            q: (..., Hq, N, D), the queries of the new tokens; Hq is a multiple of the key/value heads.
+            k, v, positions, layer: as in :meth:`append`.
+            scale, softcap, sinks, engine: as in :func:`lowtri.attention`.
+
+        Returns:
+            the output, (..., Hq, N, Dv).
+
+        Raises:
+            CallError: as :meth:`append` and :func:`lowtri.attention`.
+        """
+        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+            raise CallError(
+                f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
+                "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
+            )
+        keys, values, held = self.append(k, v, positions, layer)
+        at: dict[str, Any] = {}  # attention's default positions are right, and cheaper, where the keys are contiguous
+        if not self.contiguous:
+            newest = self._slots.newest
+            at = {"q_positions": newest[0] if len(newest) == 1 else newest, "k_positions": held}
+        return attention(q, keys, values, self.mask, scale=scale, softcap=softcap, sinks=sinks, engine=engine, **at)
+
+    def reorder(self, index: Any) -> None:
+        """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
+
+        Raises:
+            CallError: if a row does not exist, or would change its mask.
+        """
+        rows = as_positions(index, "reorder: index")
+        size = self._batch()
+        if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
+            raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
+        masks, heads = (*self.mask.batch, 1, 1)[:2]
+        if masks > 1 and (
+            len(rows) != size
+            or any(self.mask.at(i, h) != self.mask.at(int(r), h) for i, r in enumerate(rows) for h in range(heads))
+        ):
+            raise CallError(
+                f"reorder: index is {rows.tolist()}, but {self.mask!r} differs from row to row, and masks are not reordered.\n"
+                "Fix: reorder only among rows that have the same mask."
+            )
+        self._check_complete("reorder")
+        for layer in self._layers.values():
+            if layer.keys.ndim == 4:
+                layer.pick(rows)
+            elif rows.tolist() != [0]:
+                raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(layer.keys)} have no batch.")
+        self._slots.reorder(rows)
+
+    def crop(self, n: Any) -> None:
+        """Remove tokens from the end: the next one gets position ``n``, an int, or one for each row of the batch.
+
+        Going back to the start of the last append (a rejected draft) and ``rewind`` tokens more always works; further back
+        only while nothing that those queries see has been evicted.
+
+        Raises:
+            CallError: if ``n`` is negative, or keys that it needs are evicted.
+        """
+        ends = np.atleast_1d(as_positions(n, "crop: n"))
+        if ends.ndim != 1 or len(ends) not in (1, self._batch()) or np.any(ends < 0):
+            raise CallError(
+                f"crop: n is {ends.tolist()}; it is the position of the next token, at least 0, "
+                f"one for all or one for each of {self._batch()} rows."
+            )
+        self._check_complete("crop")
+        self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
+
+    def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
+        """Evict, then lower the positions of all tokens after the first ``keep`` positions to close the gap.
+
+        This lets a stream continue past the model's context: under a window, the next position is ``keep`` plus the window
+        again, and the distances within the window stay the same. ``turn`` updates keys that carry rotary embedding.
+
+        >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
+        >>> for t in range(10):
+        ...     _ = cache.append(np.full((1, 1), t), np.full((1, 1), t))
+        >>> cache.shift(2)
+        >>> keys, _, positions = cache.append(np.full((1, 1), 10), np.full((1, 1), 10))
+        >>> [(int(position), int(keys[slot, 0])) for slot, position in enumerate(positions)]
+        [(0, 0), (1, 1), (5, 10), (2, 7), (3, 8), (4, 9)]
+
+        Args:
+            keep: number of leading positions that do not change (the sinks).
+            turn: called with keys (..., H, S, D), their changes of position, int64 (S,) or (B, S), 0 or negative, and the
+                layer; returns the new keys. For the rotary embedding of ``lowtri.nn``:
+                ``lambda k, moved, _: apply_rotary(k, *rotary_tables(moved, D, theta))``.
+
+        Raises:
+            CallError: if the mask would show other pairs after the shift, as one that names absolute positions does.
+
+        Source: positions within the cache, StreamingLLM (Xiao et al. 2023).
+        """
+        if keep < 0:
+            raise CallError(f"shift: keep is {keep}; it counts positions, from 0.")
+        self._check_complete("shift")
+        moved = self._slots.shift(keep)
+        if turn is None or not moved.any():
+            return
+        for name, layer in self._layers.items():
+            keys, _ = layer.front(self._slots.top)
+            keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, name)
+
+    def _batch(self) -> int:
+        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
+
+    def _check_complete(self, what: str) -> None:
+        if self._layers and self._arrived < len(self._layers):
+            raise CallError(f"{what}: some layers have not seen the newest tokens yet; finish the append first.")

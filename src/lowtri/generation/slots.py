@@ -1,0 +1,247 @@
+"""The slot allocator of a cache: which slot holds the token at which position, and which slots are free. NumPy only.
+
+A token keeps its slot until it is evicted, that is until no query from now on can see it in any row of the batch:
+``mask.tile(t, END, k, k + 1)`` is EMPTY. Eviction runs in blocks, one vectorised question for all keys, so that its cost per
+token is small:
+
+    full              one FULL answer for the whole range: nothing to evict
+    windows, chunks   slots of evicted keys are reused, oldest first: a ring buffer of constant size
+    sinks, prefixes   their keys are never EMPTY, so they stay
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.generation.buffers import Slots, as_slots
+from lowtri.generation.missing import Missing, row_masks, seen
+from lowtri.generation.positions import as_positions, following, same
+from lowtri.masks import EMPTY, END, FULL, Mask
+
+__all__ = ["SlotAllocator"]
+
+_AHEAD = 64  # number of future queries for which `shift` compares the mask before and after
+
+
+class SlotAllocator:
+    """Slots and positions of a cache; all layers write their keys and values to the slots given here.
+
+    ``positions`` (R, capacity): the position of the token in each slot, -1 in free slots. R is 1 while all rows of the batch
+    have the same positions, then B.
+    """
+
+    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, missing: Missing | None) -> None:
+        self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
+        self.positions = np.full((1, capacity), -1, np.int64)
+        self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
+        self.top = 0  # all used slots are below
+        self.step = 0  # number of appends
+        self.evicted = 0
+        self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append
+        self.slots: Slots = slice(0, 0)  # its slots
+        self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
+        self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
+        self.missing = missing  # None if queries may come before keys that the mask shows them
+        self._free = np.arange(capacity)
+        self._taken = 0  # how many of _free are in use
+        self._since_sweep = 0  # tokens appended since the last sweep
+        self._interval = block  # tokens between two sweeps
+        self._most_live = 0  # the largest number of tokens left after a sweep
+
+    @property
+    def capacity(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def used(self) -> NDArray[np.int64]:
+        """Slots that hold a token of any row, ascending."""
+        return np.flatnonzero((self.positions[:, : self.top] >= 0).any(0))
+
+    def contiguous(self) -> bool:
+        """Whether slot i holds position i in all rows: attention's default positions."""
+        return len(self.positions) == 1 and np.array_equal(self.positions[0, : self.top], np.arange(self.top))
+
+    def upcoming(self, n: int) -> NDArray[np.int64]:
+        """Default positions of the next ``n`` tokens, (R, n)."""
+        return self.next[:, None] + np.arange(n)
+
+    def is_newest(self, positions: Any) -> bool:
+        """Whether these are the positions of the last append, for all rows or for each."""
+        if same(positions, self.newest):
+            return True
+        given = np.maximum(np.atleast_2d(as_positions(positions)), -1)
+        fits = given.shape[1:] == self.newest.shape[1:] and (len(given) == 1 or len(self.newest) == 1)
+        return fits and bool(np.all(given == self.newest))
+
+    def allocate(self, n: int, rows: int, positions: Any = None) -> None:
+        """Allocate slots for ``n`` new tokens, evicting keys and resizing as needed."""
+        new = self.upcoming(n)
+        if positions is not None and not same(positions, new):
+            new = following(positions, self.next, n, rows)
+        if self.missing is not None:
+            self.missing.check(new, self.next)
+        if len(new) > len(self.positions):
+            self._widen(len(new))
+        self.moved = None
+        if self._since_sweep >= self._interval or len(self._free) - self._taken < n:
+            earliest = np.where(new >= 0, new, END).min(1, initial=END)
+            earliest = np.where(earliest < END, earliest, self.next)  # (R,) no query comes before it
+            self._sweep(np.maximum(earliest - self.rewind, 0), n)
+        self.slots = self._take(n)
+        self.positions[:, self.slots] = new
+        self.newest = new
+        if n:
+            self.next = np.maximum(self.next, new.max(1) + 1)
+        self._since_sweep += n
+        self.step += 1
+
+    def crop(self, n: NDArray[np.int64]) -> None:
+        """Remove the tokens at positions from ``n`` (R,) on."""
+        if np.any((n < self._complete_from) & (n < self.next)):
+            raise CallError(
+                f"crop: n is {n.tolist()}, but keys that queries before {self._complete_from.tolist()} may see are evicted.\n"
+                f"Fix: crop to {self._complete_from.tolist()} or later, or start a new cache."
+            )
+        if len(n) > len(self.positions):
+            self._widen(len(n))
+        if self.missing is not None:
+            self.missing.crop(n, self.next)
+        self.positions[self.positions >= n[:, None]] = -1
+        self.next = np.minimum(self.next, n)
+        newest = int(self.positions.max(0, initial=-1).argmax()) if self.capacity else 0
+        self.slots = slice(newest, newest + int(self.next.max() > 0))  # continue after the newest token left
+        self._list_free()
+
+    def reorder(self, index: NDArray[np.int64]) -> None:
+        if len(self.positions) > 1:
+            self.positions, self.next = self.positions[index], self.next[index]
+            self._complete_from = self._complete_from[index]
+        if self.missing is not None:
+            self.missing.reorder(index)
+
+    def shift(self, keep: int) -> NDArray[np.int64]:
+        """Close the gap of evicted tokens after position ``keep``; return by how much each slot's token moved, (R, top).
+
+        Rows move independently, each as far as it can; a key that only other rows still see is evicted from its row.
+        """
+        first = np.maximum(self.next - self.rewind, 0)
+        used = self.used
+        before = self.positions[:, used]  # (R, S)
+        evicted = self._invisible_by_row(before, first) & (before >= 0)
+        before = np.where(evicted, -1, before)
+        oldest = np.where(before >= keep, before, END).min(1, initial=END)
+        back = np.where(oldest < END, oldest, self.next) - keep  # (R,)
+        back = np.where(self.next > keep, back, 0)
+        after = before - np.where(before >= keep, back[:, None], 0)
+        self._check_shift(before, after, back)
+        moved = np.zeros((len(before), self.top), np.int64)
+        moved[:, used] = after - before
+        self.evicted += int(np.count_nonzero((before < 0).all(0)))
+        self.positions[:, used] = after
+        self.next = self.next - back
+        if self.missing is not None:
+            self.missing.shift(keep, back)
+        self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
+        self._list_free()
+        return moved[:, : self.top]
+
+    def _check_shift(self, before: NDArray[np.int64], after: NDArray[np.int64], back: NDArray[np.int64]) -> None:
+        """Raise if the mask would show other pairs after the shift."""
+        new = np.arange(_AHEAD)
+        for b in range(len(before)) if np.any(back) else ():
+            old_q, new_q = self.next[b] + new, self.next[b] - back[b] + new  # future queries
+            old_k, new_k = np.concatenate([before[b], old_q]), np.concatenate([after[b], new_q])
+            for one in row_masks(self.mask, b, len(before)):
+                if np.any(one(old_q[:, None], old_k) != one(new_q[:, None], new_k)):
+                    raise CallError(
+                        f"shift: {self.mask!r} shows other pairs at positions lower by {int(back[b])}, so tokens cannot "
+                        "move.\nFix: keep= the number of leading positions that the mask names; windows with sinks work."
+                    )
+
+    def _widen(self, rows: int) -> None:
+        """From one row of positions for the whole batch to one for each of its rows."""
+        self.positions = np.repeat(self.positions, rows, 0)
+        self.next, self._complete_from = np.repeat(self.next, rows), np.repeat(self._complete_from, rows)
+
+    def _sweep(self, first: NDArray[np.int64], n: int) -> None:
+        """Evict what no query from ``first`` (R,) on can see; then resize for ``n`` tokens and the next interval."""
+        full = len(self._free) - self._taken < n
+        used = self.used
+        evicted = used[self._invisible(self.positions[:, used], first)]
+        if len(evicted):
+            self.positions[:, evicted] = -1
+            self.evicted += len(evicted)
+            self._complete_from = first.copy()
+        live = len(used) - len(evicted)
+        self._since_sweep, self._interval = 0, max(self.block, live // 8)
+        self._most_live = max(self._most_live, live)
+        needed = live + n
+        if full and self.capacity - needed < self._interval // 2:
+            self._resize(self._grown(first, n, needed))
+        elif self.capacity > 2 * (small := max(self._round(max(self._most_live, needed) + self._interval), self.floor)):
+            self._resize(small)  # after a long prompt, a window needs less
+        else:
+            self._list_free()
+
+    def _invisible(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the keys ``k`` (R, S) no query from ``first`` (R,) on can see in any row and head, (S,)."""
+        real = k[k >= 0]
+        if not len(real):
+            return np.ones(k.shape[1], bool)
+        whole = np.asarray(self.mask.tile(int(first.min()), END, int(real.min()), int(real.max()) + 1))
+        if np.all(whole == FULL):
+            return np.zeros(k.shape[1], bool)
+        return np.asarray(self._invisible_by_row(k, first).all(0))
+
+    def _invisible_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The same for each row of positions, (R, S)."""
+        return np.asarray(seen(self.mask, first[:, None], END, k, k + 1) == EMPTY)
+
+    def _grown(self, first: NDArray[np.int64], n: int, needed: int) -> int:
+        """The new capacity when ``needed`` slots are too many for the present one.
+
+        It doubles, unless enough of the present tokens will be evicted before a smaller one is full, as under a window.
+        """
+        if needed == n:  # the first tokens
+            return max(self._round(needed + max(self.block, needed // 8)), self.floor)
+        k = np.concatenate([self.positions[:, self.used], first[:, None] + np.arange(n)], 1)
+        for part in (8, 4, 2):
+            more = max(self.block, needed // part)
+            if np.count_nonzero(self._invisible(k, first + n + more)) >= max(self.block, needed // 8):
+                return self._round(needed + more)
+        return self._round(2 * needed)
+
+    def _round(self, slots: int) -> int:
+        return -(-slots // self.block) * self.block
+
+    def _resize(self, capacity: int) -> None:
+        """New buffers, the tokens at their front in the order of their positions."""
+        used = self.used
+        used = used[np.argsort(self.positions[:, used].max(0), kind="stable")]
+        positions = np.full((len(self.positions), capacity), -1, np.int64)
+        positions[:, : len(used)] = self.positions[:, used]
+        self.moved = as_slots(used)
+        self.positions, self.slots = positions, slice(0, len(used))
+        self._list_free()
+
+    def _list_free(self) -> None:
+        """List free slots in order of use: after the newest token, then from the front, so that runs stay long."""
+        taken = (self.positions >= 0).any(0)
+        used = np.flatnonzero(taken)
+        self.top = int(used[-1]) + 1 if len(used) else 0
+        free = np.flatnonzero(~taken)
+        newest = self.slots.stop - 1 if isinstance(self.slots, slice) else self.slots[-1]
+        on = int(np.searchsorted(free, newest))
+        self._free, self._taken = np.concatenate([free[on:], free[:on]]), 0
+
+    def _take(self, n: int) -> Slots:
+        slots = as_slots(self._free[self._taken : self._taken + n])
+        self._taken += n
+        end = slots.stop if isinstance(slots, slice) else int(slots.max()) + 1
+        if n and end > self.top:
+            self.top = end
+        return slots
