@@ -193,7 +193,7 @@ def test_arguments_that_do_not_fit(case):
 
 
 MASKS_REFUSED = {
-    "none": (None, r"mask: who may see whom is always said\. Fix: lowtri\.full\(\) if everybody may see everybody"),
+    "none": (None, r"mask: a mask is required, but None came\. Fix: lowtri\.full\(\)"),
     "a tensor of bools": (
         torch.ones(5, 5).bool(),
         r"mask: a bare Tensor came\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"

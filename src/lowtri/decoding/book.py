@@ -1,7 +1,7 @@
 """The book of a cache: which slot holds the token of which place, and which slots are free again. NumPy only.
 
 A token gets a slot when it arrives and keeps it until it is dead for every row of the batch, that is until no query from
-now on can see it: ``mask.tile(t, END, k, k + 1)`` is EMPTY. The question is asked of all held keys at once, and only now
+now on can see it: ``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. The question is asked of all held keys at once, and only now
 and then, so that its cost for one token stays small:
 
     full              one question for the whole range is FULL: nobody is dead, nothing else is asked
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lowtri.decoding.missing import Missing, row_masks, seen
 from lowtri.decoding.positions import as_positions, following, same
 from lowtri.errors import CallError
-from lowtri.masks import EMPTY, END, FULL, Mask
+from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
 __all__ = ["Book", "Slots"]
 
@@ -132,8 +132,8 @@ class Book:
         places = self.positions[:, used]  # (R, S)
         dead = self._dead_by_row(places, first) & (places >= 0)
         places = np.where(dead, -1, places)
-        oldest = np.where(places >= keep, places, END).min(1, initial=END)
-        back = np.where(oldest < END, oldest, self.next) - keep  # (R,)
+        oldest = np.where(places >= keep, places, POSITION_MAX).min(1, initial=POSITION_MAX)
+        back = np.where(oldest < POSITION_MAX, oldest, self.next) - keep  # (R,)
         back = np.where(self.next > keep, back, 0)
         after = places - np.where(places >= keep, back[:, None], 0)
         self._check_shift(places, after, back)
@@ -165,8 +165,8 @@ class Book:
 
     def _earliest(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The earliest place in each row from which a query can still come, (R,)."""
-        earliest = np.where(places >= 0, places, END).min(1, initial=END)
-        return np.where(earliest < END, earliest, self.next)
+        earliest = np.where(places >= 0, places, POSITION_MAX).min(1, initial=POSITION_MAX)
+        return np.where(earliest < POSITION_MAX, earliest, self.next)
 
     def _widen(self, rows: int) -> None:
         """From one row of places for all to one for each row of the batch."""
@@ -200,14 +200,14 @@ class Book:
         real = k[k >= 0]
         if not len(real):
             return np.ones(k.shape[1], bool)
-        whole = np.asarray(self.mask.tile(int(first.min()), END, int(real.min()), int(real.max()) + 1))
+        whole = np.asarray(self.mask.tile(int(first.min()), POSITION_MAX, int(real.min()), int(real.max()) + 1))
         if np.all(whole == FULL):
             return np.zeros(k.shape[1], bool)
         return np.asarray(self._dead_by_row(k, first).all(0))
 
     def _dead_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The same asked of each row of places alone, in any head: (R, S)."""
-        return np.asarray(seen(self.mask, first[:, None], END, k, k + 1) == EMPTY)
+        return np.asarray(seen(self.mask, first[:, None], POSITION_MAX, k, k + 1) == EMPTY)
 
     # Room.
 

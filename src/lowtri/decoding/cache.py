@@ -44,7 +44,7 @@ class KVCache:
 
     Args:
         mask: who may see whom, a mask or its text: the mask that the attention uses. A key is dropped when
-            ``mask.tile(t, END, k, k + 1)`` is EMPTY for every row of the batch, ``t`` being the earliest new token.
+            ``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY for every row of the batch, ``t`` being the earliest new token.
         capacity: how many tokens to make room for at first; it grows when it must.
         block: the dead are looked for after that many tokens (or an eighth of what is held, if that is more), and room
             comes in multiples of it.

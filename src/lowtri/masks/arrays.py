@@ -8,17 +8,29 @@ torch is never loaded here: where it is not loaded, no tensor can come.
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import CallError
-from lowtri.masks.held import is_traced
-from lowtri.masks.mask import END
+from lowtri.errors import CallError, MaskError
+from lowtri.masks.positions import POSITION_MAX
 
-__all__ = ["in_numpy", "is_fake", "is_tensor", "positions_in_numpy", "why_not_plain"]
+__all__ = [
+    "FrozenArray",
+    "bool_array",
+    "in_numpy",
+    "integer_array",
+    "is_fake",
+    "is_tensor",
+    "is_traced",
+    "positions_in_numpy",
+    "why_not_plain",
+]
 
 _FIXES = {
     "CausalBias": 'the mask "causal"',
@@ -32,6 +44,12 @@ def is_tensor(x: Any) -> bool:
     """Whether x is a torch tensor, without loading torch to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether this is a tensor of a program that torch.compile or torch.export is tracing: a shape without numbers."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
 
 
 def is_fake(x: Any) -> bool:
@@ -89,7 +107,7 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
     """Positions as int64, in the shape that came; all below 0 become -1, since none of them is a token.
 
     Raises:
-        CallError: unless they are whole numbers below END; the message says what was expected, ``shapes``.
+        CallError: unless they are whole numbers below POSITION_MAX; the message says what was expected, ``shapes``.
     """
     if is_traced(value):  # its numbers come when the program runs
         return value.detach().cpu().numpy()
@@ -101,7 +119,107 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
         )
     if not array.size:
         return np.zeros(array.shape, np.int64)
-    if array.max() >= END:  # asked before the cast, where uint64 would turn negative
-        raise CallError(f"{name} reaches {array.max()}, but positions lie below lowtri.END (2**62).")
+    if array.max() >= POSITION_MAX:  # asked before the cast, where uint64 would turn negative
+        raise CallError(f"{name} reaches {array.max()}, but positions lie below 2**62.")
     array = array.astype(np.int64, copy=False)
     return array if array.min() >= -1 else np.maximum(array, -1)
+
+
+class FrozenArray:
+    """An array that a mask holds: a read-only copy, equal and hashed by content (once).
+
+    A tensor of a program that is being traced is kept as it comes: nothing is asked of it but its shape. ``memory`` is the
+    same array for those who may not be given a read-only one.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        if is_traced(array):
+            self.array = self.memory = array
+            return
+        try:
+            self.memory = np.array(array, order="C")
+        except MemoryError:
+            raise MaskError(
+                f"mask: an array of {array.shape} {array.dtype} does not fit into memory, and a mask copies its array."
+            ) from None
+        self.array = self.memory.view()
+        self.array.setflags(write=False)
+
+    @cached_property
+    def digest(self) -> str:
+        kind = f"{self.array.dtype.str}{self.array.shape}".encode()
+        return hashlib.sha256(kind + self.array.tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FrozenArray) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[type[FrozenArray], tuple[NDArray[Any]]]:
+        return FrozenArray, (self.array,)  # the copy on the other side is read-only again
+
+    def __repr__(self) -> str:
+        return f"<{'x'.join(map(str, self.array.shape))} {self.array.dtype} {self.digest[:8]}>"
+
+
+def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
+    """Integers of one of these ranks, from lists, arrays or tensors."""
+    if is_traced(value):
+        return _traced(mask, name, value, ranks)
+    array = in_numpy(name, value)
+    if isinstance(array, str):
+        raise MaskError(f"{mask}: {array}, but it takes integers of shape {_shapes(ranks)}.")
+    if array.size == 0:
+        raise MaskError(f"{mask}: {name} is empty.")
+    if array.dtype.kind not in "iu" or array.ndim not in ranks:
+        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
+    whole = _fitting(mask, name, array, lambda: array.astype(np.int64))
+    if array.max() > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
+        raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most 2**62 is taken.")
+    return whole
+
+
+def bool_array(
+    mask: str, name: str, value: Any, ranks: tuple[int, ...], *, inverted: bool = False
+) -> NDArray[np.bool_]:
+    """Bools of one of these ranks, or their opposites. Numbers are refused: nobody can say which way round they are."""
+    if is_traced(value):
+        return ~_traced(mask, name, value, ranks) if inverted else _traced(mask, name, value, ranks)
+    array = in_numpy(name, value)
+    if isinstance(array, str):
+        raise MaskError(f"{mask}: {array}, but it takes bools of shape {_shapes(ranks)}.")
+    if array.size == 0:
+        raise MaskError(f"{mask}: {name} is empty.")
+    if array.dtype != bool or array.ndim not in ranks:
+        fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
+        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
+    return _fitting(mask, name, array, lambda: ~array) if inverted else array
+
+
+def _fitting(mask: str, name: str, array: NDArray[Any], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    try:
+        return make()
+    except MemoryError:
+        raise MaskError(f"{mask}: {name} is {_came(array)}, which does not fit into memory.") from None
+
+
+def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:
+    """A tensor whose numbers come when the program runs; they are checked then."""
+    if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in ranks:
+        raise MaskError(
+            f"{mask}: {name} is a tensor of a program that is being traced, where it cannot be looked into. "
+            "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
+        )
+    return value
+
+
+def _came(array: NDArray[Any]) -> str:
+    return "no array" if array.dtype == object else f"{array.dtype} {array.shape}"
+
+
+def _shapes(ranks: tuple[int, ...]) -> str:
+    names = {1: "(N,)", 2: "(B, N)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
+    if ranks[0] == 2:
+        names[2] = "(Nq, Nk)"
+    return " or ".join(names[rank] for rank in ranks)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.joins import And, Join, Not
-from lowtri.masks.mask import END, FULL, PARTIAL, Mask
+from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.tile import FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Boxes", "Patterns", "boxes"]
 
@@ -80,7 +81,7 @@ def boxes(positions: Ints, tile: int) -> list[Boxes]:
         return [Boxes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
     edges = np.arange(0, len(positions), tile)
     least = np.minimum.reduceat(positions, edges)
-    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, END, positions), edges)
+    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, POSITION_MAX, positions), edges)
     levels = [Boxes(low, np.maximum.reduceat(positions, edges) + 1, least >= 0)]
     while len(levels[-1].low) > 1:
         below = levels[-1]

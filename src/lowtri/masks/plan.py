@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import FULL, PARTIAL, Mask
+from lowtri.masks.mask import Mask
 from lowtri.masks.patterns import TILE_Q, Patterns, boxes
+from lowtri.masks.tile import FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Plan", "plan"]
 

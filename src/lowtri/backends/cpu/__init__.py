@@ -13,7 +13,7 @@ import numpy as np
 
 from lowtri.backends.cpu.decode import FEW_QUERIES, decode, is_decoding
 from lowtri.backends.cpu.launch import forward, in_pairs, kernel_file
-from lowtri.masks.atoms import causal
+from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["PreparedKernels", "cost", "name", "prepare", "supports"]

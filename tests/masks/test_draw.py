@@ -328,7 +328,7 @@ def test_svg_draws_inside_its_frame(n: int, options: dict[str, Any]) -> None:
 def test_the_picture_of_the_readme_is_of_today() -> None:
     titles = ["full: an encoder", "causal: a decoder"]
     text = svg(full(), 4, beside=causal(), tokens="The black cat <end>", titles=titles)
-    assert (Path(__file__).parents[1] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
+    assert (Path(__file__).parents[2] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
 
 
 def test_svg_tells_hidden_from_weight_zero() -> None:
