@@ -24,7 +24,7 @@ __all__ = ["KeyLengths", "Keys", "Table", "hidden", "keys", "table"]
 
 @dataclass(frozen=True, repr=False)
 class Keys(Mask):
-    """Only the keys whose flag is set; a key beyond the array is real."""
+    """Only keys whose flag is set; a key past the array is real."""
 
     valid: FrozenArray
 
@@ -85,7 +85,7 @@ class KeyLengths(Mask):
 
 @constructor()
 def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
-    """Only these keys are real: padding, on either side.
+    """Padding, on either side: only the given keys are real.
 
     >>> from lowtri import causal
     >>> print((causal() & keys([False, True, True])).draw(3))
@@ -96,9 +96,8 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     [[[1, 0, 0]], [[1, 1, 0]]]
 
     Args:
-        valid: True where the key is real, bool, (N,) or (B, N). A key beyond the array is real: it is a new token.
-        lengths: instead of ``valid``: how many keys are real in each batch row, (B,). There is no array to be beyond of:
-            every later key is hidden.
+        valid: True where the key is real, bool, (N,) or (B, N). A key past the array is real: it is a new token.
+        lengths: instead of ``valid``: how many keys are real in each batch row, (B,). Every later key is hidden.
 
     Raises:
         MaskError: if both or neither are given, or ``valid`` holds no bools.
@@ -167,11 +166,11 @@ class Table(Mask):
         return np.where(inside, tile_answer(full=seen == area, empty=seen == 0), 1)
 
     @cached_property
-    def _sheets(self) -> dict[tuple[int, ...], Table]:
-        return {at: Table(FrozenArray(self.pairs_.array[at])) for at in np.ndindex(self.batch)}
+    def _tables(self) -> dict[tuple[int, ...], Table]:
+        return {index: Table(FrozenArray(self.pairs_.array[index])) for index in np.ndindex(self.batch)}
 
     def _at(self, b: int, h: int) -> Mask:
-        return self._sheets[(b, h)[: len(self.batch)]]
+        return self._tables[(b, h)[: len(self.batch)]]
 
 
 @constructor(in_text=False)
@@ -184,7 +183,7 @@ def table(bools: Any) -> Mask:
 
     Args:
         bools: bool, (Nq, Nk), or with (B,) or (B, H) in front. Its rows are the queries at the last Nq of the Nk keys (at
-            0 .. Nq-1 if there are more queries than keys). Beyond them it raises: nobody has said.
+            0 .. Nq-1 if there are more queries than keys). Other positions raise an error.
 
     The same mask elsewhere: SDPA ``attn_mask`` of bools. For True = hidden write :func:`hidden`.
     """

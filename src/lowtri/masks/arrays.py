@@ -1,9 +1,9 @@
-"""Arrays as users pass them, NumPy's and torch's alike: which of them hold plain numbers, and those numbers in NumPy.
+"""Users' lists, arrays and tensors as NumPy arrays, checked, and the frozen copies that masks keep.
 
-A subclass may keep its numbers elsewhere (torch's ``CausalBias`` has none at all), leave some of them out (NumPy's masked arrays) or
-compute in its own way. Reading its memory would give wrong numbers in silence, so subclasses are refused, with the fix.
+Subclasses of arrays and tensors are rejected, with the fix: their memory may not hold their values (torch's ``CausalBias`` has none,
+NumPy's masked arrays exclude some), and reading it would silently give wrong numbers.
 
-torch is never loaded here: where it is not loaded, no tensor can come.
+torch is never imported here: if it has not been imported, no argument is a tensor.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
             if torch._is_functional_tensor(value):
                 torch._sync(value)
                 value = torch._from_functional_tensor(value)
-            found: NDArray[Any] = value.numpy(force=True)
-            return found
-        except Exception:  # fake, on the meta device, inside vmap: torch has no one class for these
+            array: NDArray[Any] = value.numpy(force=True)
+            return array
+        except Exception:  # fake, on the meta device, inside vmap: torch raises various classes
             return f"{name} is a {type(value).__name__} without numbers (fake, meta, or inside a transform)"
     try:
         return np.asarray(value)
-    except Exception:  # rows of different lengths; whatever an object raises that is asked for an array
+    except Exception:  # rows of different lengths, or any error of an object's __array__
         return f"{name} is no array"
 
 
 def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
-    """Positions as int64, in the shape that came; all below 0 become -1, since none of them is a token.
+    """Positions as int64, in their own shape; all below 0 become -1, which means no token.
 
     Raises:
         CallError: unless they are whole numbers below POSITION_MAX; the message says what was expected, ``shapes``.
@@ -115,7 +115,7 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
     if isinstance(array, str) or (array.size and array.dtype.kind not in "iu"):
         came = array if isinstance(array, str) else f"{name} is {array.dtype} {array.shape}"
         raise CallError(
-            f"{came}, but it holds whole numbers, {shapes}: the place of each in the sequence, -1 where there is no token."
+            f"{came}, but it holds whole numbers, {shapes}: the position of each in the sequence, -1 where there is no token."
         )
     if not array.size:
         return np.zeros(array.shape, np.int64)
@@ -126,10 +126,10 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
 
 
 class FrozenArray:
-    """An array that a mask holds: a read-only copy, equal and hashed by content (once).
+    """A read-only copy of an array, compared and hashed by content; the hash is computed once.
 
-    A tensor of a program that is being traced is kept as it comes: nothing is asked of it but its shape. ``memory`` is the
-    same array for those who may not be given a read-only one.
+    A tensor of a program that is being traced is kept as it is, and only its shape is used. ``memory`` is the same array, writable,
+    for functions that do not accept read-only arrays.
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
@@ -183,7 +183,7 @@ def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> N
 def bool_array(
     mask: str, name: str, value: Any, ranks: tuple[int, ...], *, inverted: bool = False
 ) -> NDArray[np.bool_]:
-    """Bools of one of these ranks, or their opposites. Numbers are refused: nobody can say which way round they are."""
+    """Bools of one of these ranks, or their opposites. Numbers are rejected, because 1 may mean either visible or hidden."""
     if is_traced(value):
         return ~_traced(mask, name, value, ranks) if inverted else _traced(mask, name, value, ranks)
     array = in_numpy(name, value)
@@ -192,7 +192,11 @@ def bool_array(
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype != bool or array.ndim not in ranks:
-        fix = " Fix: x != 0, after you made sure which way round it is." if array.dtype.kind in "iuf" else ""
+        fix = (
+            " Fix: x != 0, after checking whether it marks visible or hidden pairs."
+            if array.dtype.kind in "iuf"
+            else ""
+        )
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
     return _fitting(mask, name, array, lambda: ~array) if inverted else array
 

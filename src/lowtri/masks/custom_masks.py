@@ -21,7 +21,7 @@ __all__ = ["Heads", "Where", "heads", "where"]
 
 @dataclass(frozen=True, repr=False)
 class Where(Mask):
-    """A formula of the user's own; lowtri knows nothing about it but its answers."""
+    """A user's formula, of which nothing is known but its values."""
 
     fn: Callable[[Any, Any], Any]
 
@@ -31,12 +31,12 @@ class Where(Mask):
         except ValueError as error:
             if "truth value" in str(error):
                 raise MaskError(
-                    "where: the formula asks whether a whole array is true. "
+                    "where: the formula uses a whole array as a condition. "
                     "Fix: write & | ~ instead of and, or, not, and np.where instead of if."
                 ) from error
             raise
         if seen.dtype != bool:
-            raise MaskError(f"where: the formula gave {seen.dtype} values; who may see whom is True or False.")
+            raise MaskError(f"where: the formula gave {seen.dtype} values; it must give bools, True = may see.")
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         try:
             seen = np.broadcast_to(seen, shape)
@@ -48,7 +48,7 @@ class Where(Mask):
         return seen if shape else bool(seen)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 1 + 0 * (q0 + k0)  # always PARTIAL: whoever needs more reads the pairs
+        return 1 + 0 * (q0 + k0)  # always PARTIAL: plans then evaluate the pairs
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         if arrays is not None:
@@ -59,7 +59,7 @@ class Where(Mask):
 
 @constructor(in_text=False)
 def where(fn: Callable[[Any, Any], Any]) -> Mask:
-    """Any formula ``fn(q, k)`` of your own, in comparisons and arithmetic that NumPy arrays understand.
+    """A formula ``fn(q, k)`` of your own, in comparisons and arithmetic that work on NumPy arrays.
 
     >>> print(where(lambda q, k: (k <= q) & (k % 2 == 0)).draw(4))
     █···
@@ -68,11 +68,11 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
     █·█·
 
     Args:
-        fn: takes positions (ints, or integer arrays that broadcast) and gives bools, True = may see; for the same positions
-            always the same, since plans are kept.
+        fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure: plans are
+            cached.
 
-    lowtri knows nothing about the formula but its answers, so plans read every pair of it: combine it with masks that say
-    more (``window(n) & where(fn)``) where it can be said.
+    Plans evaluate the formula for every pair, because nothing else is known about it. Where possible, restrict it by a mask with
+    tile answers: ``window(n) & where(fn)``.
 
     Raises:
         MaskError: if ``fn`` is not callable or does not take two positions; when asked, if it gives no bools.
@@ -97,7 +97,7 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
 def _check_two_positions(fn: Callable[..., Any]) -> None:
     try:
         takes = inspect.signature(fn)
-    except (TypeError, ValueError):  # some compiled functions do not say
+    except (TypeError, ValueError):  # some compiled functions have no signature
         return
     try:
         takes.bind(0, 0)
@@ -155,10 +155,10 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
         listed = []
     if not listed:
         raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
-    found = tuple([as_mask(one) for one in listed])
-    if any(len(one.batch) > 1 for one in found):
+    given = tuple([as_mask(one) for one in listed])
+    if any(len(one.batch) > 1 for one in given):
         raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
-    rows = {one.batch[0] for one in found if one.batch} - {1}
+    rows = {one.batch[0] for one in given if one.batch} - {1}
     if len(rows) > 1:
         raise MaskError(f"heads: the masks have batches of {sorted(rows)} rows, which do not fit together.")
-    return Heads(found)
+    return Heads(given)

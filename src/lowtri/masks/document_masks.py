@@ -1,6 +1,6 @@
 """Documents packed in a row: a query sees the keys of its own document.
 
-Known by their lengths they are a list of cuts, whatever the lengths; known by an id for each position they hold that array.
+Given by their lengths they store where each document begins; given by an id for each position they store that array.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Documents", "Extremes", "PackedDocuments", "documents"]
 
 @dataclass(frozen=True, repr=False)
 class PackedDocuments(Mask):
-    """Documents one after the other, of these lengths. The last one goes on for ever."""
+    """Documents one after the other, of these lengths. The last one has no end."""
 
     lengths: tuple[int, ...]
 
@@ -54,7 +54,7 @@ class PackedDocuments(Mask):
 
 @dataclass(frozen=True, repr=False)
 class Documents(Mask):
-    """Labels for queries and keys; a query sees the keys of its own label. The last label goes on for ever."""
+    """Labels for queries and keys; a query sees the keys of its own label. Positions past the array have its last label."""
 
     ids: FrozenArray
     key_ids: FrozenArray | None = None
@@ -117,7 +117,7 @@ class Documents(Mask):
 
 @constructor()
 def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_seqlens: Any = None) -> Mask:
-    """Packed rows: everybody sees the tokens of its own document, and nobody else's.
+    """Packed rows: each query sees the keys of its own document only.
 
     >>> from lowtri import causal
     >>> print((causal() & documents([0, 0, 0, 1, 1])).draw(5))
@@ -135,9 +135,9 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
         lengths: instead of ids: how long each document is, in tokens.
         cu_seqlens: instead of ids: where each begins, from 0, and where the last one ends.
 
-    Beyond the array the last document goes on, so that generating continues it.
+    Positions past the array belong to the last document, so that generation continues it.
 
-    Documents given by their lengths hold a number for each document and none for each token.
+    Documents given by their lengths store one number for each document, and none for each token.
 
     Raises:
         MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.
@@ -165,7 +165,7 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
 
 def _of_lengths(lengths: list[int]) -> Mask:
     if min(lengths) < 1:
-        raise MaskError(f"documents: lengths are {lengths[:8]}; there is at least one, and each is at least 1.")
+        raise MaskError(f"documents: lengths are {lengths[:8]}; at least one is required, and each is at least 1.")
     if sum(lengths) > POSITION_MAX:  # Python's ints: a sum of 64 bits would wrap
         raise MaskError(f"documents: lengths add up to {sum(lengths)}, but positions end at 2**62.")
     return PackedDocuments(tuple(lengths))
@@ -174,7 +174,7 @@ def _of_lengths(lengths: list[int]) -> Mask:
 def _one_document(
     q0: Positions, k0: Positions, nk: int, least: Any, greatest: Any, start: Any, stop: Any
 ) -> list[Positions]:
-    """The signature of packed documents: where all queries are of one document, which of the keys are; else the place itself."""
+    """The signature of packed documents: where all queries are of one document, which of the keys are; else the position itself."""
     one = least == greatest
     edges = (np.where(one, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
     return [*edges, np.where(one, -1, q0), np.where(one, -1, k0)]

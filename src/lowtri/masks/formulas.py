@@ -49,7 +49,7 @@ class Full(Mask):
 
 @constructor()
 def full() -> Mask:
-    """Everybody sees everybody: the encoder's attention.
+    """Every query sees every key: the encoder's attention.
 
     >>> print(full().draw(3))
     ███
@@ -90,7 +90,7 @@ class Band(Mask):
 
 @constructor()
 def causal() -> Mask:
-    """Each query sees itself and what came before: ``k <= q``.
+    """Each query sees itself and all earlier keys: ``k <= q``.
 
     >>> print(causal().draw(4))
     █···
@@ -122,7 +122,7 @@ def window(n: int) -> Mask:
         n: how many keys, in tokens, at least 1; ``window(1)`` sees only itself.
 
     Raises:
-        MaskError: if ``n`` is below 1, since then nobody would see anything.
+        MaskError: if ``n`` is below 1, since no query would then see any key.
 
     The same mask elsewhere: FlashAttention ``window_size=(n - 1, 0)``; transformers ``sliding_window=n``.
     Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
@@ -172,7 +172,7 @@ class First(Mask):
 
 @constructor()
 def first(n: int) -> Mask:
-    """Everybody sees the first ``n`` keys: ``0 <= k < n``.
+    """Every query sees the first ``n`` keys: ``0 <= k < n``.
 
     >>> prefix = causal() | first(2)
     >>> print(prefix.draw(4))

@@ -45,12 +45,12 @@ def read(text: str, arrays: Sequence[Any] = ()) -> Mask:
         MaskError: if the text is none of the grammar.
     """
     reader = _Reader(text, arrays)
-    found = reader.value(0)
-    if not isinstance(found, Mask):
+    made = reader.value(0)
+    if not isinstance(made, Mask):
         raise MaskError(f"mask: {shown(text)} is no mask. {_FIX}")
     if reader.token:
         raise reader.no_mask(0)
-    return found
+    return made
 
 
 class _Reader:
@@ -94,7 +94,7 @@ class _Reader:
                 raise self.no_mask(at)
             left = _JOINS[sign](left, right)
         if self.token in ("and", "or"):
-            raise self.in_words(at)
+            raise self.not_words(at)
         return left
 
     def operand(self, depth: int) -> Any:
@@ -120,7 +120,7 @@ class _Reader:
         if token[:1] in ("'", '"') and len(token) > 1:
             raise MaskError(f"mask: {shown(token[1:-1])} is no whole number.")
         if token == "not":
-            raise self.in_words(at)
+            raise self.not_words(at)
         if not (token[:1].isalpha() or token[:1] == "_"):
             raise self.no_mask(at)
         return self.named(token, at, depth)
@@ -182,7 +182,7 @@ class _Reader:
         self.expect(")", at)
         return values, named
 
-    def in_words(self, at: int) -> MaskError:
+    def not_words(self, at: int) -> MaskError:
         return MaskError(f"mask: {shown(self.text[at:])}: masks are joined by & | ~ -, not by and, or, not.")
 
     def no_mask(self, at: int) -> MaskError:

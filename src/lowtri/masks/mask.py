@@ -1,4 +1,4 @@
-"""Masks: the tile law, tables, text, and the set operations ``&``, ``|``, ``~`` and ``-`` with the masks that they make."""
+"""Masks: the tile law, tables, text, and the set operations ``&``, ``|``, ``~`` and ``-`` with the combinators that they return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
 
 
 class Mask(TileLaw):
-    """Who may see whom. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
+    """Which query may see which key. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
 
     >>> from lowtri import causal, window, first
     >>> sinks = causal() & (window(2) | first(1))
@@ -102,7 +102,7 @@ class Mask(TileLaw):
         except (MemoryError, ValueError):
             size = f"{float(math.prod(shape)):,.0f} bytes"
             raise MaskError(
-                f"dense: a table of {shape} pairs takes {size}, which this machine does not give.\n"
+                f"dense: a table of {shape} pairs takes {size}, which is more than this machine has.\n"
                 "Fix: pairs(), tile() and draw() need no table, and attention takes the mask itself."
             ) from None
         rows = max(1, _ROWS_AT_ONCE // max(1, len(k)))
@@ -123,11 +123,11 @@ class Mask(TileLaw):
         Args:
             nq, nk: as in :meth:`dense`.
             dtype: a NumPy floating dtype.
-            hidden: what stands at hidden pairs: -inf, or a large negative number.
+            hidden: the value at hidden pairs: -inf, or a large negative number.
             like: a torch tensor; the table then comes as a tensor of its dtype on its device.
 
         Raises:
-            MaskError: if ``hidden`` is not negative, or is a number that the dtype does not have (-1e9 in float16).
+            MaskError: if ``hidden`` is not negative, or is a number out of the dtype's range (-1e9 in float16).
         """
         if not isinstance(hidden, int | float | np.number) or not hidden < 0:
             raise MaskError(
@@ -201,12 +201,12 @@ class Mask(TileLaw):
         return Or(self, _operand(other, "|"))
 
     def __sub__(self, other: object) -> Mask:
-        return self & ~_operand(other, "-")
+        return And(self, Not(_operand(other, "-")))  # torch.compile traces classes, but not `~` of an object
 
     def __invert__(self) -> Mask:
         return Not(self)
 
-    # An operand that is no mask stands on the left: refused, with the fix.
+    # The left operand is not a mask: rejected, with the fix.
 
     def __rand__(self, other: object) -> Mask:
         return _operand(other, "&") & self
@@ -217,12 +217,12 @@ class Mask(TileLaw):
     def __rsub__(self, other: object) -> Mask:
         return _operand(other, "-") - self
 
-    __array_ufunc__ = None  # array & mask comes here and is refused, instead of being tried element by element
+    __array_ufunc__ = None  # NumPy then leaves array & mask to __rand__, instead of applying it element by element
 
     def __bool__(self) -> bool:
         raise MaskError(
-            "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would drop a mask in silence.\n"
-            "Fix: write m & n, m | n, ~m; `m is None` asks whether there is one."
+            "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would silently drop a mask.\n"
+            "Fix: write m & n, m | n, ~m; `m is None` tests for a missing mask."
         )
 
 
@@ -275,7 +275,7 @@ class Join(Mask):
 
 
 class And(Join):
-    """Seen when both see: the minimum of two answers."""
+    """Visible where both masks are: the minimum of two answers."""
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) & self.right._sees(q, k)
@@ -293,7 +293,7 @@ class And(Join):
 
 
 class Or(Join):
-    """Seen when either sees: the maximum of two answers."""
+    """Visible where either mask is: the maximum of two answers."""
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) | self.right._sees(q, k)
@@ -311,7 +311,7 @@ class Or(Join):
 
 @dataclass(frozen=True, repr=False)
 class Not(Mask):
-    """Seen when the other does not see: EMPTY and FULL change places."""
+    """Visible where the other mask is not: EMPTY and FULL swap."""
 
     inner: Mask
 
@@ -344,12 +344,12 @@ class Not(Mask):
 
 
 def _limit(made: Mask, *parts: Mask) -> None:
-    """Count what is joined, and refuse what would be too deep to walk through."""
+    """Count the joined masks, and reject those too deep to recurse through."""
     depth, joined = 1 + max([part._depth for part in parts]), sum([part._joined for part in parts])
     if depth > MAX_DEPTH or joined > _MAX_JOINED:
         raise MaskError(
             f"mask: {joined} masks under {depth} operators, one inside the other; at most {_MAX_JOINED} masks and "
-            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) that says the same."
+            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
         )
     object.__setattr__(made, "_depth", depth)
     object.__setattr__(made, "_joined", joined)

@@ -71,7 +71,7 @@ class TileLaw:
 
     @property
     def asks_query(self) -> bool:
-        """Whether the answer depends on where the query stands (``full``, ``first`` and ``keys`` do not ask)."""
+        """Whether the answer depends on where the query stands (not for ``full``, ``first`` and ``keys``)."""
         return True
 
     # What a subclass implements, for non-negative positions and non-empty rectangles.
@@ -83,9 +83,9 @@ class TileLaw:
         raise TypeError(f"{type(self).__name__} has no tile formula")
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where nothing is known.
+        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where that is unknown.
 
-        Written for single masks only: a plan looks into joined masks itself.
+        For single masks only: plans combine the patterns of joined masks themselves.
         """
         return None
 
@@ -99,7 +99,7 @@ class TileLaw:
 
         Args:
             q, k: positions, ints or integer arrays that broadcast against each other. A negative position holds no token:
-                it sees nothing and is seen by nobody, under any mask.
+                under every mask it sees nothing and is hidden.
 
         Returns:
             a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
@@ -114,14 +114,14 @@ class TileLaw:
         return bool(seen) if type(q) is int and type(k) is int else seen
 
     def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
-        """The question with three answers, for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
+        """EMPTY, PARTIAL or FULL for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
 
         >>> from lowtri import causal
         >>> causal().tile(0, 4, 4, 8), causal().tile(4, 8, 0, 5), causal().tile(0, 4, 0, 4)
         (<Tile.EMPTY: 0>, <Tile.FULL: 2>, <Tile.PARTIAL: 1>)
 
         Args:
-            q0, q1, k0, k1: ints, or integer arrays that broadcast: many tiles at once. ``POSITION_MAX`` and ``inf`` mean for ever.
+            q0, q1, k0, k1: ints, or integer arrays that broadcast: many tiles at once. ``POSITION_MAX`` and ``inf`` mean no end.
 
         Returns:
             a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.
@@ -145,7 +145,7 @@ class TileLaw:
         missing = (q0 < 0) | (k0 < 0)
         q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
         none = (q1 <= q0) | (k1 <= k0)
-        # Formulas may look at the last position of a rectangle: give the empty ones a position to look at.
+        # Formulas may use the last position of a tile: give empty tiles one.
         answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
         answer = np.where(missing, np.minimum(answer, 1), answer)
         return np.where(none, 0, answer).astype(np.int8)
@@ -156,7 +156,7 @@ class TileLaw:
             return self
         rows, heads = (*self.batch, 1)[:2]
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
-            raise MaskError(f"at: batch row {b}, head {h} asked of a mask with batch {self.batch}.")
+            raise MaskError(f"at: batch row {b}, head {h} of a mask with batch {self.batch}.")
         one: _Law = self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
         return one
 
@@ -169,27 +169,27 @@ class TileLaw:
 
 
 def default_positions(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where ``nq`` queries and ``nk`` keys stand when nobody says: keys at 0 .. nk-1, queries at the last nq of them.
+    """The default positions of ``nq`` queries and ``nk`` keys: keys at 0 .. nk-1, queries at the last nq of them.
 
-    More queries than keys have no such place. Where the mask does not ask for the query's place they count from 0; else it
-    has to be said, since two libraries mean two things by it.
+    More queries than keys have no such positions. If the mask does not depend on the query's position they count from 0; otherwise
+    positions are required, because libraries differ in the default.
     """
     start, nq, nk = first_position(mask, nq, nk)
     if max(nq, nk) > MOST_POSITIONS:
         raise MaskError(
-            f"{nq} queries and {nk} keys: at most {MOST_POSITIONS} (2**28) positions are written out. "
+            f"{nq} queries and {nk} keys: an array of positions holds at most {MOST_POSITIONS} (2**28). "
             "Fix: tile() answers for rectangles of any size."
         )
     return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
 
 
 def first_position(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[int, int, int]:
-    """Where the first of ``nq`` queries stands, and the two numbers, checked; see :func:`default_positions`."""
+    """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
     nq = check_count("mask", "nq, a number of queries,", nq)
     nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
     if nq > nk and mask.asks_query:
         raise MaskError(
             f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
-            "Fix: say where they stand, q_positions=range(nq) if query i stands beside key i."
+            "Fix: pass their positions, q_positions=range(nq) if query i has the position of key i."
         )
     return max(nk - nq, 0), nq, nk
