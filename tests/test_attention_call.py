@@ -156,7 +156,7 @@ REFUSED = {
         (X, X, X),
         {"q_positions": [0, 1]},
         r"q_positions is int64 \(2,\), but it holds whole numbers, \(5,\) or \(2, 5\): "
-        r"of each in the sequence, -1 where there is no token",
+        r"the (place|position) of each in the sequence, -1 where there is no token",
     ),
     "positions of another batch": (
         (X, X, X),
