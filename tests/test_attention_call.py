@@ -295,7 +295,7 @@ def test_a_table_that_is_too_small():
 def test_more_queries_than_keys_say_where_they_stand():
     with pytest.raises(
         MaskError,
-        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: say where",
+        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: pass their positions",
     ):
         attention(X, X[:, :, :3], X[:, :, :3], "causal")
     with pytest.raises(MaskError, match="5 queries and 3 keys"):

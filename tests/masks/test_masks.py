@@ -1,6 +1,6 @@
 """Masks by example: little grids to look at, what lies beyond an array, tables to add, and the words of every error.
 
-The laws, for random masks, are in test_masks_laws.py.
+The laws, for random masks, are in test_laws.py.
 """
 
 from __future__ import annotations
