@@ -389,9 +389,7 @@ def test_positions_of_every_dtype(dtype: str, text: str) -> None:
 def test_positions_beyond_the_end_are_refused(name: str, first: int) -> None:
     x = np.ones((5, 4))
     for places in (np.arange(5, dtype=np.uint64) + np.uint64(first), np.arange(5) + (2**63 - 5), [END] * 5):
-        with pytest.raises(
-            CallError, match=rf"attention: {name} reaches \d+, but positions lie below lowtri.END \(2\*\*62\)"
-        ):
+        with pytest.raises(CallError, match=rf"attention: {name} reaches \d+, but positions lie below 2\*\*62"):
             attention(x, x, x, "causal", **{name: places})
     with pytest.raises(CallError, match="positions reaches"):
         KVCache().append(x, x, np.arange(5, dtype=np.uint64) + np.uint64(first))

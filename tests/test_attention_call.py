@@ -156,7 +156,7 @@ REFUSED = {
         (X, X, X),
         {"q_positions": [0, 1]},
         r"q_positions is int64 \(2,\), but it holds whole numbers, \(5,\) or \(2, 5\): "
-        r"the place of each in the sequence, -1 where there is no token",
+        r"the (place|position) of each in the sequence, -1 where there is no token",
     ),
     "positions of another batch": (
         (X, X, X),
@@ -193,7 +193,7 @@ def test_arguments_that_do_not_fit(case):
 
 
 MASKS_REFUSED = {
-    "none": (None, r"mask: who may see whom is always said\. Fix: lowtri\.full\(\) if everybody may see everybody"),
+    "none": (None, r"mask: a mask is required, but None came\. Fix: lowtri\.full\(\)"),
     "a tensor of bools": (
         torch.ones(5, 5).bool(),
         r"mask: a bare Tensor came\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
@@ -295,7 +295,7 @@ def test_a_table_that_is_too_small():
 def test_more_queries_than_keys_say_where_they_stand():
     with pytest.raises(
         MaskError,
-        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: say where",
+        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: pass their positions",
     ):
         attention(X, X[:, :, :3], X[:, :, :3], "causal")
     with pytest.raises(MaskError, match="5 queries and 3 keys"):

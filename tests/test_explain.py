@@ -535,7 +535,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: lowtri.explain(qkv()), MaskError, "who may see whom is always said"),
+        (lambda: lowtri.explain(qkv()), MaskError, "a mask is required"),
         (lambda: lowtri.explain((1, 2), mask="full"), CallError, "2 arrays came, but (q, k, v) are three"),
         (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
@@ -561,7 +561,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         ),
         (lambda: lowtri.explain(qkv(), scores=np.eye(2), mask="full"), CallError, "scores stand alone"),
         (lambda: lowtri.explain(values=np.eye(2), mask="full"), CallError, "values go with scores"),
-        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "who may see whom is always said"),
+        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "a mask is required"),
         (
             lambda: lowtri.explain(scores=np.ones((3, 2)), mask="full"),
             CallError,

@@ -19,7 +19,7 @@ import lowtri
 from attention_cases import draw
 from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
 from lowtri.dispatch import programs as operators
-from lowtri.masks.packed import pack, unpack
+from lowtri.masks.serialisation import pack, unpack
 from lowtri.nn import Decoder, DecoderConfig
 from random_masks import Case, cases
 
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_told_as_outside() -> None:
     x = inputs()
     with pytest.raises(MaskError, match="there is no mask 'casual'"):
         compiled(lambda q, k, v: attention(q, k, v, "casual"))(*x)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="who may see whom is always said"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a mask is required"):
         compiled(lambda q, k, v: attention(q, k, v, None))(*x)
     with pytest.raises(lowtri.CallError, match="k and v differ in length"):
         compiled(lambda q, k, v: attention(q, k, v[:, :, :8], "causal"))(*x)

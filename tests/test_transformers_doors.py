@@ -23,7 +23,7 @@ from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_masks import make_mask
 from lowtri.integrations.transformers_seen import SeenTensor
 from lowtri.masks import causal, full
-from lowtri.masks.held import Keys, Table
+from lowtri.masks.array_masks import Keys, Table
 
 register()
 

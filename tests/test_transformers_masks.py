@@ -20,7 +20,7 @@ from lowtri.integrations.transformers_asked import Asked, Moved, Shifted
 from lowtri.integrations.transformers_masks import make_mask, read_function
 from lowtri.integrations.transformers_seen import Seen, SeenTensor
 from lowtri.masks import EMPTY, FULL, PARTIAL, causal, chunks, full, window
-from lowtri.masks.held import Held
+from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.plan import plan
 
 ROWS, PLACES = 2, 14
@@ -115,7 +115,7 @@ KNOWN = {
     ),
     "remapped": (
         theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.tensor([[0, 1, 0]])),
-        Moved(causal(), Held(np.array([0, 1, 0]))),
+        Moved(causal(), FrozenArray(np.array([0, 1, 0]))),
     ),
     "prefix": (theirs.or_masks(theirs.causal_mask_function, theirs.sliding_window_overlay(1)), None),
 }

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time `__getattr
     from lowtri import nn as nn, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.report import AuditReport as AuditReport
-    from lowtri.decoding.cache import KVCache as KVCache
-    from lowtri.decoding.generate import generate as generate
+    from lowtri.generation.cache import KVCache as KVCache
+    from lowtri.generation.generate import generate as generate
     from lowtri.dispatch.attend import attention as attention, which_engine as which_engine
     from lowtri.dispatch.merge import merge as merge
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention

@@ -23,7 +23,7 @@ from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
-from lowtri.masks.packed import pack, unpack
+from lowtri.masks.serialisation import pack, unpack
 from lowtri.masks.text import as_mask
 from lowtri.ops.call import Inputs, Result
 from lowtri.ops.diagonal import is_causal_bias

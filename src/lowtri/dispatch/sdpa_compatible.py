@@ -9,8 +9,8 @@ import numpy as np
 
 from lowtri.dispatch.attend import attention, is_traced
 from lowtri.errors import CallError
-from lowtri.masks.atoms import causal, full
-from lowtri.masks.holders import table
+from lowtri.masks.array_masks import table
+from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.diagonal import ahead, is_causal_bias

@@ -42,7 +42,7 @@ class KVCache:
     and torch tensors of any dtype and device are accepted; gradients are not recorded.
 
     Args:
-        mask: the mask that the attention uses, or its text. A key is evicted when ``mask.tile(t, END, k, k + 1)`` is EMPTY in
+        mask: the mask that the attention uses, or its text. A key is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY in
             every row of the batch, ``t`` being the earliest new token.
         capacity: initial number of slots; it grows as needed.
         block: keys are evicted every ``block`` tokens (or every eighth of the tokens held, if that is more), and the capacity

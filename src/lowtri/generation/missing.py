@@ -3,7 +3,7 @@
 A cached query is computed once. Under a causal mask all its keys exist by then; a mask that shows the future (a prefix, a
 band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by tile answers:
 
-    when a query is appended   ``mask.tile(q, q + 1, end, END)``, ``end`` being the next position of its row: EMPTY: no key can
+    when a query is appended   ``mask.tile(q, q + 1, end, POSITION_MAX)``, ``end`` being the next position of its row: EMPTY: no key can
                                be missing; FULL in any part of it: one is missing, and the append raises
     when a key is appended     PARTIAL may be answered where no pair is visible (tables, custom formulas): such queries stay
                                pending, and the keys of every later append are compared with them, pair by pair if needed
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.masks import EMPTY, END, FULL, Mask
+from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
 __all__ = ["Missing", "row_masks", "seen"]
 
@@ -45,7 +45,7 @@ class Missing:
         if positions.size == 1:  # the usual case; saves two reductions
             low = high = positions.item()
         else:
-            low, high = int(positions.min(initial=END)), int(positions.max(initial=-1))
+            low, high = int(positions.min(initial=POSITION_MAX)), int(positions.max(initial=-1))
         if high < 0:
             return
         low = low if low >= 0 else int(positions[positions >= 0].min())
@@ -55,13 +55,13 @@ class Missing:
         pending = coming if self._pending is None else np.broadcast_to(self._pending, len(positions))
         if self._pending is not None:
             self._check_keys(positions, pending, coming)
-        first = np.where(positions >= 0, positions, END).min(1)  # (R,)
+        first = np.where(positions >= 0, positions, POSITION_MAX).min(1)  # (R,)
         first = np.where(pending < coming, pending, first)
         if low in self._uncertain and high in self._uncertain:
             self._pending = first
             return
         end = np.maximum(coming, positions.max(1) + 1)  # (R,)
-        if np.all(seen(self.mask, first, end, end, END) == EMPTY):
+        if np.all(seen(self.mask, first, end, end, POSITION_MAX) == EMPTY):
             self._pending = None
         else:
             first = np.where(pending < coming, pending, end)
@@ -95,27 +95,27 @@ class Missing:
         """Extend the ranges from ``start`` on, to cover rows whose next positions are between ``start`` and ``furthest``."""
         ahead = self._ahead + min(furthest - start, 16 * _MOST_AHEAD)
         q = start + np.arange(ahead)[None]  # (1, A)
-        no_later = _first_false(seen(self.mask, q, q + 1, q + 1, END)[0] == EMPTY)
+        no_later = _first_false(seen(self.mask, q, q + 1, q + 1, POSITION_MAX)[0] == EMPTY)
         self._no_later = self._uncertain = range(start, start + no_later)
         if no_later == ahead:
             self._ahead = min(2 * self._ahead, _MOST_AHEAD)
             return
         self._ahead = _AHEAD
         q = q[:, :_AHEAD, None]
-        k = np.minimum(q + 1 + _EDGES, END)  # (1, A, S + 1)
+        k = np.minimum(q + 1 + _EDGES, POSITION_MAX)  # (1, A, S + 1)
         certain = np.any(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL, -1)[0]
         self._uncertain = range(start, start + _first_false(~certain))
 
     def _check_queries(self, positions: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
         """Raise if a new query certainly sees a key from ``end`` (R,) on; return from where on they may see one, (R,)."""
         q = positions[:, -_LAST:, None]
-        k = np.minimum(end[:, None, None] + _EDGES, END)  # (R, 1, S + 1)
+        k = np.minimum(end[:, None, None] + _EDGES, POSITION_MAX)  # (R, 1, S + 1)
         certain = np.argwhere(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL)
         for b, i, s in certain[:1].tolist():
             masks = row_masks(self.mask, b, len(positions))
             self._raise(int(q[b, i, 0]), int(k[b, 0, s]), masks, "is not in the cache yet")
-        may = seen(self.mask, positions, positions + 1, end[:, None], END) != EMPTY  # (R, N)
-        return np.where(may, positions, END).min(1, initial=END)
+        may = seen(self.mask, positions, positions + 1, end[:, None], POSITION_MAX) != EMPTY  # (R, N)
+        return np.where(may, positions, POSITION_MAX).min(1, initial=POSITION_MAX)
 
     def _check_keys(self, positions: NDArray[np.int64], pending: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Raise if a query from ``pending`` to before ``coming`` (R,) sees one of the new keys at ``positions`` (R, N)."""
@@ -131,7 +131,7 @@ class Missing:
         last = max((_last_seen(one, q, k) for one in masks), default=k)
         fix = (
             "attend to the whole sequence in one call"
-            if last > END // 2
+            if last > POSITION_MAX // 2
             else f"append all tokens up to {last} in one call"
         )
         raise CallError(
@@ -141,12 +141,15 @@ class Missing:
 
 
 def _last_seen(mask: Mask, q: int, k: int) -> int:
-    """The last key that the query may see according to the tiles, at least ``k``; END if there is no last one."""
-    empty, some = END, k + 1  # nothing is visible from `empty` on; something may be from a point before `some` on
+    """The last key that the query may see according to the tiles, at least ``k``; POSITION_MAX if there is no last one."""
+    empty, some = (
+        POSITION_MAX,
+        k + 1,
+    )  # nothing is visible from `empty` on; something may be from a point before `some` on
     while some < empty:
         middle = (some + empty) // 2
-        empty, some = (middle, some) if mask.tile(q, q + 1, middle, END) == EMPTY else (empty, middle + 1)
-    return END if empty == END else empty - 1
+        empty, some = (middle, some) if mask.tile(q, q + 1, middle, POSITION_MAX) == EMPTY else (empty, middle + 1)
+    return POSITION_MAX if empty == POSITION_MAX else empty - 1
 
 
 def _visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:

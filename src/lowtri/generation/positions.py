@@ -16,7 +16,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def as_positions(positions: Any, name: str = "append: positions") -> NDArray[np.int64]:
-    """Integers below END; negative ones mean "no token here"."""
+    """Integers below POSITION_MAX; negative ones mean "no token here"."""
     return positions_in_numpy(name, positions, "(N,) or (B, N)")
 
 

@@ -1,7 +1,7 @@
 """The slot allocator of a cache: which slot holds the token at which position, and which slots are free. NumPy only.
 
 A token keeps its slot until it is evicted, that is until no query from now on can see it in any row of the batch:
-``mask.tile(t, END, k, k + 1)`` is EMPTY. Eviction runs in blocks, one vectorised question for all keys, so that its cost per
+``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. Eviction runs in blocks, one vectorised question for all keys, so that its cost per
 token is small:
 
     full              one FULL answer for the whole range: nothing to evict
@@ -20,7 +20,7 @@ from lowtri.errors import CallError
 from lowtri.generation.buffers import Slots, as_slots
 from lowtri.generation.missing import Missing, row_masks, seen
 from lowtri.generation.positions import as_positions, following, same
-from lowtri.masks import EMPTY, END, FULL, Mask
+from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
 __all__ = ["SlotAllocator"]
 
@@ -88,8 +88,8 @@ class SlotAllocator:
             self._widen(len(new))
         self.moved = None
         if self._since_sweep >= self._interval or len(self._free) - self._taken < n:
-            earliest = np.where(new >= 0, new, END).min(1, initial=END)
-            earliest = np.where(earliest < END, earliest, self.next)  # (R,) no query comes before it
+            earliest = np.where(new >= 0, new, POSITION_MAX).min(1, initial=POSITION_MAX)
+            earliest = np.where(earliest < POSITION_MAX, earliest, self.next)  # (R,) no query comes before it
             self._sweep(np.maximum(earliest - self.rewind, 0), n)
         self.slots = self._take(n)
         self.positions[:, self.slots] = new
@@ -133,8 +133,8 @@ class SlotAllocator:
         before = self.positions[:, used]  # (R, S)
         evicted = self._invisible_by_row(before, first) & (before >= 0)
         before = np.where(evicted, -1, before)
-        oldest = np.where(before >= keep, before, END).min(1, initial=END)
-        back = np.where(oldest < END, oldest, self.next) - keep  # (R,)
+        oldest = np.where(before >= keep, before, POSITION_MAX).min(1, initial=POSITION_MAX)
+        back = np.where(oldest < POSITION_MAX, oldest, self.next) - keep  # (R,)
         back = np.where(self.next > keep, back, 0)
         after = before - np.where(before >= keep, back[:, None], 0)
         self._check_shift(before, after, back)
@@ -192,14 +192,14 @@ class SlotAllocator:
         real = k[k >= 0]
         if not len(real):
             return np.ones(k.shape[1], bool)
-        whole = np.asarray(self.mask.tile(int(first.min()), END, int(real.min()), int(real.max()) + 1))
+        whole = np.asarray(self.mask.tile(int(first.min()), POSITION_MAX, int(real.min()), int(real.max()) + 1))
         if np.all(whole == FULL):
             return np.zeros(k.shape[1], bool)
         return np.asarray(self._invisible_by_row(k, first).all(0))
 
     def _invisible_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The same for each row of positions, (R, S)."""
-        return np.asarray(seen(self.mask, first[:, None], END, k, k + 1) == EMPTY)
+        return np.asarray(seen(self.mask, first[:, None], POSITION_MAX, k, k + 1) == EMPTY)
 
     def _grown(self, first: NDArray[np.int64], n: int, needed: int) -> int:
         """The new capacity when ``needed`` slots are too many for the present one.

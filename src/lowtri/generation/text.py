@@ -8,7 +8,7 @@ from lowtri.errors import CallError
 
 __all__ = ["Pieces", "encode", "own_stop", "stop_ids"]
 
-END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+POSITION_MAX = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
@@ -62,7 +62,7 @@ def own_stop(model: Any, tokenizer: Any) -> frozenset[int]:
         if token is not None:
             return stop_ids(token, None)
     named = getattr(tokenizer, "token_to_id", None)
-    token = None if named is None else named(END)
+    token = None if named is None else named(POSITION_MAX)
     return frozenset() if token is None else frozenset([token])
 
 

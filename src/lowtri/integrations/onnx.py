@@ -22,7 +22,7 @@ from lowtri.dispatch.attend import attention as attend
 from lowtri.errors import CallError
 from lowtri.integrations.onnx_arrays import behind, cast, heads_apart, hide, scores_of, work_dtype
 from lowtri.integrations.onnx_places import band_of, bools_and_bias, places_of, whole
-from lowtri.masks import END
+from lowtri.masks import POSITION_MAX
 from lowtri.ops.arguments import dtype_name, plain_array
 
 __all__ = ["Outputs", "attention"]
@@ -173,8 +173,8 @@ def _check_numbers(**numbers: Any) -> None:
 
 
 # For each whole number: what it may be, whether it may be left out, and the same in words.
-_HEADS = (range(1, END), True, "is a whole number of heads, at least 1")
-_WINDOW = (range(-1, END), False, "counts keys, and -1 is for all of them")
+_HEADS = (range(1, POSITION_MAX), True, "is a whole number of heads, at least 1")
+_WINDOW = (range(-1, POSITION_MAX), False, "counts keys, and -1 is for all of them")
 _WHOLE = {
     "q_num_heads": _HEADS,
     "kv_num_heads": _HEADS,

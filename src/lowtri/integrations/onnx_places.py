@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.masks import END, Mask, band, causal, full, table
+from lowtri.masks import POSITION_MAX, Mask, band, causal, full, table
 from lowtri.masks.arrays import in_numpy
 
 __all__ = ["Places", "band_of", "bools_and_bias", "places_of", "whole"]
@@ -53,8 +53,8 @@ def band_of(is_causal: bool | int, left: int, right: int) -> Mask:
     """The mask over places that the three attributes say."""
     after = 0 if is_causal else right
     if left < 0:
-        return full() if after < 0 else causal() if after == 0 else band(END, after)
-    return band(left, END if after < 0 else after)
+        return full() if after < 0 else causal() if after == 0 else band(POSITION_MAX, after)
+    return band(left, POSITION_MAX if after < 0 else after)
 
 
 def places_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Places:

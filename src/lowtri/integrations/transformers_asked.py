@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowtri.masks.held import Held, within
-from lowtri.masks.ids import Extremes
-from lowtri.masks.mask import Answer, Mask, Positions
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.document_masks import Extremes
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import Positions, within
+from lowtri.masks.tile import Answer
 
 __all__ = ["Asked", "Moved", "Shifted"]
 
@@ -73,7 +75,7 @@ class Moved(Mask):
     """Another mask, asked at the places that ``places`` (N,) or (B, N) gives for each position."""
 
     inner: Mask
-    places: Held
+    places: FrozenArray
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -95,7 +97,7 @@ class Moved(Mask):
     @cached_property
     def _rows(self) -> list[Moved]:
         rows = self.places.array if self.places.array.ndim == 2 else [self.places.array] * self.batch[0]
-        return [Moved(self.inner.at(b), Held(row)) for b, row in enumerate(rows)]
+        return [Moved(self.inner.at(b), FrozenArray(row)) for b, row in enumerate(rows)]
 
     def _at(self, b: int, h: int) -> Mask:
         return self._rows[b]

@@ -12,7 +12,7 @@ from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_given import given
 from lowtri.integrations.transformers_seen import Seen
-from lowtri.masks.atoms import causal, full
+from lowtri.masks.formulas import causal, full
 
 __all__ = ["after", "attend", "refuse", "wants_weights"]
 

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_seen import Seen, SeenTensor
-from lowtri.masks.atoms import causal, full
-from lowtri.masks.held import Held, Keys
-from lowtri.masks.holders import table
+from lowtri.masks.array_masks import Keys, table
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
 
@@ -109,7 +109,7 @@ def _mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
             visible = first if (visible == first).all() else visible
     if visible.shape[1:3] == (1, 1):
         rows = np.broadcast_to(visible[:, 0, 0], (len(visible), nk))
-        return Keys(Held(rows[0] if len(rows) == 1 else rows))
+        return Keys(FrozenArray(rows[0] if len(rows) == 1 else rows))
     visible = np.broadcast_to(visible, (*visible.shape[:2], nq, nk))
     if visible.shape[:2] == (1, 1):
         alone = visible[0, 0]

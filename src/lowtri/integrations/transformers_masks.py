@@ -21,11 +21,13 @@ from lowtri.errors import MaskError
 from lowtri.integrations.transformers_asked import Asked, Moved, Shifted
 from lowtri.integrations.transformers_seen import Seen, SeenTensor
 from lowtri.integrations.transformers_traced import goes_without_saying
-from lowtri.masks.atoms import band, causal, chunks, full
-from lowtri.masks.formulas import Band
-from lowtri.masks.held import Held, Keys
-from lowtri.masks.ids import Documents
-from lowtri.masks.mask import EMPTY, END, Mask
+from lowtri.masks.array_masks import Keys
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.document_masks import Documents
+from lowtri.masks.formulas import Band, band, causal, chunks, full
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.tile import EMPTY
 
 __all__ = ["make_mask", "read_function"]
 
@@ -126,10 +128,10 @@ def _and(left: Mask, right: Mask) -> Mask:
     return left & right
 
 
-def _rows_of(array: NDArray[Any]) -> Held:
+def _rows_of(array: NDArray[Any]) -> FrozenArray:
     """(B, N), or (N,) where all rows are the same."""
     array = np.atleast_2d(array)
-    return Held(array[0] if bool((array == array[0]).all()) else array)
+    return FrozenArray(array[0] if bool((array == array[0]).all()) else array)
 
 
 def _held(fn: Callable[..., Any]) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _full(held: dict[str, Any], rows: int) -> Mask:
 
 def _newest(held: dict[str, Any], rows: int) -> Mask:
     n = int(held["sliding_window"])
-    return Band(n - 1, END, f"band({n - 1}, END)")
+    return Band(n - 1, POSITION_MAX, f"band({n - 1}, {POSITION_MAX})")
 
 
 def _around(held: dict[str, Any], rows: int) -> Mask:

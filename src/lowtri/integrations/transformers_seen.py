@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lowtri.errors import CallError
-from lowtri.masks.mask import EMPTY, Mask
+from lowtri.masks.mask import Mask
+from lowtri.masks.tile import EMPTY
 
 __all__ = ["Seen", "SeenTensor"]
 

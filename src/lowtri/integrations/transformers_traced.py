@@ -20,7 +20,7 @@ from lowtri.errors import CallError
 from lowtri.integrations.transformers_attend import after, attend, refuse, wants_weights
 from lowtri.integrations.transformers_given import fitting, least
 from lowtri.integrations.transformers_seen import SeenTensor
-from lowtri.masks.holders import table
+from lowtri.masks.array_masks import table
 from lowtri.masks.mask import Mask
 
 __all__ = ["attend_or_trace", "goes_without_saying"]

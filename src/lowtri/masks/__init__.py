@@ -1,34 +1,45 @@
-"""Who may see whom: formulas over positions, and what follows from them. NumPy only.
+"""Which query sees which key: masks as formulas over positions, and what follows from them. NumPy only.
 
-mask       Mask: the call, the three-answer tile question, & | ~ -, dense and additive tables
-joins      masks joined: the minimum, the maximum and the opposite of answers
-formulas   causal, window, first, ...: one short formula each
-held       keys, table, where, heads: what holds an array, a function, other masks
-ids        documents: by their cuts, or by an id for each position
-arguments  what the public doors take, checked
-atoms      the public doors to the formulas
-holders    the public doors to what is held
-grammar    the texts of masks, read
-text       a mask from text, and back
-packed     a mask as a text and its arrays, for programs
-patterns   the bits of partial tiles, equal ones stored once
-plan       what kernels read: runs of tiles, and the bits of the partial ones
-labels     labels of pictures, cut into tokens
-panels     what a picture shows, before it is text or SVG
-svg        the picture as a file
-draw       the picture as text
+Each file imports only from the files above it:
+
+positions       the range of positions, and the checks of positions and counts
+tile            the question about a tile of pairs, with three answers, and its law
+arrays          users' arrays and tensors as NumPy arrays, checked; frozen copies of them
+mask            Mask: tables, text, and the set operations ``& | ~ -``
+grammar         the parser of mask texts
+text            a mask from a text or from a user's argument
+formulas        causal, full, window, band, first, chunks, strided
+array_masks     keys, table, hidden
+document_masks  documents, by lengths or by an id for each position
+custom_masks    where (a function of the user's), heads (a mask for each query head)
+serialisation   a mask as a text and a list of arrays
+patterns        the bits of partial tiles, each distinct pattern stored once
+plan            what kernels read: runs of tiles, and the bits of the partial ones
+counts          the number of visible pairs, and whether a mask is causal
+labels          labels of pictures, and how a text is cut into tokens
+panels          the content of a picture
+svg             a picture as SVG
+draw            a picture as text
 """
 
-from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
-from lowtri.masks.holders import documents, heads, hidden, keys, table, where
-from lowtri.masks.mask import EMPTY, END, FULL, PARTIAL, Mask, Tile
+from lowtri.masks.array_masks import hidden, keys, table
+from lowtri.masks.counts import is_causal, pairs
+from lowtri.masks.custom_masks import heads, where
+from lowtri.masks.document_masks import documents
+from lowtri.masks.draw import draw
+from lowtri.masks.formulas import band, causal, chunks, first, full, strided, window
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.svg import save
 from lowtri.masks.text import as_mask, mask
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Tile
 
 __all__ = [
     "EMPTY",
     "END",
     "FULL",
     "PARTIAL",
+    "POSITION_MAX",
     "Mask",
     "Tile",
     "as_mask",
@@ -47,3 +58,9 @@ __all__ = [
     "where",
     "window",
 ]
+
+END = POSITION_MAX
+"""Short for POSITION_MAX in calls of :meth:`Mask.tile`: the end of a tile that has none."""
+
+for _method in (pairs, is_causal, draw, save):  # Mask declares them; they are defined in files that build on it
+    setattr(Mask, _method.__name__, _method)

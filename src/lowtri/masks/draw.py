@@ -7,11 +7,11 @@ from itertools import zip_longest
 
 from lowtri.errors import MaskError
 from lowtri.masks.labels import display_width
-from lowtri.masks.mask import Mask, check_count
+from lowtri.masks.mask import Mask
 from lowtri.masks.panels import MOST_CELLS, Panel, Picture, Tokens, compose
-from lowtri.masks.svg import save
+from lowtri.masks.positions import check_count
 
-__all__ = ["draw", "save"]
+__all__ = ["draw"]
 
 _BLOCKS = "·▒█"  # hidden, partly, visible
 _TICKS = "✗~✓"

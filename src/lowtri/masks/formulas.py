@@ -1,6 +1,6 @@
-"""The formulas of positions alone: who sees whom, and when a rectangle is wholly seen (``full``) or wholly hidden (``empty``).
+"""Masks that are formulas of positions: for each its dataclass and the public function that makes it.
 
-They take ints and NumPy arrays alike, and answer exactly.
+The formulas take ints and NumPy arrays alike, and their tile answers are exact.
 """
 
 from __future__ import annotations
@@ -10,12 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.masks.mask import END, Answer, Mask, Positions, verdict
+from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.positions import POSITION_MAX, Positions, check_count
+from lowtri.masks.tile import Answer, tile_answer
 
-__all__ = ["Band", "Chunks", "First", "Full", "Strided", "same"]
+__all__ = [
+    "Band",
+    "Chunks",
+    "First",
+    "Full",
+    "Strided",
+    "band",
+    "causal",
+    "chunks",
+    "first",
+    "full",
+    "same_label",
+    "strided",
+    "window",
+]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Full(Mask):
     @property
     def asks_query(self) -> bool:
@@ -30,11 +46,22 @@ class Full(Mask):
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return []
 
-    def __repr__(self) -> str:
-        return "full"
+
+@constructor()
+def full() -> Mask:
+    """Every query sees every key: the encoder's attention.
+
+    >>> print(full().draw(3))
+    ███
+    ███
+    ███
+
+    The same mask elsewhere: no mask at all. Source: the encoder of Vaswani et al. 2017.
+    """
+    return Full()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Band(Mask):
     """A strip along the diagonal: ``q - before <= k <= q + after``. causal, window and band are its three names."""
 
@@ -43,25 +70,89 @@ class Band(Mask):
     name: str
 
     def _sees(self, q: Positions, k: Positions) -> Any:
-        if self.before >= END and self.after == 0:  # causal: one comparison instead of two
+        if self.before >= POSITION_MAX and self.after == 0:  # causal: one comparison instead of two
             return k <= q
         distance = q - k
         return (distance <= self.before) & (distance >= -self.after)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         least, most = q0 - (k1 - 1), (q1 - 1) - k0  # every distance between the two occurs
-        return verdict(
+        return tile_answer(
             full=(least >= -self.after) & (most <= self.before), empty=(most < -self.after) | (least > self.before)
         )
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 - k0]
 
-    def __repr__(self) -> str:
+    def _text(self, arrays: list[Any] | None = None) -> str:
         return self.name
 
 
-@dataclass(frozen=True)
+@constructor()
+def causal() -> Mask:
+    """Each query sees itself and all earlier keys: ``k <= q``.
+
+    >>> print(causal().draw(4))
+    █···
+    ██··
+    ███·
+    ████
+
+    The same mask elsewhere: SDPA ``is_causal=True`` (for as many queries as keys), ``torch.tril``, FlashAttention ``causal=True``.
+    Source: the decoder of Vaswani et al. 2017, section 3.2.3.
+    """
+    return Band(POSITION_MAX, 0, "causal")
+
+
+@constructor()
+def window(n: int) -> Mask:
+    """Each query sees the newest ``n`` keys, its own position included.
+
+    >>> print(window(3).draw(6))
+    █·····
+    ██····
+    ███···
+    ·███··
+    ··███·
+    ···███
+
+    A query at ``q`` sees a key at ``k`` when ``q - n < k <= q``.
+
+    Args:
+        n: how many keys, in tokens, at least 1; ``window(1)`` sees only itself.
+
+    Raises:
+        MaskError: if ``n`` is below 1, since no query would then see any key.
+
+    The same mask elsewhere: FlashAttention ``window_size=(n - 1, 0)``; transformers ``sliding_window=n``.
+    Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
+    """
+    n = check_count("window", "n", n, least=1)
+    return Band(n - 1, 0, f"window({n})")
+
+
+@constructor()
+def band(before: int, after: int) -> Mask:
+    """Each query sees ``before`` keys back and ``after`` keys ahead, both inclusive: ``q - before <= k <= q + after``.
+
+    >>> print(band(1, 2).draw(5))
+    ███··
+    ████·
+    ·████
+    ··███
+    ···██
+
+    Args:
+        before, after: how far back and ahead, in tokens, at least 0.
+
+    The same mask elsewhere: FlashAttention ``window_size=(before, after)``.
+    Source: the symmetric window of Longformer (Beltagy et al. 2020).
+    """
+    before, after = check_count("band", "before", before, least=0), check_count("band", "after", after, least=0)
+    return Band(before, after, f"band({before}, {after})")
+
+
+@dataclass(frozen=True, repr=False)
 class First(Mask):
     n: int
 
@@ -73,16 +164,34 @@ class First(Mask):
         return (k < self.n) & (q >= 0)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return verdict(full=k1 <= self.n, empty=k0 >= self.n) + 0 * q0
+        return tile_answer(full=k1 <= self.n, empty=k0 >= self.n) + 0 * q0
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [np.clip(self.n - k0, 0, nk)]
 
-    def __repr__(self) -> str:
-        return f"first({self.n})"
+
+@constructor()
+def first(n: int) -> Mask:
+    """Every query sees the first ``n`` keys: ``0 <= k < n``.
+
+    >>> prefix = causal() | first(2)
+    >>> print(prefix.draw(4))
+    ██··
+    ██··
+    ███·
+    ████
+
+    ``causal() | first(p)`` is a prefix language model; ``causal() & (window(w) | first(s))`` keeps ``s`` attention sinks.
+
+    Args:
+        n: how many keys, in tokens, at least 1.
+
+    Source: prefix LM, Raffel et al. 2020; sinks, Xiao et al. 2023 (StreamingLLM).
+    """
+    return First(check_count("first", "n", n, least=1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Chunks(Mask):
     n: int
 
@@ -90,16 +199,32 @@ class Chunks(Mask):
         return q // self.n == k // self.n
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return same(q0 // self.n, (q1 - 1) // self.n, k0 // self.n, (k1 - 1) // self.n)
+        return same_label(q0 // self.n, (q1 - 1) // self.n, k0 // self.n, (k1 - 1) // self.n)
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 % self.n, k0 - q0]
 
-    def __repr__(self) -> str:
-        return f"chunks({self.n})"
+
+@constructor()
+def chunks(n: int) -> Mask:
+    """Blocks of ``n`` positions, each closed to the others: ``q // n == k // n``.
+
+    >>> print((causal() & chunks(2)).draw(5))
+    █····
+    ██···
+    ··█··
+    ··██·
+    ····█
+
+    Args:
+        n: the length of a chunk, in tokens, at least 1.
+
+    The same mask elsewhere: transformers ``attention_chunk_size=n`` (with causal). Source: blockwise attention, Qiu et al. 2019.
+    """
+    return Chunks(check_count("chunks", "n", n, least=1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strided(Mask):
     n: int
 
@@ -109,7 +234,7 @@ class Strided(Mask):
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         least, most = q0 - (k1 - 1), (q1 - 1) - k0
         newest = most // self.n * self.n  # the greatest multiple of n that could occur
-        return verdict(
+        return tile_answer(
             full=(self.n == 1) | ((least == most) & (newest == most)),
             empty=newest < least if self.n > 1 else most < least,
         )
@@ -117,12 +242,28 @@ class Strided(Mask):
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [(q0 - k0) % self.n]
 
-    def __repr__(self) -> str:
-        return f"strided({self.n})"
+
+@constructor()
+def strided(n: int) -> Mask:
+    """Every ``n``-th key, counted from the query: ``(q - k) % n == 0``.
+
+    >>> print((causal() & strided(2)).draw(5))
+    █····
+    ·█···
+    █·█··
+    ·█·█·
+    █·█·█
+
+    Args:
+        n: the stride, in tokens, at least 1.
+
+    Source: the strided pattern of Sparse Transformers (Child et al. 2019).
+    """
+    return Strided(check_count("strided", "n", n, least=1))
 
 
-def same(q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Answer:
+def same_label(q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Answer:
     """The answer for `label of q == label of k`, from the least and greatest label on either side."""
-    return verdict(
+    return tile_answer(
         full=(q_low == q_high) & (k_low == k_high) & (q_low == k_low), empty=(q_high < k_low) | (k_high < q_low)
     )

@@ -1,7 +1,7 @@
 """The grammar of mask texts, read in one pass from left to right; nothing is ever evaluated.
 
-It is Python's own, cut down: names, calls, whole numbers, lists, parentheses, and the signs ``& | ~ -`` with Python's precedence.
-Python's parser is not used because its time and its stack depth have no limit that a hostile text could not pass.
+It is a subset of Python's: names, calls, whole numbers, lists, parentheses, and the operators ``& | ~ -`` with Python's precedence.
+Python's own parser is not used, because a hostile text can exhaust its time and its stack.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtri.errors import MaskError
-from lowtri.masks.atoms import band, causal, chunks, first, full, strided, window
-from lowtri.masks.holders import documents, heads, keys, table
-from lowtri.masks.joins import DEEPEST
-from lowtri.masks.mask import Mask, shown
+from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, Mask
+from lowtri.masks.positions import shown
 
 __all__ = ["read"]
 
-_ATOMS: dict[str, Callable[..., Mask]] = {
-    make.__name__: make for make in (full, causal, window, band, first, documents, chunks, strided, keys, heads)
-}
-_ARRAYS = ("table", "hidden", "where")
-_OF_ARRAYS: dict[str, Callable[..., Mask]] = {"documents": documents, "keys": keys, "table": table}
 _STRENGTH = {"|": 1, "&": 2, "-": 3}
 _JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {
     "|": lambda left, right: left | right,
@@ -52,12 +45,12 @@ def read(text: str, arrays: Sequence[Any] = ()) -> Mask:
         MaskError: if the text is none of the grammar.
     """
     reader = _Reader(text, arrays)
-    found = reader.value(0)
-    if not isinstance(found, Mask):
+    made = reader.value(0)
+    if not isinstance(made, Mask):
         raise MaskError(f"mask: {shown(text)} is no mask. {_FIX}")
     if reader.token:
         raise reader.no_mask(0)
-    return found
+    return made
 
 
 class _Reader:
@@ -90,8 +83,8 @@ class _Reader:
 
     def value(self, depth: int, least: int = 1) -> Any:
         """A mask, a whole number or a list; signs that bind at least as strongly as ``least`` join masks."""
-        if depth > DEEPEST:
-            raise MaskError(f"mask: the text nests more than {DEEPEST} operators.")
+        if depth > MAX_DEPTH:
+            raise MaskError(f"mask: the text nests more than {MAX_DEPTH} operators.")
         at = self.start
         left = self.operand(depth)
         while _STRENGTH.get(self.token, 0) >= least:
@@ -101,7 +94,7 @@ class _Reader:
                 raise self.no_mask(at)
             left = _JOINS[sign](left, right)
         if self.token in ("and", "or"):
-            raise self.in_words(at)
+            raise self.not_words(at)
         return left
 
     def operand(self, depth: int) -> Any:
@@ -127,7 +120,7 @@ class _Reader:
         if token[:1] in ("'", '"') and len(token) > 1:
             raise MaskError(f"mask: {shown(token[1:-1])} is no whole number.")
         if token == "not":
-            raise self.in_words(at)
+            raise self.not_words(at)
         if not (token[:1].isalpha() or token[:1] == "_"):
             raise self.no_mask(at)
         return self.named(token, at, depth)
@@ -152,7 +145,7 @@ class _Reader:
             raise MaskError(f"unpack: {shown(self.text)} with {len(self.arrays)} arrays is not what pack writes.")
         if name in _WORDS:
             return _WORDS[name]
-        make = _atom(name, bool(self.arrays))
+        make = _constructor(name, bool(self.arrays))
         values, named = self.arguments(at, depth) if self.token == "(" else ([], {})
         try:
             return make(*values, **named)
@@ -189,7 +182,7 @@ class _Reader:
         self.expect(")", at)
         return values, named
 
-    def in_words(self, at: int) -> MaskError:
+    def not_words(self, at: int) -> MaskError:
         return MaskError(f"mask: {shown(self.text[at:])}: masks are joined by & | ~ -, not by and, or, not.")
 
     def no_mask(self, at: int) -> MaskError:
@@ -211,15 +204,16 @@ def _number(token: str) -> int:
     raise MaskError(f"mask: {token if len(token) <= _LONGEST_WORD else shown(token)} is no whole number.")
 
 
-def _atom(name: str, arrays: bool) -> Callable[..., Mask]:
-    if arrays and name in _OF_ARRAYS:
-        return _OF_ARRAYS[name]
-    if name in _ARRAYS:
+def _constructor(name: str, arrays: bool) -> Callable[..., Mask]:
+    """The public function of this name; the ones that take arrays only where the text has placeholders."""
+    known = CONSTRUCTORS.get(name)
+    if known is None:
+        near = difflib.get_close_matches(name, CONSTRUCTORS, 1) if len(name) <= _LONGEST_WORD else []
+        meant = f" Did you mean {near[0]}?" if near else ""
+        names = ", ".join(name for name, one in CONSTRUCTORS.items() if one.in_text)
+        raise MaskError(f"mask: there is no mask {shown(name)}.{meant} There are: {names}.")
+    if not (known.in_text or arrays):
         raise MaskError(
             f"mask: {name} holds an array or a function, which a text cannot hold. Fix: lowtri.{name}(...) in Python."
         )
-    if name not in _ATOMS:
-        near = difflib.get_close_matches(name, [*_ATOMS, *_ARRAYS], 1) if len(name) <= _LONGEST_WORD else []
-        meant = f" Did you mean {near[0]}?" if near else ""
-        raise MaskError(f"mask: there is no mask {shown(name)}.{meant} There are: {', '.join(_ATOMS)}.")
-    return _ATOMS[name]
+    return known.make

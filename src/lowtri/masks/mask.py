@@ -1,73 +1,59 @@
-"""A mask is a formula over positions: who may see whom.
-
-``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. Everything else in lowtri is built
-on one question with three answers, asked of a rectangle of positions: does nobody see anything there (EMPTY), does everybody
-see everything (FULL), or must one look closer (PARTIAL)? The law: EMPTY and FULL never lie.
-
-A subclass writes two formulas, ``_sees`` and ``_tile``, for positions that exist. What holds for every mask stands here, once:
-negative positions (no token there), empty rectangles, the end of time, and one answer for each batch row and head.
-"""
+"""Masks: the tile law, tables, text, and the set operations ``&``, ``|``, ``~`` and ``-`` with the combinators that they return."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.positions import Positions, shown
+from lowtri.masks.tile import Answer, TileLaw, default_positions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "EMPTY",
-    "END",
-    "FULL",
-    "PARTIAL",
-    "Answer",
-    "Mask",
-    "Positions",
-    "Tile",
-    "check_count",
-    "default_positions",
-    "first_position",
-    "shown",
-    "verdict",
-]
+__all__ = ["CONSTRUCTORS", "MAX_DEPTH", "And", "Join", "Constructor", "Mask", "Not", "Or", "constructor"]
 
-END = 2**62
-"""The end of time: later than any position, and small enough that sums of two stay inside int64."""
-
-MOST_POSITIONS = 2**28  # written out one by one they are 2 GB
+MAX_DEPTH = 100  # operators inside operators: every question descends through all of them
+_MAX_JOINED = 1000  # masks under all operators together
 _ROWS_AT_ONCE = 2**22  # pairs of a table that are computed together: about 32 MB of intermediate numbers
-
-Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
-Answer: TypeAlias = Any  # 0, 1, 2 or an array of them
+_Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
-class Tile(IntEnum):
-    """The three answers about a rectangle of positions. ``&`` of masks is their minimum, ``|`` their maximum."""
+class Constructor(NamedTuple):
+    """A public function that makes masks."""
 
-    EMPTY = 0
-    PARTIAL = 1
-    FULL = 2
-
-
-EMPTY, PARTIAL, FULL = Tile.EMPTY, Tile.PARTIAL, Tile.FULL
-_TILES = (EMPTY, PARTIAL, FULL)  # a look-up is five times faster than Tile(answer)
+    make: Callable[..., Mask]
+    in_text: bool  # whether texts of users may call it
 
 
-def verdict(full: Any, empty: Any) -> Answer:
-    """The answer from two facts that exclude each other; ints and arrays alike."""
-    return 1 + full - empty
+CONSTRUCTORS: dict[str, Constructor] = {}
+"""The functions that the text of a mask may call, by name."""
 
 
-class Mask:
-    """Who may see whom. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
+def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
+    """Register a public function, unchanged, so that texts of masks (:func:`lowtri.mask`, serialisation) can call it by name.
+
+    Args:
+        in_text: False where its arguments cannot be written by a user: arrays, functions.
+    """
+
+    def register(make: _Make) -> _Make:
+        CONSTRUCTORS[make.__name__] = Constructor(make, in_text)
+        return make
+
+    return register
+
+
+class Mask(TileLaw):
+    """Which query may see which key. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
 
     >>> from lowtri import causal, window, first
     >>> sinks = causal() & (window(2) | first(1))
@@ -86,108 +72,8 @@ class Mask:
     ``(B, H)``; the answers of a batched mask carry it in front.
     """
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
-        return ()
-
-    @property
-    def asks_query(self) -> bool:
-        """Whether the answer depends on where the query stands (``full``, ``first`` and ``keys`` do not ask)."""
-        return True
-
     _depth = 0  # operators on the way to the deepest mask inside
     _joined = 1  # masks joined
-
-    # What a subclass writes, for non-negative positions and non-empty rectangles.
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        raise TypeError(f"{type(self).__name__} has no formula")
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        raise TypeError(f"{type(self).__name__} has no tile formula")
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where nothing is known.
-
-        Written for single masks only: a plan looks into joined masks itself.
-        """
-        return None
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self
-
-    # Asking.
-
-    def __call__(self, q: Positions, k: Positions) -> Any:
-        """True where the query at ``q`` may see the key at ``k``.
-
-        Args:
-            q, k: positions, ints or integer arrays that broadcast against each other. A negative position holds no token:
-                it sees nothing and is seen by nobody, under any mask.
-
-        Returns:
-            a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
-
-        Raises:
-            MaskError: if the positions are no whole numbers.
-        """
-        if self.batch:
-            return self._each(lambda one: one(q, k))
-        q, k = _checked_positions(q), _checked_positions(k)
-        seen = self._sees(q, k) & (q >= 0) & (k >= 0)
-        return bool(seen) if type(q) is int and type(k) is int else seen
-
-    def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
-        """The question with three answers, for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
-
-        >>> from lowtri import causal, END
-        >>> causal().tile(0, 4, 4, 8), causal().tile(4, 8, 0, 5), causal().tile(0, 4, 0, 4)
-        (<Tile.EMPTY: 0>, <Tile.FULL: 2>, <Tile.PARTIAL: 1>)
-
-        Args:
-            q0, q1, k0, k1: ints, or integer arrays that broadcast: many tiles at once. ``END`` and ``inf`` mean for ever.
-
-        Returns:
-            a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.
-        """
-        if self.batch:
-            return self._each(lambda one: one.tile(q0, q1, k0, k1)).astype(np.int8)
-        if type(q0) is int and type(q1) is int and type(k0) is int and type(k1) is int:
-            if q0 < 0 or k0 < 0:  # the negative part holds no token, so the rest cannot be FULL
-                return min(self.tile(max(q0, 0), q1, max(k0, 0), k1), PARTIAL)
-            if q1 > END or k1 > END:  # later than END there is nothing, and other numbers may leave int64
-                return self.tile(q0, min(q1, END), k0, min(k1, END))
-            if q1 <= q0 or k1 <= k0:
-                return EMPTY
-            return _TILES[self._tile(q0, q1, k0, k1)]
-        edges = [_edge(edge) for edge in (q0, q1, k0, k1)]
-        if all(edge.ndim == 0 for edge in edges):
-            return self.tile(*(int(edge) for edge in edges))
-        q0, q1, k0, k1 = np.broadcast_arrays(*edges)
-        missing = (q0 < 0) | (k0 < 0)
-        q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
-        none = (q1 <= q0) | (k1 <= k0)
-        # Formulas may look at the last position of a rectangle: give the empty ones a position to look at.
-        answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
-        answer = np.where(missing, np.minimum(answer, 1), answer)
-        return np.where(none, 0, answer).astype(np.int8)
-
-    def at(self, b: int = 0, h: int = 0) -> Mask:
-        """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
-        if not self.batch:
-            return self
-        rows, heads = (*self.batch, 1)[:2]
-        if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
-            raise MaskError(f"at: batch row {b}, head {h} asked of a mask with batch {self.batch}.")
-        return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
-
-    def _each(self, ask: Callable[[Mask], Any]) -> NDArray[Any]:
-        """Ask every batch row (and head) alone and put the answers side by side."""
-        if len(self.batch) == 1:
-            return np.stack([ask(self.at(b)) for b in range(self.batch[0])])
-        rows, heads = self.batch
-        return np.stack([np.stack([ask(self.at(b, h)) for h in range(heads)]) for b in range(rows)])
 
     # Tables.
 
@@ -216,7 +102,7 @@ class Mask:
         except (MemoryError, ValueError):
             size = f"{float(math.prod(shape)):,.0f} bytes"
             raise MaskError(
-                f"dense: a table of {shape} pairs takes {size}, which this machine does not give.\n"
+                f"dense: a table of {shape} pairs takes {size}, which is more than this machine has.\n"
                 "Fix: pairs(), tile() and draw() need no table, and attention takes the mask itself."
             ) from None
         rows = max(1, _ROWS_AT_ONCE // max(1, len(k)))
@@ -237,11 +123,11 @@ class Mask:
         Args:
             nq, nk: as in :meth:`dense`.
             dtype: a NumPy floating dtype.
-            hidden: what stands at hidden pairs: -inf, or a large negative number.
+            hidden: the value at hidden pairs: -inf, or a large negative number.
             like: a torch tensor; the table then comes as a tensor of its dtype on its device.
 
         Raises:
-            MaskError: if ``hidden`` is not negative, or is a number that the dtype does not have (-1e9 in float16).
+            MaskError: if ``hidden`` is not negative, or is a number out of the dtype's range (-1e9 in float16).
         """
         if not isinstance(hidden, int | float | np.number) or not hidden < 0:
             raise MaskError(
@@ -261,67 +147,66 @@ class Mask:
             raise MaskError(f"additive: {kind} has no {hidden:g}: it would become -inf. Fix: hidden=-inf, or -1e4.")
         return out
 
-    def pairs(self, nq: int, nk: int | None = None) -> Any:
-        """How many pairs are visible among ``nq`` queries and ``nk`` keys; an array over ``m.batch`` if there is one.
+    # Counts and pictures: defined on top of masks, and added as methods by lowtri/masks/__init__.py.
 
-        >>> from lowtri import causal
-        >>> causal().pairs(1_000_000)
-        500000500000
+    if TYPE_CHECKING:
+
+        def pairs(self, nq: int, nk: int | None = None) -> Any:
+            """How many pairs are visible: :func:`lowtri.masks.counts.pairs`."""
+
+        def is_causal(self, n: int) -> bool:
+            """Whether no query sees a later key: :func:`lowtri.masks.counts.is_causal`."""
+
+        def draw(self, nq: int, nk: int | None = None, **options: Any) -> str:
+            """The mask as text: :func:`lowtri.masks.draw.draw`."""
+
+        def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
+            """The mask as an SVG file: :func:`lowtri.masks.svg.save`."""
+
+    # Text.
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        """The call that makes this mask, ``window(4)``: its class in lower case, and the fields of its dataclass.
+
+        Args:
+            arrays: if given, arrays are appended to it and written as ``_0, _1, ...``; else as shape and digest.
+
+        Returns:
+            the text; None if no text can say this mask (it holds a function, or has no public constructor).
         """
-        from lowtri.masks.plan import plan
+        name = type(self).__name__.lower()
+        if name not in CONSTRUCTORS:
+            return None
+        fields = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
+        texts = [_argument(value, arrays) for value in fields if value is not None]
+        if None in texts:
+            return None
+        return f"{name}({', '.join([text for text in texts if text])})" if texts else name
 
-        def count(one: Mask) -> int:
-            q, k = default_positions(one, nq, nk)
-            return plan(one, q, k).pairs
-
-        return self._each(count) if self.batch else count(self)
-
-    def is_causal(self, n: int) -> bool:
-        """Whether no query among the first ``n`` positions sees a later key, in any batch row and head.
-
-        >>> from lowtri import first, window
-        >>> window(4).is_causal(100), first(4).is_causal(100)
-        (True, False)
-        """
-        from lowtri.masks.atoms import causal
-
-        return not np.any((self - causal()).pairs(n))
-
-    # Pictures.
-
-    def draw(self, nq: int, nk: int | None = None, **options: Any) -> str:
-        """The mask as text, a line for each query: see :func:`lowtri.masks.draw.draw`."""
-        from lowtri.masks.draw import draw
-
-        return draw(self, nq, nk, **options)
-
-    def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
-        """The mask as an SVG picture in the file ``path``: see :func:`lowtri.masks.draw.save`."""
-        from lowtri.masks.draw import save
-
-        save(self, path, nq, nk, **options)
+    def __repr__(self) -> str:
+        return self._text() or object.__repr__(self)
 
     def __str__(self) -> str:
         try:
             return f"{self!r}\n{self.draw(12)}"
-        except MaskError:  # a table that is asked about places of its own only
+        except MaskError:  # a table that does not cover positions 0 .. 11
             return repr(self)
 
     # Set operations.
 
     def __and__(self, other: object) -> Mask:
-        return _joins().And(self, _operand(other, "&"))
+        return And(self, _operand(other, "&"))
 
     def __or__(self, other: object) -> Mask:
-        return _joins().Or(self, _operand(other, "|"))
+        return Or(self, _operand(other, "|"))
 
     def __sub__(self, other: object) -> Mask:
-        return self & _operand(other, "-").__invert__()
+        return And(self, Not(_operand(other, "-")))  # torch.compile traces classes, but not `~` of an object
 
     def __invert__(self) -> Mask:
-        return _joins().Not(self)
+        return Not(self)
 
-    # An operand that is no mask stands on the left: refused, with the fix.
+    # The left operand is not a mask: rejected, with the fix.
 
     def __rand__(self, other: object) -> Mask:
         return _operand(other, "&") & self
@@ -332,63 +217,13 @@ class Mask:
     def __rsub__(self, other: object) -> Mask:
         return _operand(other, "-") - self
 
-    __array_ufunc__ = None  # array & mask comes here and is refused, instead of being tried element by element
+    __array_ufunc__ = None  # NumPy then leaves array & mask to __rand__, instead of applying it element by element
 
     def __bool__(self) -> bool:
         raise MaskError(
-            "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would drop a mask in silence.\n"
-            "Fix: write m & n, m | n, ~m; `m is None` asks whether there is one."
+            "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would silently drop a mask.\n"
+            "Fix: write m & n, m | n, ~m; `m is None` tests for a missing mask."
         )
-
-
-def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where ``nq`` queries and ``nk`` keys stand when nobody says: keys at 0 .. nk-1, queries at the last nq of them.
-
-    More queries than keys have no such place. Where the mask does not ask for the query's place they count from 0; else it
-    has to be said, since two libraries mean two things by it.
-    """
-    start, nq, nk = first_position(mask, nq, nk)
-    if max(nq, nk) > MOST_POSITIONS:
-        raise MaskError(
-            f"{nq} queries and {nk} keys: at most {MOST_POSITIONS} (2**28) positions are written out. "
-            "Fix: tile() answers for rectangles of any size."
-        )
-    return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
-
-
-def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int, int]:
-    """Where the first of ``nq`` queries stands, and the two numbers, checked; see :func:`default_positions`."""
-    nq = check_count("mask", "nq, a number of queries,", nq)
-    nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
-    if nq > nk and mask.asks_query:
-        raise MaskError(
-            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
-            "Fix: say where they stand, q_positions=range(nq) if query i stands beside key i."
-        )
-    return max(nk - nq, 0), nq, nk
-
-
-def check_count(what: str, name: str, value: Any, least: int = 0) -> int:
-    """A number of tokens, as a Python int between ``least`` and END."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise MaskError(f"{what}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}.")
-    if not least <= value <= END:
-        raise MaskError(f"{what}: {name} is {shown(value)}, but it must lie in {least} .. END (2**62).")
-    return int(value)
-
-
-def shown(value: Any, longest: int = 60) -> str:
-    """A value as an error shows it: short, whatever it is."""
-    if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
-        return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def _joins() -> Any:
-    from lowtri.masks import joins
-
-    return joins
 
 
 def _operand(other: object, sign: str) -> Mask:
@@ -400,31 +235,135 @@ def _operand(other: object, sign: str) -> Mask:
     )
 
 
-def _edge(edge: Any) -> NDArray[np.int64]:
-    """One edge of a rectangle as int64; here, and only here, infinity is accepted and becomes END."""
-    array = np.asarray(edge)
-    if array.dtype.kind == "f" and np.all(array == np.floor(array)):
-        return np.clip(array, -END, END).astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise MaskError(f"tile: an edge is {shown(edge)}, but positions are whole numbers (or inf).")
-    return _int64(array)
+def _argument(value: Any, arrays: list[Any] | None) -> str | None:
+    """A field of a mask as text; see :meth:`Mask._text`."""
+    if isinstance(value, FrozenArray):
+        if arrays is None:
+            return repr(value)
+        arrays.append(value.memory)
+        return f"_{len(arrays) - 1}"
+    if isinstance(value, Mask):
+        return repr(value) if arrays is None else value._text(arrays)
+    if isinstance(value, tuple):
+        texts = [_argument(one, arrays) for one in value]
+        return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
+    # index: while a program is traced a number may be symbolic; the text needs its value.
+    return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
 
 
-def _checked_positions(positions: Positions) -> Positions:
-    """Ints as they are, and arrays of any integers as int64, in which differences are right."""
-    if type(positions) is int:
-        return min(positions, END)
-    if type(positions) is np.ndarray and positions.dtype == np.int64:
-        return positions
-    array = np.asarray(positions)
-    if array.dtype.kind not in "iu":
+@dataclass(frozen=True, repr=False)
+class Join(Mask):
+    """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
+
+    left: Mask
+    right: Mask
+
+    def __post_init__(self) -> None:
+        _limit(self, self.left, self.right)
+        object.__setattr__(self, "_batch", _common_batch(self.left, self.right))
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self._batch  # type: ignore[attr-defined]
+
+    @property
+    def asks_query(self) -> bool:
+        return self.left.asks_query or self.right.asks_query
+
+    def _at(self, b: int, h: int) -> Mask:
+        return type(self)(self.left.at(b, h), self.right.at(b, h))
+
+
+class And(Join):
+    """Visible where both masks are: the minimum of two answers."""
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) & self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return min(left, right) if type(q0) is int else np.minimum(left, right)
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        left, right = _argument(self.left, arrays), _argument(self.right, arrays)
+        if left is None or right is None:
+            return None
+        left = f"({left})" if isinstance(self.left, Or) else left
+        return f"{left} & ({right})" if isinstance(self.right, Join) else f"{left} & {right}"
+
+
+class Or(Join):
+    """Visible where either mask is: the maximum of two answers."""
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) | self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return max(left, right) if type(q0) is int else np.maximum(left, right)
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        left, right = _argument(self.left, arrays), _argument(self.right, arrays)
+        if left is None or right is None:
+            return None
+        return f"{left} | ({right})" if isinstance(self.right, Or) else f"{left} | {right}"
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Mask):
+    """Visible where the other mask is not: EMPTY and FULL swap."""
+
+    inner: Mask
+
+    def __post_init__(self) -> None:
+        _limit(self, self.inner)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.inner.batch
+
+    @property
+    def asks_query(self) -> bool:
+        return self.inner.asks_query
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        seen = self.inner._sees(q, k)
+        return not seen if isinstance(seen, bool) else ~seen
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        return 2 - self.inner._tile(q0, q1, k0, k1)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return Not(self.inner.at(b, h))
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        inner = _argument(self.inner, arrays)
+        if inner is None:
+            return None
+        return f"~({inner})" if isinstance(self.inner, Join) else f"~{inner}"
+
+
+def _limit(made: Mask, *parts: Mask) -> None:
+    """Count the joined masks, and reject those too deep to recurse through."""
+    depth, joined = 1 + max([part._depth for part in parts]), sum([part._joined for part in parts])
+    if depth > MAX_DEPTH or joined > _MAX_JOINED:
         raise MaskError(
-            f"mask: the positions are {shown(positions)}, but a position is a whole number.\n"
-            "Fix: ints, or NumPy arrays of integers."
+            f"mask: {joined} masks under {depth} operators, one inside the other; at most {_MAX_JOINED} masks and "
+            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
         )
-    return _int64(array)
+    object.__setattr__(made, "_depth", depth)
+    object.__setattr__(made, "_joined", joined)
 
 
-def _int64(array: NDArray[Any]) -> NDArray[np.int64]:
-    """Unsigned numbers beyond int64 are later than END, not negative."""
-    return np.minimum(array, np.uint64(END)).astype(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
+def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
+    """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
+    a, b = left.batch, right.batch
+    if not a or not b:
+        return a or b
+    long = max(len(a), len(b))
+    sizes = []
+    for m, n in zip(a + (1,) * (long - len(a)), b + (1,) * (long - len(b)), strict=True):
+        if m != n and 1 not in (m, n):
+            raise MaskError(f"{shown(left)} with {shown(right)}: their batches {a} and {b} do not fit together.")
+        sizes.append(max(m, n))
+    return tuple(sizes)

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.labels import shortened, split
-from lowtri.masks.mask import Mask, Tile, check_count, first_position
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import check_count
 from lowtri.masks.text import as_mask
+from lowtri.masks.tile import Tile, first_position
 
 __all__ = [
     "MOST_CELLS",

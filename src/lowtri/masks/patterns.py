@@ -1,7 +1,7 @@
 """The bits of partial tiles: a word for each key, a bit for each of 64 queries; equal ones stored once.
 
-A mask made of others is read as they are: the bits of ``m & n`` are the bits of ``m`` and of ``n``, word by word. So each single
-mask is asked only about tiles that it has not settled, and pairs are read only once where its signature says that tiles are alike.
+The bits of ``m & n`` are the bits of ``m`` and of ``n``, joined word by word. So pairs are computed only for single masks, only in
+tiles that they answer with PARTIAL, and only once for all tiles with the same signature.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.joins import And, Join, Not
-from lowtri.masks.mask import END, FULL, PARTIAL, Mask
+from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.tile import FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Boxes", "Patterns", "boxes"]
 
 TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
 _TILES_AT_ONCE = 4096  # a million words: 4 MB for each mask that is joined
-_PAIRS_AT_ONCE = 2**19  # that are read from a formula: small enough for a processor's cache
+_PAIRS_AT_ONCE = 2**19  # computed by a formula at once: they fit into a processor's cache
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], np.int64)
 
 Ints = NDArray[np.int64]
@@ -29,7 +30,7 @@ Words = NDArray[np.uint64]
 class Patterns:
     """All patterns of a plan, and how many pairs are visible in each."""
 
-    EMPTY, FULL = -1, -2  # what bits turned out to be that need not be stored
+    EMPTY, FULL = -1, -2  # patterns without any bit, and with every bit: they are not stored
 
     def __init__(self, tile_k: int) -> None:
         self.tile_k = tile_k
@@ -44,17 +45,17 @@ class Patterns:
     def of_tiles(self, mask: Mask, q: Ints, k: Ints, tiles: Ints) -> Ints:
         """The pattern of each tile (row, column)."""
         queries, keys = _line(q, TILE_Q), _line(k, self.tile_k)
-        found = np.empty(len(tiles), np.int64)
+        patterns = np.empty(len(tiles), np.int64)
         for at in range(0, len(tiles), _TILES_AT_ONCE):
             row, column = tiles[at : at + _TILES_AT_ONCE].T
             group, words = _only_tokens(_words(mask, queries, keys, row, column), queries, keys, row, column)
-            places = queries.sizes[row] * keys.sizes[column]
-            found[at : at + _TILES_AT_ONCE] = self._stored(group, words, places)
-        return found
+            pairs = queries.sizes[row] * keys.sizes[column]
+            patterns[at : at + _TILES_AT_ONCE] = self._stored(group, words, pairs)
+        return patterns
 
-    def _stored(self, group: Ints, words: Words, places: Ints) -> Ints:
+    def _stored(self, group: Ints, words: Words, pairs: Ints) -> Ints:
         counts = _ONES[words.view(np.uint8)].sum(1)
-        partial = (counts[group] > 0) & (counts[group] < places)
+        partial = (counts[group] > 0) & (counts[group] < pairs)
         number = np.full(len(words), -1)
         fresh = []
         for one in np.unique(group[partial]).tolist():
@@ -80,7 +81,7 @@ def boxes(positions: Ints, tile: int) -> list[Boxes]:
         return [Boxes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
     edges = np.arange(0, len(positions), tile)
     least = np.minimum.reduceat(positions, edges)
-    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, END, positions), edges)
+    low = least if least.min() >= 0 else np.minimum.reduceat(np.where(positions < 0, POSITION_MAX, positions), edges)
     levels = [Boxes(low, np.maximum.reduceat(positions, edges) + 1, least >= 0)]
     while len(levels[-1].low) > 1:
         below = levels[-1]
@@ -114,13 +115,13 @@ def _words(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> 
     """The bits of tiles: a group for each tile, and the words of each group. Group 0 is nothing, group 1 is everything."""
     of_q, of_k = queries.box, keys.box
     answer = mask.tile(of_q.low[row], of_q.stop[row], of_k.low[column], of_k.stop[column])
-    open_ = np.flatnonzero(answer == PARTIAL)
+    undecided = np.flatnonzero(answer == PARTIAL)
     group = np.where(answer == FULL, 1, 0)
     ends = np.zeros((2, keys.positions.shape[1]), np.uint64)
     ends[1] = ~ends[1]
-    if not len(open_):
+    if not len(undecided):
         return group, ends
-    row, column = row[open_], column[open_]
+    row, column = row[undecided], column[undecided]
     if isinstance(mask, Not):
         inside, words = _words(mask.inner, queries, keys, row, column)
         words = ~words
@@ -133,7 +134,7 @@ def _words(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> 
     else:
         inside, sample = _alike(mask, queries, keys, row, column)
         words = _read(mask, queries.positions[row[sample]], keys.positions[column[sample]])
-    group[open_] = inside + 2
+    group[undecided] = inside + 2
     return group, np.concatenate([ends, words])
 
 
@@ -144,26 +145,26 @@ def _joined(mask: Join, left: tuple[Ints, Words], right: tuple[Ints, Words]) -> 
 
 
 def _only_tokens(bits: tuple[Ints, Words], queries: _Line, keys: _Line, row: Ints, column: Ints) -> tuple[Ints, Words]:
-    """Without the pairs in which a position holds no token."""
+    """The bits with the pairs cleared in which a position holds no token."""
     group, words = bits
-    holes = np.flatnonzero(~(queries.real[row] & keys.real[column]))
-    if not len(holes):
+    incomplete = np.flatnonzero(~(queries.real[row] & keys.real[column]))
+    if not len(incomplete):
         return bits
-    there = np.packbits(queries.positions[row[holes]] >= 0, axis=1, bitorder="little").view(np.uint64)  # (n, 1)
-    real = np.where(keys.positions[column[holes]] >= 0, there, np.uint64(0))  # (n, tile_k)
-    real &= words[group[holes]]
-    group[holes] = len(words) + np.arange(len(holes))
+    tokens = np.packbits(queries.positions[row[incomplete]] >= 0, axis=1, bitorder="little").view(np.uint64)  # (n, 1)
+    real = np.where(keys.positions[column[incomplete]] >= 0, tokens, np.uint64(0))  # (n, tile_k)
+    real &= words[group[incomplete]]
+    group[incomplete] = len(words) + np.arange(len(incomplete))
     return group, np.concatenate([words, real])
 
 
 def _alike(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> tuple[Ints, Ints]:
-    """Tiles that must hold the same bits, by the mask's signature: the group of each tile, and one tile of each group."""
+    """Groups of tiles with the same bits, by the mask's signature: the group of each tile, and one tile of each group."""
     each = np.arange(len(row))
     q, k = queries.positions, keys.positions
     signature = mask._signature(q[row, 0], k[column, 0], q.shape[1], k.shape[1])
     if signature is None:
         return each, each
-    # A signature speaks of whole tiles of consecutive positions; the others stand for themselves.
+    # A signature describes whole tiles of consecutive positions; any other tile is a group of its own.
     group = np.where(queries.ordered[row] & keys.ordered[column], 0, each + 1)
     for numbers in signature:
         _, number = np.unique(np.broadcast_to(numbers, each.shape), return_inverse=True)
@@ -177,7 +178,7 @@ def _read(mask: Mask, q: Ints, k: Ints) -> Words:
     words = np.empty(k.shape, np.uint64)
     step = max(1, _PAIRS_AT_ONCE // (TILE_Q * k.shape[1]))
     for at in range(0, len(q), step):
-        here = slice(at, at + step)
-        seen = np.broadcast_to(mask._sees(q[here, None, :], k[here, :, None]), (*k[here].shape, TILE_Q))
-        words[here] = np.packbits(seen, axis=2, bitorder="little").view(np.uint64)[:, :, 0]
+        chunk = slice(at, at + step)
+        seen = np.broadcast_to(mask._sees(q[chunk, None, :], k[chunk, :, None]), (*k[chunk].shape, TILE_Q))
+        words[chunk] = np.packbits(seen, axis=2, bitorder="little").view(np.uint64)[:, :, 0]
     return words

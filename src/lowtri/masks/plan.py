@@ -1,7 +1,7 @@
-"""The plan: what a kernel reads of a mask.
+"""The plan: a mask in the form that kernels read.
 
-A row of the plan is a tile of 64 queries. It holds *runs* of key tiles: EMPTY ones are not there at all, FULL ones need no mask,
-and each tile of a PARTIAL one has its bits, stored once however often the same bits occur.
+A row of the plan is a tile of 64 queries. It holds *runs* of key tiles: EMPTY ones are left out, FULL ones need no mask,
+and each tile of a PARTIAL one has its bits; each distinct pattern of bits is stored once.
 
     Plan for causal, tiles of 2 x 2:     row 0   PARTIAL [0, 1)                      one pattern of bits,
         █···                             row 1   FULL    [0, 1)  PARTIAL [1, 2)      used twice
@@ -9,10 +9,10 @@ and each tile of a PARTIAL one has its bits, stored once however often the same 
         ███·
         ████
 
-The runs are found from large rectangles down: a rectangle that is EMPTY or FULL is settled by one question, a PARTIAL one is
-cut in four. So the cost grows with the boundary of the mask and not with the number of tiles. Positions may stand in any
-order: a rectangle of *indices* is asked about through the least box of *positions* around it, which can only be too careful,
-and the bits of the smallest tiles are read pair by pair.
+Runs are computed by recursive subdivision: one answer decides a rectangle that is EMPTY or FULL, and a PARTIAL one is split into
+four. So the cost grows with the boundary of the mask and not with the number of tiles. Positions may come in any order: the answer
+for a rectangle of *indices* is the answer for the bounding box of its *positions*, which is conservative, and the bits of the
+smallest tiles are computed pair by pair.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import FULL, PARTIAL, Mask
+from lowtri.masks.mask import Mask
 from lowtri.masks.patterns import TILE_Q, Patterns, boxes
+from lowtri.masks.tile import FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Plan", "plan"]
 
@@ -76,17 +77,17 @@ class Plan:
         return self.runs[self.row_start[at] : self.row_start[at + 1]]
 
     def dense(self, sheet: int = 0) -> NDArray[np.bool_]:
-        """The table that the plan says, (nq, nk): slow, for tests and for the curious."""
+        """The dense table of the plan, (nq, nk); slow, for tests."""
         out = np.zeros((self.rows * TILE_Q, -(-self.nk // self.tile_k) * self.tile_k), bool)
         for r in range(self.rows):
             for first, last, kind, place in self.row(r, sheet).tolist():
                 for tile in range(first, last):
-                    here = out[r * TILE_Q : (r + 1) * TILE_Q, tile * self.tile_k : (tile + 1) * self.tile_k]
+                    block = out[r * TILE_Q : (r + 1) * TILE_Q, tile * self.tile_k : (tile + 1) * self.tile_k]
                     if kind == FULL:
-                        here[:] = True
+                        block[:] = True
                     else:
                         words = self.bits[self.tile_bits[place + tile - first]]
-                        here[:] = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").T
+                        block[:] = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").T
         return out[: self.nq, : self.nk]
 
 
@@ -120,9 +121,9 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
             known[key] = len(sheets)
             sheets.append(_sheet(one, qb, kb, pool))
         sheet[b, h] = known[key]
-    places = np.cumsum([0] + [len(done.tile_bits) for done in sheets[:-1]])
-    for place, done in zip(places, sheets, strict=True):
-        done.runs[done.runs[:, 2] == PARTIAL, 3] += place
+    offsets = np.cumsum([0] + [len(done.tile_bits) for done in sheets[:-1]])
+    for offset, done in zip(offsets, sheets, strict=True):
+        done.runs[done.runs[:, 2] == PARTIAL, 3] += offset
     counts = np.concatenate([done.row_counts for done in sheets])
     return Plan(
         nq=q.shape[1],
@@ -154,12 +155,12 @@ def _sheet(mask: Mask, q: Ints, k: Ints, pool: Patterns) -> _Sheet:
     first, last = np.repeat(full[:, 2], height), np.repeat(full[:, 3], height)
     kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
     if len(partial):
-        found = pool.of_tiles(mask, q, k, partial)
-        kept = found != Patterns.EMPTY
-        tile, found = partial[kept], found[kept]
+        patterns = pool.of_tiles(mask, q, k, partial)
+        kept = patterns != Patterns.EMPTY
+        tile, patterns = partial[kept], patterns[kept]
         row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
-        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, found])
-        kind = np.concatenate([kind, np.where(found == Patterns.FULL, int(FULL), int(PARTIAL))])
+        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, patterns])
+        kind = np.concatenate([kind, np.where(patterns == Patterns.FULL, int(FULL), int(PARTIAL))])
     order = np.argsort(row * (columns + 1) + first, kind="stable")
     row, first, last, kind, pattern = row[order], first[order], last[order], kind[order], pattern[order]
     # Neighbours of one kind become one run.
@@ -192,8 +193,8 @@ def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
         a, b = i[settled], j[settled]
         edges = [a << level, np.minimum((a + 1) << level, rows), b << level, np.minimum((b + 1) << level, columns)]
         full.append(np.stack(edges, axis=1))
-        open_ = (answer != 0) & ~settled
-        i, j = i[open_], j[open_]
+        undecided = (answer != 0) & ~settled
+        i, j = i[undecided], j[undecided]
         if level:
             i, j = (i[:, None] * 2 + [0, 0, 1, 1]).ravel(), (j[:, None] * 2 + [0, 1, 0, 1]).ravel()
             inside = (i < len(queries[level - 1].low)) & (j < len(keys[level - 1].low))

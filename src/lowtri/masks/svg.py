@@ -37,15 +37,9 @@ def save(
     path: str | Path,
     nq: int = 16,
     nk: int | None = None,
-    *,
-    beside: Mask | str | None = None,
-    tokens: Tokens | None = None,
-    query_tokens: Tokens | None = None,
-    titles: Sequence[str] | None = None,
-    weights: Any = None,
-    beside_weights: Any = None,
+    **options: Any,
 ) -> None:
-    """Write the picture of a mask to ``path``, whole or not at all. The arguments are those of :func:`svg`.
+    """Write the picture of a mask to ``path``, whole or not at all. ``options`` are those of :func:`svg`.
 
     Raises:
         DataError: if ``path`` does not end in .svg, or cannot be written.
@@ -53,17 +47,7 @@ def save(
     target = Path(path)
     if target.suffix.lower() != ".svg":
         raise DataError(f"save: {path} does not end in .svg, the one format that is written. Fix: {target.stem}.svg.")
-    text = svg(
-        mask,
-        nq,
-        nk,
-        beside=beside,
-        tokens=tokens,
-        query_tokens=query_tokens,
-        titles=titles,
-        weights=weights,
-        beside_weights=beside_weights,
-    )
+    text = svg(mask, nq, nk, **options)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         unfinished.write_text(text, encoding="utf-8")

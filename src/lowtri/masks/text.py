@@ -15,7 +15,8 @@ import numpy as np
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.grammar import read
-from lowtri.masks.mask import Mask, shown
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import shown
 
 __all__ = ["as_mask", "mask"]
 
@@ -32,7 +33,7 @@ def mask(text: str | Mask) -> Mask:
 
     Args:
         text: names of masks (``causal`` or ``causal()``), numbers and lists of them, joined by ``& | ~ -`` and parentheses.
-            A mask is handed back as it is.
+            A mask is returned unchanged.
 
     Raises:
         MaskError: if the text is not such a formula; the message shows where.
@@ -44,7 +45,7 @@ def mask(text: str | Mask) -> Mask:
             f"mask: a text is expected, but {type(text).__name__} came. Fix: lowtri.table(bools) for a table."
         )
     if _is_traced():
-        found: Mask = getattr(_READ, _read_apart(text))
+        found: Mask = getattr(_TRACED, _read_while_tracing(text))
         return found
     return _parsed(text) if "[" in text else _formula(text)
 
@@ -58,23 +59,28 @@ def _parsed(text: str) -> Mask:
         raise MaskError(f"mask: {shown(text)} nests deeper than Python's stack allows here.") from None
 
 
-class _Read:
-    """Masks of texts that stand in programs which torch.compile traced, an attribute for each."""
+class _Traced:
+    """Masks of texts in programs that torch.compile traces: an attribute for each of the newest ``_MOST_TRACED`` texts.
+
+    A program whose text has been dropped is traced again, and its text read again.
+    """
 
 
-_READ = _Read()
+_TRACED, _MOST_TRACED = _Traced(), 1024
 
 
-def _read_apart(text: str) -> str:
-    """Read a text, and say under which name the mask lies in ``_READ``."""
+def _read_while_tracing(text: str) -> str:
+    """Read a text; returns the name of the attribute of ``_TRACED`` that holds its mask."""
     name = "_" + text.encode(errors="surrogatepass").hex()
-    setattr(_READ, name, _parsed(text))
+    setattr(_TRACED, name, _parsed(text))
+    while len(vars(_TRACED)) > _MOST_TRACED:
+        delattr(_TRACED, next(iter(vars(_TRACED))))
     return name
 
 
-# torch.compile follows ordinary Python, but not the parser: it calls what is marked so, takes the string that comes for a
-# constant, and then finds an ordinary object. torch has a decorator that does no more, but masks come without torch.
-_read_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compile can trace ordinary Python, but not the parser. It calls a function marked like this while tracing and treats the
+# string that it returns as a constant. torch.compiler.assume_constant_result sets the same mark; masks do not import torch.
+_read_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_traced() -> bool:
@@ -86,13 +92,15 @@ _formula = lru_cache(64)(_parsed)  # a text without lists holds no arrays: small
 
 
 def as_mask(value: Any, name: str = "mask") -> Mask:
-    """What a user gave where a mask belongs: a mask, or its text. A bare table is refused, since it does not say which way round."""
+    """The mask of a user's argument: a mask, or its text. Bare arrays are rejected, because True may mean either visible or hidden."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, str):
         return mask(value)
     if value is None:
-        raise MaskError(f"{name}: who may see whom is always said. Fix: lowtri.full() if everybody may see everybody.")
+        raise MaskError(
+            f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
+        )
     kind, came = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
     if "float" in kind:
         raise MaskError(_of_floats(came, value))
@@ -104,7 +112,7 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
 
 
 def _of_floats(came: str, value: Any) -> str:
-    """What a table of floats means is read from its numbers: flags, what hides when it is added, or anything else."""
+    """The error for an array of floats; its values tell flags, an additive mask and a bias apart."""
     if type(value).__name__ == "CausalBias":
         return f'{came} came. Fix: the mask "causal".'
     numbers = "m" if _is_traced() else in_numpy("m", value)

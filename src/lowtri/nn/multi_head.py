@@ -167,7 +167,7 @@ class MultiHeadAttention(nn.Module):
             k, v, k_positions = cache.append(k, v, q_positions, layer)
             if getattr(cache, "contiguous", False):
                 q_positions = k_positions = None  # attention's defaults, which it need not read
-        result = attention(
+        result: Any = attention(
             q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
         )
         output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.masks.atoms import full
-from lowtri.masks.mask import FULL, Mask, default_positions
+from lowtri.masks.formulas import full
+from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.text import as_mask
+from lowtri.masks.tile import FULL, default_positions
 from lowtri.ops.arguments import (
     bias_in_four,
     check_arrays,

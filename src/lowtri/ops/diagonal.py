@@ -10,7 +10,7 @@ from typing import Any
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
-from lowtri.masks.atoms import causal, window
+from lowtri.masks.formulas import causal, window
 from lowtri.masks.mask import Mask
 
 __all__ = ["ahead", "as_mask_by_order", "is_causal_bias"]

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from lowtri.backends.base import Prepared
-from lowtri.masks.atoms import causal
+from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 
 __all__ = ["FEW_QUERIES", "cost", "name", "prepare", "supports"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from lowtri.backends.base import Prepared
-from lowtri.masks.atoms import causal, full
+from lowtri.masks.formulas import causal, full
 from lowtri.ops.call import Call
 
 __all__ = ["cost", "name", "prepare", "supports"]

@@ -369,10 +369,10 @@ def test_numbers_that_python_refuses_to_print() -> None:
 
 def test_a_sum_of_lengths_does_not_wrap() -> None:
     """64-bit sums of these are 0, and an array of that size was then written to."""
-    with pytest.raises(MaskError, match=f"lengths add up to {2**64}, but positions end at END"):
+    with pytest.raises(MaskError, match=f"lengths add up to {2**64}, but positions end at"):
         lt.documents(lengths=[2**62] * 4)
     assert lt.documents(lengths=[2**61, 2**61]).tile(0, 2**61, 2**61, END) == lt.EMPTY
-    with pytest.raises(MaskError, match="beyond END"):
+    with pytest.raises(MaskError, match=r"at most 2\*\*62"):
         lt.keys(lengths=[2**62 + 1])
 
 

@@ -1,6 +1,6 @@
 """Masks by example: little grids to look at, what lies beyond an array, tables to add, and the words of every error.
 
-The laws, for random masks, are in test_masks_laws.py.
+The laws, for random masks, are in test_laws.py.
 """
 
 from __future__ import annotations
@@ -329,19 +329,19 @@ class Unhashable:
 LONG = "~" * 150 + "causal"
 
 ERRORS = [
-    (lambda: bool(causal()), "would drop a mask in silence.\nFix: write m & n, m | n, ~m"),
+    (lambda: bool(causal()), "would silently drop a mask.\nFix: write m & n, m | n, ~m"),
     (lambda: causal() and full(), "neither true nor false"),
     (lambda: causal() & np.ones((2, 2), bool), "mask & ndarray: only masks can be joined.\nFix: lowtri.table(bools)"),
     (lambda: np.ones((2, 2), bool) & causal(), "mask & ndarray: only masks can be joined"),
     (lambda: causal() | "full", "mask | str: only masks can be joined"),
     (lambda: causal() - 1, "mask - int: only masks can be joined"),
     (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
-    (lambda: documents([[0], [0]]).at(2), "at: batch row 2, head 0 asked of a mask with batch (2,)"),
+    (lambda: documents([[0], [0]]).at(2), "at: batch row 2, head 0 of a mask with batch (2,)"),
     (
         lambda: causal().dense(3, 2),
-        "cannot stand at the last 3 of 2 keys.\nFix: say where they stand, q_positions=range(nq)",
+        "cannot stand at the last 3 of 2 keys.\nFix: pass their positions, q_positions=range(nq)",
     ),
-    (lambda: causal().dense(-1), "nq, a number of queries, is -1, but it must lie in 0 .. END"),
+    (lambda: causal().dense(-1), "nq, a number of queries, is -1, but it must lie in 0 .. 2**62"),
     (lambda: causal().additive(2, hidden=0), "additive: hidden is 0, but it must lie below 0 to hide anything"),
     (lambda: causal().additive(2, hidden=math.nan), "additive: hidden is nan, but it must lie below 0"),
     (
@@ -358,14 +358,14 @@ ERRORS = [
     ),
     (lambda: causal().tile(0, 1.5, 0, 2), "tile: an edge is 1.5, but positions are whole numbers (or inf)"),
     (lambda: causal().tile(0, "2", 0, 2), "tile: an edge is '2', but positions are whole numbers (or inf)"),
-    (lambda: window(0), "window: n is 0, but it must lie in 1 .. END"),
+    (lambda: window(0), "window: n is 0, but it must lie in 1 .. 2**62"),
     (lambda: window(2.0), "window: n is 2.0, but it counts tokens: a whole number, at least 1"),
     (lambda: window(True), "window: n is True, but it counts tokens"),
-    (lambda: band(-1, 2), "band: before is -1, but it must lie in 0 .. END"),
+    (lambda: band(-1, 2), "band: before is -1, but it must lie in 0 .. 2**62"),
     (lambda: band(1, -2), "band: after is -2"),
-    (lambda: first(0), "first: n is 0, but it must lie in 1 .. END"),
+    (lambda: first(0), "first: n is 0, but it must lie in 1 .. 2**62"),
     (lambda: chunks(0), "chunks: n is 0"),
-    (lambda: strided(2**63), "strided: n is 9223372036854775808, but it must lie in 1 .. END"),
+    (lambda: strided(2**63), "strided: n is 9223372036854775808, but it must lie in 1 .. 2**62"),
     (lambda: documents(), "documents: give one of ids (with or without key_ids), lengths= or cu_seqlens="),
     (lambda: documents([0], lengths=[1]), "documents: give one of ids"),
     (lambda: documents(lengths=[1], key_ids=[0]), "documents: give one of ids"),
@@ -373,13 +373,16 @@ ERRORS = [
     (lambda: documents([0.0, 1.0]), "documents: ids is float64 (2,), but it takes integers of shape (N,) or (B, N)"),
     (lambda: documents([[0, 1], [0]]), "documents: ids is no array, but it takes integers"),
     (lambda: documents([[0, 1]], [0, 1]), "documents: ids (1, 2) and key_ids (2,) differ in their batch"),
-    (lambda: documents(lengths=[2, 0]), "documents: lengths are [2, 0]; there is at least one, and each is at least 1"),
+    (
+        lambda: documents(lengths=[2, 0]),
+        "documents: lengths are [2, 0]; at least one is required, and each is at least 1",
+    ),
     (lambda: documents(cu_seqlens=[2, 4]), "documents: cu_seqlens is [2, 4]; it begins with 0 and ends with the total"),
-    (lambda: documents(cu_seqlens=[0, 3, 2]), "documents: lengths are [3, -1]; there is at least one"),
+    (lambda: documents(cu_seqlens=[0, 3, 2]), "documents: lengths are [3, -1]; at least one is required"),
     (lambda: keys(), "keys: give valid (True = real) or lengths=, one of them"),
     (
         lambda: keys([1, 0]),
-        "keys: valid is int64 (2,), but it takes bools of shape (N,) or (B, N). Fix: x != 0, after you made sure",
+        "keys: valid is int64 (2,), but it takes bools of shape (N,) or (B, N). Fix: x != 0, after checking whether",
     ),
     (lambda: keys(lengths=[-1]), "keys: lengths are [-1]; there is one for each batch row, none below 0"),
     (
@@ -407,16 +410,16 @@ ERRORS = [
     (lambda: mask("document([1])"), "there is no mask 'document'. Did you mean documents?"),
     (
         lambda: where(lambda q, k: k <= q and k >= 0).dense(3),
-        "where: the formula asks whether a whole array is true. Fix: write & | ~",
+        "where: the formula uses a whole array as a condition. Fix: write & | ~",
     ),
     (
         lambda: where(lambda q, k: q - k).dense(3),
-        "where: the formula gave int64 values; who may see whom is True or False",
+        "where: the formula gave int64 values; it must give bools",
     ),
     (lambda: heads([]), "heads: masks is [], but it takes a list: one mask for each query head"),
     (lambda: heads([heads(["causal"])]), "heads: one of the masks differs by head already"),
     (lambda: heads([keys(lengths=[1, 2]), keys(lengths=[1, 2, 3])]), "heads: the masks have batches of [2, 3] rows"),
-    (lambda: as_mask(None), "mask: who may see whom is always said. Fix: lowtri.full()"),
+    (lambda: as_mask(None), "mask: a mask is required, but None came. Fix: lowtri.full()"),
     (
         lambda: as_mask(torch.zeros(2, 2)),
         "mask: a bare Tensor of floats came. Fix: numbers to add to the scores belong in bias=",

@@ -1,27 +1,31 @@
 """Documents packed in a row: a query sees the keys of its own document.
 
-Known by their lengths they are a list of cuts, whatever the lengths; known by an id for each position they hold that array.
+Given by their lengths they store where each document begins; given by an id for each position they store that array.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.formulas import same
-from lowtri.masks.held import Held, within
-from lowtri.masks.mask import END, Answer, Mask, Positions
+from lowtri.errors import MaskError
+from lowtri.masks.arrays import FrozenArray, integer_array
+from lowtri.masks.formulas import same_label
+from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.positions import POSITION_MAX, Positions, within
+from lowtri.masks.tile import Answer
 
-__all__ = ["Documents", "Extremes", "Packed"]
+__all__ = ["Documents", "Extremes", "PackedDocuments", "documents"]
 
 
-@dataclass(frozen=True)
-class Packed(Mask):
-    """Documents one after the other, of these lengths. The last one goes on for ever."""
+@dataclass(frozen=True, repr=False)
+class PackedDocuments(Mask):
+    """Documents one after the other, of these lengths. The last one has no end."""
 
     lengths: tuple[int, ...]
 
@@ -38,22 +42,22 @@ class Packed(Mask):
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         of = self._documents
-        return same(of(q0), of(q1 - 1), of(k0), of(k1 - 1))
+        return same_label(of(q0), of(q1 - 1), of(k0), of(k1 - 1))
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
-        edges = np.concatenate([[0], self._cuts, [END]])
+        edges = np.concatenate([[0], self._cuts, [POSITION_MAX]])
         return _one_document(q0, k0, nk, self._documents(q0), self._documents(q0 + nq - 1), edges[:-1], edges[1:])
 
-    def __repr__(self) -> str:
+    def _text(self, arrays: list[Any] | None = None) -> str:
         return f"documents(lengths={list(self.lengths)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Documents(Mask):
-    """Labels for queries and keys; a query sees the keys of its own label. The last label goes on for ever."""
+    """Labels for queries and keys; a query sees the keys of its own label. Positions past the array have its last label."""
 
-    ids: Held
-    key_ids: Held | None = None
+    ids: FrozenArray
+    key_ids: FrozenArray | None = None
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -82,7 +86,7 @@ class Documents(Mask):
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         queries, keys = self._extremes
-        return same(*queries(q0, q1), *keys(k0, k1))
+        return same_label(*queries(q0, q1), *keys(k0, k1))
 
     @cached_property
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -90,7 +94,7 @@ class Documents(Mask):
         queries, keys = self._labels
         names = np.arange(1 + max(int(queries.max()), int(keys.max())), dtype=keys.dtype)
         start, stop = keys.searchsorted(names), keys.searchsorted(names, side="right")
-        stop[keys[-1]] = END
+        stop[keys[-1]] = POSITION_MAX
         return start, stop
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
@@ -102,20 +106,75 @@ class Documents(Mask):
 
     @cached_property
     def _rows(self) -> list[Documents]:
-        keys = [None] * len(self.ids.array) if self.key_ids is None else [Held(row) for row in self.key_ids.array]
-        return [Documents(Held(row), key) for row, key in zip(self.ids.array, keys, strict=True)]
+        keys = (
+            [None] * len(self.ids.array) if self.key_ids is None else [FrozenArray(row) for row in self.key_ids.array]
+        )
+        return [Documents(FrozenArray(row), key) for row, key in zip(self.ids.array, keys, strict=True)]
 
     def _at(self, b: int, h: int) -> Mask:
         return self._rows[b]
 
-    def __repr__(self) -> str:
-        return f"documents({self.ids})" if self.key_ids is None else f"documents({self.ids}, {self.key_ids})"
+
+@constructor()
+def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_seqlens: Any = None) -> Mask:
+    """Packed rows: each query sees the keys of its own document only.
+
+    >>> from lowtri import causal
+    >>> print((causal() & documents([0, 0, 0, 1, 1])).draw(5))
+    █····
+    ██···
+    ███··
+    ···█·
+    ···██
+    >>> documents(cu_seqlens=[0, 3, 5]) == documents(lengths=[3, 2])
+    True
+
+    Args:
+        ids: the document of each position, integers, (N,), or (B, N) for a batch of rows.
+        key_ids: the documents of the keys where they are not those of the queries, same leading shape.
+        lengths: instead of ids: how long each document is, in tokens.
+        cu_seqlens: instead of ids: where each begins, from 0, and where the last one ends.
+
+    Positions past the array belong to the last document, so that generation continues it.
+
+    Documents given by their lengths store one number for each document, and none for each token.
+
+    Raises:
+        MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.
+
+    The same mask elsewhere: FlashAttention ``cu_seqlens``; FlexAttention ``document_id[q] == document_id[k]``.
+    Source: packing without cross-contamination, Krell et al. 2021.
+    """
+    if sum(given is not None for given in (ids, lengths, cu_seqlens)) != 1 or (key_ids is not None and ids is None):
+        raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
+    if cu_seqlens is not None:
+        edges = integer_array("documents", "cu_seqlens", cu_seqlens, (1,)).tolist()
+        if len(edges) < 2 or edges[0] != 0:
+            raise MaskError(f"documents: cu_seqlens is {edges[:8]}; it begins with 0 and ends with the total.")
+        return _of_lengths([after - before for before, after in pairwise(edges)])
+    if lengths is not None:
+        return _of_lengths(integer_array("documents", "lengths", lengths, (1,)).tolist())
+    rows = integer_array("documents", "ids", ids, (1, 2))
+    if key_ids is None:
+        return Documents(FrozenArray(rows))
+    columns = integer_array("documents", "key_ids", key_ids, (1, 2))
+    if columns.shape[:-1] != rows.shape[:-1]:
+        raise MaskError(f"documents: ids {rows.shape} and key_ids {columns.shape} differ in their batch.")
+    return Documents(FrozenArray(rows), FrozenArray(columns))
+
+
+def _of_lengths(lengths: list[int]) -> Mask:
+    if min(lengths) < 1:
+        raise MaskError(f"documents: lengths are {lengths[:8]}; at least one is required, and each is at least 1.")
+    if sum(lengths) > POSITION_MAX:  # Python's ints: a sum of 64 bits would wrap
+        raise MaskError(f"documents: lengths add up to {sum(lengths)}, but positions end at 2**62.")
+    return PackedDocuments(tuple(lengths))
 
 
 def _one_document(
     q0: Positions, k0: Positions, nk: int, least: Any, greatest: Any, start: Any, stop: Any
 ) -> list[Positions]:
-    """The signature of packed documents: where all queries are of one document, which of the keys are; else the place itself."""
+    """The signature of packed documents: where all queries are of one document, which of the keys are; else the position itself."""
     one = least == greatest
     edges = (np.where(one, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
     return [*edges, np.where(one, -1, q0), np.where(one, -1, k0)]

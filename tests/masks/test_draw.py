@@ -328,7 +328,7 @@ def test_svg_draws_inside_its_frame(n: int, options: dict[str, Any]) -> None:
 def test_the_picture_of_the_readme_is_of_today() -> None:
     titles = ["full: an encoder", "causal: a decoder"]
     text = svg(full(), 4, beside=causal(), tokens="The black cat <end>", titles=titles)
-    assert (Path(__file__).parents[1] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
+    assert (Path(__file__).parents[2] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
 
 
 def test_svg_tells_hidden_from_weight_zero() -> None:
@@ -467,7 +467,7 @@ def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["causal", "--n", "3", "--queries", "4"], "mask: --queries is 4, but there are 3 positions"),
         (["causal", "--svg", "nowhere/m.svg"], "there is no folder nowhere. Fix: make it first"),
         (["causal", "--svg", "m.png"], "does not end in .svg"),
-        (["heads([causal, full])", "--head", "2"], "head 2 asked of a mask with batch (1, 2)"),
+        (["heads([causal, full])", "--head", "2"], "head 2 of a mask with batch (1, 2)"),
         (["heads([causal, full]) & keys(lengths=[1, 2])", "--head", "0"], "Fix: say --batch as well"),
         (["causal", "--frobnicate"], "No such option"),
     ],

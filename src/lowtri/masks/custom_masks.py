@@ -1,0 +1,164 @@
+"""Masks of other things: a function of the user's, and a mask for each query head."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowtri.errors import MaskError
+from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.positions import Positions, shown
+from lowtri.masks.text import as_mask
+from lowtri.masks.tile import Answer
+
+__all__ = ["Heads", "Where", "heads", "where"]
+
+
+@dataclass(frozen=True, repr=False)
+class Where(Mask):
+    """A user's formula, of which nothing is known but its values."""
+
+    fn: Callable[[Any, Any], Any]
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        try:
+            seen = np.asarray(self.fn(q, k))
+        except ValueError as error:
+            if "truth value" in str(error):
+                raise MaskError(
+                    "where: the formula uses a whole array as a condition. "
+                    "Fix: write & | ~ instead of and, or, not, and np.where instead of if."
+                ) from error
+            raise
+        if seen.dtype != bool:
+            raise MaskError(f"where: the formula gave {seen.dtype} values; it must give bools, True = may see.")
+        shape = np.broadcast_shapes(np.shape(q), np.shape(k))
+        try:
+            seen = np.broadcast_to(seen, shape)
+        except ValueError:
+            raise MaskError(
+                f"where: the formula gave shape {seen.shape} for positions that broadcast to {shape}. "
+                "Fix: compute with q and k, element by element."
+            ) from None
+        return seen if shape else bool(seen)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        return 1 + 0 * (q0 + k0)  # always PARTIAL: plans then evaluate the pairs
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        if arrays is not None:
+            return None
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return f"where(<{'formula' if name == '<lambda>' else name}>)"
+
+
+@constructor(in_text=False)
+def where(fn: Callable[[Any, Any], Any]) -> Mask:
+    """A formula ``fn(q, k)`` of your own, in comparisons and arithmetic that work on NumPy arrays.
+
+    >>> print(where(lambda q, k: (k <= q) & (k % 2 == 0)).draw(4))
+    █···
+    █···
+    █·█·
+    █·█·
+
+    Args:
+        fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure: plans are
+            cached.
+
+    Plans evaluate the formula for every pair, because nothing else is known about it. Where possible, restrict it by a mask with
+    tile answers: ``window(n) & where(fn)``.
+
+    Raises:
+        MaskError: if ``fn`` is not callable or does not take two positions; when asked, if it gives no bools.
+
+    FlexAttention's ``mask_mod(b, h, q, k)`` becomes ``where(lambda q, k: mask_mod(0, 0, q, k))``; where it differs by head,
+    one such mask for each head goes into :func:`heads`.
+    """
+    if not callable(fn):
+        raise MaskError(
+            f"where: fn is {type(fn).__name__}; it takes a function of two positions. Fix: lowtri.table(bools)."
+        )
+    _check_two_positions(fn)
+    try:
+        hash(fn)
+    except TypeError:
+        raise MaskError(
+            f"where: fn is {type(fn).__name__}, which cannot be hashed. Fix: give it __hash__, or wrap it in a function."
+        ) from None
+    return Where(fn)
+
+
+def _check_two_positions(fn: Callable[..., Any]) -> None:
+    try:
+        takes = inspect.signature(fn)
+    except (TypeError, ValueError):  # some compiled functions have no signature
+        return
+    try:
+        takes.bind(0, 0)
+    except TypeError:
+        fix = "where(lambda q, k: fn(...))"
+        with contextlib.suppress(TypeError):
+            takes.bind(0, 0, 0, 0)
+            fix = (
+                "where(lambda q, k: fn(0, 0, q, k)) for FlexAttention's (b, h, q, k); "
+                "one of them for each head in heads([...]) where they differ"
+            )
+        raise MaskError(f"where: fn takes {takes}, but it is given two positions, (q, k).\nFix: {fix}.") from None
+
+
+@dataclass(frozen=True, repr=False)
+class Heads(Mask):
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        # Lists: torch.compile does not follow max() of a generator.
+        rows = max([1, *[one.batch[0] for one in self.masks if one.batch]])
+        object.__setattr__(self, "_batch", (rows, len(self.masks)))
+        object.__setattr__(self, "_depth", max([one._depth for one in self.masks]))
+        object.__setattr__(self, "_joined", max([one._joined for one in self.masks]))
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self._batch  # type: ignore[attr-defined]
+
+    @property
+    def asks_query(self) -> bool:
+        return any(one.asks_query for one in self.masks)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self.masks[h].at(b)
+
+
+@constructor()
+def heads(masks: Sequence[Mask | str]) -> Mask:
+    """Another mask for each query head.
+
+    >>> from lowtri import causal, window
+    >>> heads([causal(), window(2)]).dense(3).astype(int)[0, 1].tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+    Args:
+        masks: one for each of the H query heads, in order; masks or their texts. They may differ by batch row, not by head.
+
+    Raises:
+        MaskError: if there are none, or one differs by head already.
+    """
+    try:
+        entries = iter(() if isinstance(masks, str | Mask) else masks)
+    except TypeError:
+        entries = iter(())
+    given = tuple([as_mask(one) for one in entries])  # the first that is no mask ends it, however long the list
+    if not given:
+        raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
+    if any(len(one.batch) > 1 for one in given):
+        raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
+    rows = {one.batch[0] for one in given if one.batch} - {1}
+    if len(rows) > 1:
+        raise MaskError(f"heads: the masks have batches of {sorted(rows)} rows, which do not fit together.")
+    return Heads(given)

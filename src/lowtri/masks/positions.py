@@ -1,0 +1,88 @@
+"""Positions and counts of tokens: the range they lie in, and the checks of what a user passes for them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import MaskError
+
+__all__ = [
+    "MOST_POSITIONS",
+    "POSITION_MAX",
+    "Positions",
+    "check_count",
+    "checked_edge",
+    "checked_positions",
+    "shown",
+    "within",
+]
+
+POSITION_MAX = 2**62
+"""Later than any position, and small enough that the sum of two stays inside int64. As the end of a tile it means "for ever"."""
+
+MOST_POSITIONS = 2**28  # positions in one array: 2 GB
+
+Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
+
+
+def check_count(what: str, name: str, value: Any, least: int = 0) -> int:
+    """A number of tokens, as a Python int between ``least`` and POSITION_MAX.
+
+    Raises:
+        MaskError: if it is no whole number, or outside of that range; ``what`` and ``name`` say whose argument it is.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise MaskError(f"{what}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}.")
+    if not least <= value <= POSITION_MAX:
+        raise MaskError(f"{what}: {name} is {shown(value)}, but it must lie in {least} .. 2**62.")
+    return int(value)
+
+
+def checked_edge(edge: Any) -> NDArray[np.int64]:
+    """One edge of a tile as int64; only here infinity is accepted, as POSITION_MAX."""
+    array = np.asarray(edge)
+    if array.dtype.kind == "f" and np.all(array == np.floor(array)):
+        return np.clip(array, -POSITION_MAX, POSITION_MAX).astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise MaskError(f"tile: an edge is {shown(edge)}, but positions are whole numbers (or inf).")
+    return _int64(array)
+
+
+def checked_positions(positions: Positions) -> Positions:
+    """Ints as they are, and arrays of any integers as int64, in which differences are right."""
+    if type(positions) is int:
+        return min(positions, POSITION_MAX)
+    if type(positions) is np.ndarray and positions.dtype == np.int64:
+        return positions
+    array = np.asarray(positions)
+    if array.dtype.kind not in "iu":
+        raise MaskError(
+            f"mask: the positions are {shown(positions)}, but a position is a whole number.\n"
+            "Fix: ints, or NumPy arrays of integers."
+        )
+    return _int64(array)
+
+
+def _int64(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Unsigned numbers beyond int64 become POSITION_MAX instead of wrapping to negative ones."""
+    if array.dtype == np.uint64:
+        return np.minimum(array, np.uint64(POSITION_MAX)).astype(np.int64)
+    return array.astype(np.int64)
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value as errors print it: bounded in length."""
+    if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def within(positions: Positions, n: int) -> Any:
+    """Positions as indices of an array of n; its last entry also serves every position beyond."""
+    if type(positions) is int:
+        return min(max(positions, 0), n - 1)
+    return np.clip(positions, 0, n - 1)

@@ -1,0 +1,74 @@
+"""Serialisation: a mask as a text with placeholders, ``causal & documents(_0)``, and a list of the arrays that they stand for.
+
+Compiled and exported programs carry masks in this form. While a program is traced the arrays are tensors without values, so
+``pack`` reads only the structure of the mask, in Python that torch.compile can trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.grammar import read
+from lowtri.masks.mask import Mask
+from lowtri.masks.text import mask
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(mask: Mask) -> tuple[str | None, list[Any]]:
+    """The text of a mask, and the arrays that its placeholders stand for; None if it holds a user's function.
+
+    >>> from lowtri import causal, documents
+    >>> pack(causal() & documents([0, 0, 1]))
+    ('causal & documents(_0)', [array([0, 0, 1])])
+    """
+    arrays: list[Any] = []
+    return mask._text(arrays), arrays
+
+
+def unpack(text: str, arrays: Sequence[Any]) -> Mask:
+    """The mask that ``pack`` was given: equal, and the same object for the same content.
+
+    >>> from lowtri import causal, documents
+    >>> mask = causal() & documents([0, 0, 1])
+    >>> unpack(*pack(mask)) == mask
+    True
+
+    Raises:
+        MaskError: if ``pack`` does not write such a text.
+    """
+    global _last
+    for known in _last:
+        if known.text == text and known.equals(arrays):
+            return known.mask
+    frozen = tuple(FrozenArray(array) for array in arrays)
+    _last = (_Unpacked(text, frozen, _unpacked(text, frozen)), *_last[:1])
+    return _last[0].mask
+
+
+@dataclass(frozen=True, eq=False)
+class _Unpacked:
+    text: str
+    arrays: tuple[FrozenArray, ...]
+    mask: Mask
+
+    def equals(self, arrays: Sequence[Any]) -> bool:
+        pairs = zip(self.arrays, arrays, strict=False)
+        return len(self.arrays) == len(arrays) and all(
+            a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs
+        )
+
+
+# The layers of a model use the same one or two masks in turns, and comparing an array costs a tenth of hashing it.
+_last: tuple[_Unpacked, ...] = ()
+
+
+@lru_cache(32)
+def _unpacked(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
+    return read(text, [one.array for one in frozen]) if frozen else mask(text)
