@@ -249,7 +249,7 @@ def test_audited_clean(name: str, engine: str, family: dict[str, Named]) -> None
     report = lowtri.audit(named.model, named.given, input=named.sequence, vocab_size=VOCABULARY)
     assert report.ok, report.message
     found = {finding.probe: finding.status for finding in report.findings}
-    clean = ["change", "gradient", "prefix", "batch", "cache", "doors", "blindness"]
+    clean = ["change", "gradient", "prefix", "batch", "cache", "code_paths", "sensitivity"]
     assert {probe: found[probe] for probe in clean} == dict.fromkeys(clean, "clean"), report.findings
     # BART's own affair: its places are counted from the first pad.
     assert found["padding"] == ("warning" if name == "BART" else "clean")

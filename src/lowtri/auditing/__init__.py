@@ -3,7 +3,7 @@
 audit         the whole audit in one page: noise first, then every probe, then where
 asking        the caller's arguments, checked before anything runs and held against what did run
 inputs        the caller's example as (B, N, ...) arrays, and back into a call
-subject       a model that can be run: inputs -> rows (B, N, F), seeded alike at every call
+adapter       a model that can be run: inputs -> rows (B, N, F), seeded alike at every call
 double        its float64 copy, where leaks stay and rounding vanishes
 noise         how far outputs move when nothing that matters changes
 context       what every probe is given

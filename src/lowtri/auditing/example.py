@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.inputs import Array, Form, Inputs
+from lowtri.auditing.inputs import Array, CallSignature, Inputs
 from lowtri.errors import CallError
 
 __all__ = ["read_example"]
@@ -22,7 +22,7 @@ def read_example(
     input: str | int | Sequence[str | int] | None = None,
     position_axis: int | None = None,
     batch_axis: int | str | None = "auto",
-) -> tuple[Inputs, Form]:
+) -> tuple[Inputs, CallSignature]:
     """Read the caller's example: token ids or vectors, alone, as a tuple of arguments or as a dict of keywords.
 
     Args:
@@ -55,7 +55,7 @@ def read_example(
             f"audit: example has {n} position(s), shape {tuple(first.shape)}; at least 2 are needed to see one peek.\n"
             "Fix: give a longer example, or say where its positions are with position_axis=."
         )
-    settings, constants, beside = {}, {}, {}
+    settings, constants, per_row = {}, {}, {}
     for key, value in entries.items():
         if key in keys:
             continue
@@ -64,10 +64,10 @@ def read_example(
         if follows and table is not None:
             settings[key] = table
         elif len(getattr(value, "shape", ())) > 1 and len(value) == len(arrays[0]):
-            beside[key] = value  # one entry for each row of the batch
+            per_row[key] = value  # one entry for each row of the batch
         else:
             constants[key] = value
-    form = Form(
+    signature = CallSignature(
         keys=tuple(keys),
         kind=kind,
         constants=constants,
@@ -77,7 +77,7 @@ def read_example(
         dtypes=tuple(dtypes),
         device=_device(model, entries),
     )
-    return Inputs(tuple(arrays), settings, beside=beside), form
+    return Inputs(tuple(arrays), settings, per_row=per_row), signature
 
 
 def _entries(example: Any) -> tuple[str, dict[Hashable, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.adapter import module_behind
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import module_behind
 from lowtri.errors import CallError
 
 __all__ = ["progress_line", "redrawn", "vocabulary"]
