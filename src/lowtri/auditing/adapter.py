@@ -1,4 +1,4 @@
-"""A model that can be run: inputs in, one row of numbers for each position out, (B, N, F).
+"""The model adapter: inputs in, one row of numbers for each position out, (B, N, F).
 
 The model is run as it is. Only random states, the training flag and buffers are touched, and put back.
 """
@@ -106,7 +106,7 @@ class ModelAdapter:
             _restore(buffers)
 
     def accepts(self, name: str) -> bool:
-        """Whether the call takes a keyword of this name, said in its signature."""
+        """Whether the call takes a keyword of this name, named in its signature."""
         try:
             target = self.model.forward if hasattr(self.model, "forward") else self.model
             return name in inspect.signature(target).parameters

@@ -1,4 +1,4 @@
-"""What the caller asks for: read before anything runs, and held against what did run in the end."""
+"""Checks of the caller's arguments: before anything runs, and against what did run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_arguments", "chosen_probes", "require_requested", "nothing_ran
 
 
 def check_arguments(model: Any, **given: Any) -> None:
-    """Refuse what cannot be done, by the argument's own name."""
+    """Raise CallError for an argument that cannot be used, with its name."""
     _check_model(model)
     for name in ("output", "step", "alone"):
         value = given.get(name)

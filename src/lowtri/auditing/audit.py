@@ -94,7 +94,7 @@ def audit(
 
     Raises:
         CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
-            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` ask for and cannot be run
+            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` request and cannot be run
             leaves the audit undecided, with the reason.
     """
     started = time.monotonic()
@@ -154,7 +154,7 @@ def audit(
 
 
 def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
-    """For tests: raise LeakError naming the first leaking pair, UndecidedError when nothing can be said.
+    """For tests: raise LeakError naming the first leaking pair, UndecidedError when the audit could not decide.
 
     >>> import numpy as np
     >>> from lowtri import assert_causal
@@ -181,7 +181,7 @@ def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) ->
                 f"{longest} positions do not go past the model's {name} of {size}; faults at its edge would not show"
             )
     if context.noise.random:
-        notes.append("the model draws random numbers; every call was seeded alike")
+        notes.append("the model draws random numbers; every call started from the same seed")
     if layers is not None:
         notes.append(f"the mask is one layer's, widened to what {layers} layers reach")
     return notes

@@ -59,12 +59,12 @@ class Condition:
 
 @dataclass
 class Outcome:
-    """What the probes said under each condition."""
+    """The results of the probes under each condition."""
 
     leaks: list[Leak] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     tried: dict[str, list[str]] = field(default_factory=dict)  # condition: the probes that ran
-    refused: dict[str, str] = field(default_factory=dict)  # condition: why nothing can be said of it
+    refused: dict[str, str] = field(default_factory=dict)  # condition: why it could not be tried
     differ: dict[str, float] = field(default_factory=dict)  # condition: how far its answer is from the one without it
 
     def finding(self, clean: str, measured: dict[str, Any], nothing: str) -> Finding:

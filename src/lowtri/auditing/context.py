@@ -70,7 +70,7 @@ class Context:
 
     @property
     def ignored(self) -> Bools:
-        """Positions (B, N) whose own output means nothing: nobody sees them, so they are pads."""
+        """Positions (B, N) that no query sees: pads, whose own output means nothing."""
         return np.broadcast_to(~has_token(self.allowed), (self.inputs.batch, self.n))
 
     def independent_of(self, where: Bools) -> Bools:
@@ -81,7 +81,7 @@ class Context:
         return np.broadcast_to(~np.array(sees), (self.inputs.batch, self.n)) & ~self.ignored
 
     def moved(self, inputs: Inputs) -> tuple[npt.NDArray[np.float64], float]:
-        """How far each row of the answer moves from the example's, (B, N), and the magnitude of the answers."""
+        """How far each output moves from the example's, (B, N), and the magnitude of the outputs."""
         from lowtri.auditing.noise import magnitude
 
         rows = self.adapter(inputs)
@@ -149,7 +149,7 @@ def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
 
 
 def draw(inputs: Inputs, vocab: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Inputs:
-    """Other values in the place of every token or vector."""
+    """Draw another value for every token or vector."""
     changed = []
     for values in inputs.sequences:
         if inputs.discrete:

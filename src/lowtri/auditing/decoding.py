@@ -1,7 +1,7 @@
 """Ways to decode: one position after another, or in chunks, with a state between them.
 
-Known by themselves: `start(batch)` with `model(ids, state=...)`, and the caches of transformers models. Anything else is
-said with `step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
+Recognised: `start(batch)` with `model(ids, state=...)`, and the caches of transformers models. Any other model needs
+`step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 
 
 def decoder_for(context: Context) -> tuple[Decode, bool] | None:
-    """How this model decodes, and whether it can take several positions at a time; None if nobody knows."""
+    """How this model decodes, and whether it can take several positions at a time; None if that is not known."""
     step = context.options.get("step")
     if step is not None:
         return (lambda inputs, sizes: _by_step(context, step, inputs, sizes)), False
@@ -90,7 +90,7 @@ def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
         if found is None:
             raise LookupError("the model returned no cache")
         if found != "past_key_values" and any(name.endswith("attention_mask") for name in options) and done:
-            raise LookupError("how this state is decoded per_row a padding mask is not known")
+            raise LookupError("how this state is decoded together with a padding mask is not known")
         cache = {found: getattr(answer, found)}
         rows.append(adapter.rows(answer, part))
         done += size

@@ -27,7 +27,7 @@ def read_example(
 
     Args:
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple or dict of them and of constants.
-        model: only asked for its device.
+        model: read for its device and dtype.
         input: which entries of a tuple or dict are sequences; the rest is passed on unchanged.
         position_axis: the axis of the positions; by default the last of ids and the last but one of vectors.
         batch_axis: the axis of the batch; by default the first that is left, when there is one to spare.
@@ -133,21 +133,23 @@ def _looks_like_a_mask(array: Array) -> bool:
     return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
 
 
-def _position_axis(array: Array, asked: int | None) -> int:
-    if asked is not None:
-        if not -array.ndim <= asked < array.ndim:
-            raise CallError(f"audit: position_axis={asked} does not exist in an example of shape {tuple(array.shape)}.")
-        return asked % array.ndim
+def _position_axis(array: Array, requested: int | None) -> int:
+    if requested is not None:
+        if not -array.ndim <= requested < array.ndim:
+            raise CallError(
+                f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}."
+            )
+        return requested % array.ndim
     if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2:
         return array.ndim - 2
     return array.ndim - 1
 
 
-def _batch_axis(array: Array, axis: int, asked: int | str | None) -> int | None:
-    if asked is None:
+def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | None:
+    if requested is None:
         return None
-    if asked != "auto":
-        return int(asked) % array.ndim
+    if requested != "auto":
+        return int(requested) % array.ndim
     spare = 2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1  # (N, D) and (N,) have no batch
     return None if array.ndim <= spare else next(i for i in range(array.ndim) if i != axis)
 

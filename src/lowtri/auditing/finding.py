@@ -102,6 +102,6 @@ def by(size: float, up_to: str = "up to ") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line: its kind, since `0` or `x` alone says little, and what it says."""
+    """An error in one line: its type and its message, since `0` or `x` alone means little."""
     said = (str(error).strip().splitlines() or [""])[0][:120]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,7 +1,7 @@
-"""What a model is given: sequences that a probe may change, and settings that it leaves alone.
+"""The inputs of a model: sequences that a probe may change, and settings that it leaves unchanged.
 
 `Inputs` is the probes' view: every sequence as a NumPy array with the batch first and the positions second, (B, N, ...).
-`CallSignature` remembers how the caller had it (framework, dtype, device, axes, keyword names) and turns an `Inputs` back into a call.
+`CallSignature` holds how the model is called (framework, dtype, device, axes, keyword names) and turns `Inputs` back into a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True)
 class Inputs:
     """One call's inputs: `sequences`, each (B, N, ...); `settings`, arrays that follow the positions but are not changed; and
-    what stands `per_row` each row of the batch, such as the source of a translation."""
+    `per_row`, arrays with one entry for each row of the batch, such as the source of a translation."""
 
     sequences: tuple[Array, ...]
     settings: dict[Hashable, Array] = field(default_factory=dict)

@@ -18,7 +18,7 @@ __all__ = ["Target", "load_target"]
 
 @dataclass
 class Target:
-    """A model, what to run it on, and what its maker says about it."""
+    """A model, what to run it on, and what its maker declares about it."""
 
     name: str
     model: Any

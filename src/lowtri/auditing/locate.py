@@ -33,7 +33,7 @@ def locate(adapter: ModelAdapter, before: Inputs, after: Inputs, row: int, query
     culprits = []
     for (name, ins, outs), (other, ins2, outs2) in zip(first, second, strict=False):
         if name != other:
-            break  # the two runs took different roads
+            break  # the two runs took different code paths
         moved_in, moved_out = _moved(ins, ins2, greatest), _moved(outs, outs2, greatest)
         still_in.setdefault(name, not moved_in)
         if moved_out:
@@ -81,7 +81,7 @@ def _tensors(output: Any) -> list[Any]:
 
 
 def _at(value: Any, *, row: int, query: int, inputs: Inputs, axis: int) -> torch.Tensor | None:
-    """What a tensor holds at the position; None where its positions cannot be told."""
+    """A tensor's values at the position; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
     axes = [axis, *(i for i in range(value.dim()) if i != axis)]

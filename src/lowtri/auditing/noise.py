@@ -150,7 +150,7 @@ def _reorder(
             turned = adapter(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1]
             alone = adapter(inputs.rows([0]))
         except Exception:
-            return 0.0  # a model that wants exactly this batch; the batch probe says so
+            return 0.0  # a model with a fixed batch size; the batch probe reports it
     for other, whole, quiet in ((turned, first, silent), (alone, first[:1], silent[:1])):
         if other.shape == whole.shape:
             moved = np.where(quiet, 0.0, np.nan_to_num(movement(whole, other)))

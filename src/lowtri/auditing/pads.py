@@ -18,9 +18,9 @@ _KEYWORDS = {"attention_mask": True, "padding_mask": True, "positions": True, "k
 
 def pad_keyword(context: Context) -> str | None:
     """The keyword that tells this model which positions are real."""
-    asked = context.options.get("pad_mask")
-    if asked:
-        return str(asked)
+    requested = context.options.get("pad_mask")
+    if requested:
+        return str(requested)
     names = [context.adapter.signature.prefix + name for name in _KEYWORDS]
     for name in names:
         if name in context.inputs.settings:
@@ -33,7 +33,7 @@ def pad_keyword(context: Context) -> str | None:
 
 
 def pads_declared(context: Context, name: str) -> bool:
-    """Whether somebody said that the model keeps pads: the caller, the example, or a module of lowtri's."""
+    """Whether padding is declared: by the caller, by the example, or because the module is lowtri's."""
     ours = type(context.adapter.model).__module__.startswith("lowtri.")
     return ours or name in context.inputs.settings or context.options.get("pad_mask") is not None
 

@@ -51,7 +51,7 @@ class _Float64Copy:
         self.why_not: str | None = None
 
     def decide(self, probe: Probe, finding: Finding) -> tuple[Finding, Context, str]:
-        """The probe's finding in float64, or what can be said without it."""
+        """The probe's finding in float64, or the best that is known without it."""
         copy_ = self._made()
         if copy_ is None:
             return self._without(probe, finding)

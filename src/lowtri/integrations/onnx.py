@@ -20,7 +20,7 @@ import numpy as np
 
 from lowtri.dispatch.attend import attention as attend
 from lowtri.errors import CallError
-from lowtri.integrations.onnx_arrays import append_to_past, cast, scores_of, split_heads, work_dtype
+from lowtri.integrations.onnx_arrays import append_to_past, cast, hide_scores, scores_of, split_heads, work_dtype
 from lowtri.integrations.onnx_positions import band_mask, bools_and_bias, four_dimensions, positions_of
 from lowtri.masks import END
 from lowtri.ops.arguments import dtype_name, plain_array

@@ -1,4 +1,4 @@
-"""Change the neighbours in the batch: a row must answer the same."""
+"""Change the other rows of the batch: a row's output must stay the same."""
 
 from __future__ import annotations
 

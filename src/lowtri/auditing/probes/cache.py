@@ -1,4 +1,4 @@
-"""Decode step by step with a cache: every step must answer as the whole forward does."""
+"""Decode step by step with a cache: every step must equal the whole forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PROBE"]
 def _cache(context: Context) -> Finding:
     """One position at a time, a prompt and then one at a time, and in chunks of three, against the whole."""
     known = decoder_for(context)
-    assert known is not None  # `_no_decoder` asked
+    assert known is not None  # see `_no_decoder`
     decode, chunks = known
     n = context.n
     ways = {"one at a time": [1] * n}
@@ -77,7 +77,7 @@ def _cache(context: Context) -> Finding:
         message = f"cached decoding differs from the whole forward, {by(greatest)}"
         places = f"{context.adapter.signature.prefix}position_ids"
         unplaced = context.adapter.accepts(places) and places not in context.inputs.options
-        # Its own `generate` says the positions; a caller who does not gets another answer, which is worth a warning.
+        # Its own `generate` passes positions; a caller who does not gets another output, which deserves a warning.
         if unplaced and _cache(_placed(context)).status == "clean":
             return Finding("warning", f"{message}, unless position_ids are passed", (), measured)
         return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
@@ -97,7 +97,7 @@ def _no_decoder(context: Context) -> str | None:
 
 
 def _placed(context: Context) -> Context:
-    """The same with the positions said at every call."""
+    """The same with position_ids passed at every call."""
     places = np.tile(np.arange(context.n), (context.inputs.batch, 1))
     name = f"{context.adapter.signature.prefix}position_ids"
     inputs = replace(context.inputs, options={**context.inputs.options, name: places})
@@ -142,7 +142,7 @@ def _key_that_differs(
     context: Context, decode: Decode, inputs: Inputs, sizes: list[int], whole: Rows, rows: Rows,
     row: int, query: int,
 ) -> int:  # fmt: skip
-    """The first key that one road sees from `query` and the other does not; the query itself if there is none."""
+    """The first key that one mode sees from `query` and the other does not; the query itself if there is none."""
     fresh = context.fresh(401)
     for key in (place for place in context.sample(24) if place <= query):
         changed = inputs.change(np.arange(context.n) == key, fresh)

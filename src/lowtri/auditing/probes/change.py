@@ -1,4 +1,4 @@
-"""Change inputs; outputs that may not see them must not move."""
+"""Change inputs: outputs that may not see them must not move."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class _Sweep:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.sparse = len(context.queries()) < context.n  # a query that is not looked at shows per_row one that is
+        self.sparse = (
+            len(context.queries()) < context.n
+        )  # a query that is not looked at may be found through one that is
         self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
         self.doubtful: dict[tuple[int, int], Leak] = {}
         self.runs = 0
@@ -99,7 +101,7 @@ class _Sweep:
     def _moved(self, changed: Any, clean: Bools, *, ordinary: bool) -> tuple[npt.NDArray[np.float64], float]:
         """How far each row moves, infinitely far where a number turns from finite to infinite or NaN, or back.
 
-        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and accuses nobody.
+        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
         """
         sizes, scale = self.context.moved(changed)
         self.runs += 1
@@ -164,7 +166,7 @@ class _Sweep:
         own = ", one of its own ids" if context.inputs.discrete else ""
         extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme{own}"
         if self.pairs:
-            # What is in doubt per_row a sure leak is no news, and near-zero entries would only blur the picture.
+            # Doubtful pairs add nothing to sure ones, and near-zero entries would only blur the picture.
             leaks = tuple(self.pairs[pair] for pair in sorted(self.pairs))
             return Finding("leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
         if self.doubtful:

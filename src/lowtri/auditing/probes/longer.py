@@ -32,16 +32,16 @@ def _longer(context: Context) -> Finding:
 
     Its length is `length=`, else 256 or twice the example's, less where the model takes less.
     """
-    asked, n = context.options.get("length"), context.n
+    requested, n = context.options.get("length"), context.n
     most = _most(context)
-    wanted = max(_LENGTH, 2 * n) if asked is None else asked
-    if asked is None and most is not None:
+    wanted = max(_LENGTH, 2 * n) if requested is None else requested
+    if requested is None and most is not None:
         wanted = min(wanted, most)
     if wanted <= n:
-        why = "length=0 leaves it out" if asked == 0 else f"the example's {n} positions are as many"
+        why = "length=0 leaves it out" if requested == 0 else f"the example's {n} positions are as many"
         return Finding("skipped", why, (), {"length": n})
     device = getattr(context.adapter.signature.device, "type", "cpu")
-    if asked is None and most is None and device != "cpu":
+    if requested is None and most is None and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
         return Finding("skipped", f"how many positions the model takes on {device} is not known (say length=)")
     try:
@@ -113,7 +113,7 @@ def _extended(context: Context, length: int) -> Context:
 
 
 def _continued(value: Array, context: Context, length: int, allowed: npt.NDArray[np.bool_]) -> Array:
-    """What stands per_row the positions, for more of them: a table that says what the mask says, a constant, or a count."""
+    """An array along the positions, continued to more of them: a table that says what the mask says, a constant, or a count."""
     n, before = context.n, context.allowed[0]
     if value.shape[-2:] == (n, n):
         shown, hidden = value[..., before], value[..., ~before]
@@ -141,7 +141,7 @@ def _places(n: int, length: int) -> tuple[int, ...]:
 
 
 def _most(context: Context) -> int | None:
-    """How many positions the model's config says that it takes."""
+    """The limit on positions in the model's config."""
     config = getattr(context.adapter.module, "config", None)
     sizes = [size for size in (getattr(config, name, None) for name in _MOST) if isinstance(size, int) and size > 1]
     return min(sizes, default=None)

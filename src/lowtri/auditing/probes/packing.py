@@ -1,4 +1,4 @@
-"""Two documents in one row must answer as the two alone."""
+"""Two documents packed into one row must give the outputs that each gives alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["PROBE"]
 
 
 def _packing(context: Context) -> Finding:
-    """Cut the row where the declared mask lets nobody look across, and run each piece alone.
+    """Cut the row where no query sees across in the declared mask, and run each piece alone.
 
-    A piece is run by `alone=` where the caller says how, else by the model itself when its per-position settings
+    A piece is run by `alone=` where it is given, else by the model itself when its per-position settings
     (document or position numbers) come with the example and can be cut with it.
     """
     pieces, alone = _pieces(context.allowed), context.options.get("alone")

@@ -1,4 +1,4 @@
-"""Pad the input: real positions must answer as they do alone, whatever the pad holds and however much of it there is."""
+"""Pad the input: outputs at real positions must not change, for any content and amount of padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _padding(context: Context) -> Finding:
     prefix = context.adapter.signature.prefix
     placed = name == "positions" or any(context.adapter.accepts(prefix + key) for key in ("position_ids", "positions"))
     try:
-        # Alone, but told its positions in the same words: some models count them from another number by themselves.
+        # Without pads, but with positions passed the same way: some models start to count at another number by default.
         whole = context.adapter(pad(context, name, 0, 0, 300))
     except Exception:
         whole = context.base
@@ -57,7 +57,7 @@ def _padding(context: Context) -> Finding:
         if kind == "clean":
             continue
         if left and (not declared or (sizes is by_amount and not placed)):
-            # Nobody said that this model keeps pads on the left; many take the keyword and do not, or count from the pads.
+            # Left padding was not declared; many models take the keyword and ignore it, or count positions from the pads.
             if kind == "leak":
                 why = what if sizes is by_content else "having pads"
                 warned = f"left padding is not kept with {name}: {why} moves real outputs, {by(float(sizes.max()))}"

@@ -1,4 +1,4 @@
-"""Put NaN where nobody may look: does it spread? A warning, never the verdict."""
+"""Put NaN into hidden inputs: does it spread? A warning, never the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut the input off after t positions: what was answered before t must stay the same."""
+"""Cut the input off after t positions: outputs before t must stay the same."""
 
 from __future__ import annotations
 

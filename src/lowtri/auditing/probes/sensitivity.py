@@ -12,7 +12,7 @@ __all__ = ["PROBE"]
 
 
 def _sensitivity(context: Context) -> Finding:
-    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have seen."""
+    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have recorded."""
     looked = ~np.isnan(context.seen)
     visible = (
         context.allowed & ~np.broadcast_to(~context.allowed.any(axis=1), context.allowed.shape[:2])[:, :, None]

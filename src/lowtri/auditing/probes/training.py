@@ -1,4 +1,4 @@
-"""Training mode, in which the loss is computed: another code path in most models, and the one that matters most."""
+"""Training mode, in which the loss is computed: a code path of its own in most models, and the one that matters most."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_training(context: Context) -> Context:
 
 
 def same_in_training(context: Context) -> bool:
-    """Whether training mode gives the very same answers: to other inputs in float64 too, and to other shapes.
+    """Whether training mode gives bitwise the same outputs: for several inputs, in float64 as well, and for other shapes.
 
     Rounding cannot hide a leak of training mode alone from both precisions: what is left is below 1e-16 of the answer.
     """
@@ -69,11 +69,11 @@ def same_in_training(context: Context) -> bool:
         return False
 
 
-def _alike(context: Context, asked: list[Inputs]) -> bool:
+def _alike(context: Context, requested: list[Inputs]) -> bool:
     answers: list[list[Any]] = []
     for mode in (context, in_training(context)):
         with Condition("", "", (), mode).set():
-            answers.append([_answer(mode, inputs) for inputs in asked])
+            answers.append([_answer(mode, inputs) for inputs in requested])
     return all(
         a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
         for a, b in zip(*answers, strict=True)

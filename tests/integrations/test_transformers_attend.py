@@ -367,7 +367,7 @@ def test_t5_trains_its_position_bias() -> None:
 
 def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    read = door.given
+    read = door.read_dense_mask
     monkeypatch.setattr(door, "read_dense_mask", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
     llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
     assert len(seen) == 3 and all(type(one) is LazyMaskTensor for one in seen)
@@ -397,3 +397,11 @@ def test_compiled_the_answers_are_the_same() -> None:
     expected = model(ids, attention_mask=pads).logits
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(ids, attention_mask=pads).logits[pads.bool()], expected[pads.bool()])
+
+
+def test_a_dense_mask_made_in_inference_mode() -> None:
+    with torch.inference_mode():  # such tensors have no version, so they are never remembered
+        table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
+        assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
+        table[..., 0] = False
+        assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask != full()

@@ -251,7 +251,8 @@ def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
 
 def test_it_says_what_it_is() -> None:
     assert (
-        repr(LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu")) == "LazyMaskTensor((2, 1, 4, 7), causal, queries from 3, keys from 0)"
+        repr(LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu"))
+        == "LazyMaskTensor((2, 1, 4, 7), causal, queries from 3, keys from 0)"
     )
     assert repr(ShiftedMask(chunks(4), (1, 2))) == "shifted(chunks(4), [1, 2])"
     assert repr(read_function(len)) == "function(<len>)"
