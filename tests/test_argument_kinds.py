@@ -25,7 +25,7 @@ import lowtri
 from attention_cases import near
 from lowtri import END, CallError, KVCache, LowtriError, MaskError, attention
 from lowtri.integrations import onnx
-from lowtri.integrations.transformers_given import given as given_table
+from lowtri.integrations.transformers_dense import read_dense_mask as given_table
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of (Masked|nested)", "ignore:Lower right causal bias", "ignore:the matrix subclass"

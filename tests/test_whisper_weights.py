@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtri
-from lowtri.integrations.ctranslate2 import read, whisper
+from ctranslate2_reader import read, whisper
 from lowtri.integrations.transformers import register
 
 # The layout, written.

@@ -2,7 +2,7 @@
 
 Decoder self-attention is masked; the encoder and cross-attention are not. Outputs, gradients and generated tokens are those of
 transformers' eager attention, cached decoding is the whole forward, and the audit finds nothing. What registering can do in
-general is in test_transformers.py; what these four are for is in test_what_was_asked.py.
+general is in integrations/test_transformers.py; what these four are for is in test_what_was_asked.py.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def test_audited_clean(name: str, engine: str, family: dict[str, Named]) -> None
     report = lowtri.audit(named.model, named.given, input=named.sequence, vocab_size=VOCABULARY)
     assert report.ok, report.message
     found = {finding.probe: finding.status for finding in report.findings}
-    clean = ["change", "gradient", "prefix", "batch", "cache", "doors", "blindness"]
+    clean = ["change", "gradient", "prefix", "batch", "cache", "code_paths", "sensitivity"]
     assert {probe: found[probe] for probe in clean} == dict.fromkeys(clean, "clean"), report.findings
     # BART's own affair: its places are counted from the first pad.
     assert found["padding"] == ("warning" if name == "BART" else "clean")

@@ -25,4 +25,4 @@ def make_model(seed=0):
 
 MASK = "causal"
 PAIR = (0, 1)
-PROBE = "doors"
+PROBE = "code_paths"

@@ -1,22 +1,27 @@
-"""Does a model peek? Measure what its outputs depend on, and hold that against the mask it declares.
+"""Does a model peek? Measures what its outputs depend on, and compares that with the mask it declares.
 
-audit         the whole audit in one page: noise first, then every probe, then where
-asking        the caller's arguments, checked before anything runs and held against what did run
-inputs        the caller's example as (B, N, ...) arrays, and back into a call
-subject       a model that can be run: inputs -> rows (B, N, F), seeded alike at every call
-double        its float64 copy, where leaks stay and rounding vanishes
-noise         how far outputs move when nothing that matters changes
+audit         the whole audit on one page: noise first, then every probe, then where a leak enters
+arguments     the caller's arguments, checked before anything runs and against what did run
+inputs        the example as (B, N, ...) arrays, and the call signature that turns them back into a call
+example       reads the caller's example: which arrays are sequences, and which axes are batch and positions
+adapter       the model adapter: inputs -> rows (B, N, F), with the same seed at every call
+float64       the float64 copy of a model, in which leaks stay and rounding vanishes
+noise         how far outputs move when nothing relevant changes
+declared      the declared mask as a table of pairs
 context       what every probe is given
-preparing     redrawn weights, the ids to draw from, and the line of progress
-probes        one file a probe: change, gradient, prefix, poison, batch, padding, packing, cache, doors, training, longer, blindness
-conditions    the same probes in training mode, behind a keyword, on a longer example
-where         the first module whose output moved
+setup         redrawn weights, the ids to draw from, and the progress line
+probe         a probe as data: name, needs, traits, function
+probes        the probes, one file each, and their list
+pads, leaves  inputs with padding; vectors to differentiate by
+decoding      ways to decode step by step, with a cache
+running       runs probes, and repeats doubtful ones on the float64 copy
+conditions    runs probes under other conditions: training mode, a keyword, a longer example
+locate        the first module whose output moved
 finding       what a probe returns
 report        the verdict: text, JSON
-picture       declared, seen and leaking pairs, drawn as text
-page          the report as HTML, and its drawing as SVG
+drawing, html declared, seen and leaking pairs as text; the report as HTML and SVG
 loading       a model from `FILE.py:make_model` or from a folder
-plugin        pytest: the `lowtri_audit` fixture, and `--lowtri-audit`, whose audits are collected as tests
+plugin        pytest: the `lowtri_audit` fixture and the option `--lowtri-audit`
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.asking import check_arguments, chosen_probes, hold_to_what_was_asked, nothing_ran
+from lowtri.auditing.adapter import ModelAdapter
+from lowtri.auditing.arguments import check_arguments, chosen_probes, nothing_ran, require_requested
 from lowtri.auditing.context import Context
-from lowtri.auditing.deciding import run_probes
 from lowtri.auditing.declared import allowed_pairs, has_token
-from lowtri.auditing.finding import PAIRED, Finding, Leak
+from lowtri.auditing.example import read_example
+from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.noise import measure_noise
-from lowtri.auditing.preparing import progress_line, redrawn, vocabulary
 from lowtri.auditing.probes import PROBES
-from lowtri.auditing.reading import read_example
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.subject import Subject
+from lowtri.auditing.running import run_probes
+from lowtri.auditing.setup import progress_line, redrawn, vocabulary
 from lowtri.masks import Mask, causal
 
 __all__ = ["assert_causal", "audit"]
@@ -94,7 +94,7 @@ def audit(
 
     Raises:
         CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
-            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` ask for and cannot be run
+            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` request and cannot be run
             leaves the audit undecided, with the reason.
     """
     started = time.monotonic()
@@ -110,17 +110,19 @@ def audit(
         seed=seed,
         length=length,
     )
-    chosen = chosen_probes(probes, list(PROBES))
-    inputs, form = read_example(example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis)
+    chosen = chosen_probes(probes, PROBES)
+    inputs, signature = read_example(
+        example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
+    )
     audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
-    subject = Subject(audited, form, output, output_axis, train, seed)
+    adapter = ModelAdapter(audited, signature, output, output_axis, train, seed)
     allowed = allowed_pairs(mask, inputs.n, inputs.batch, layers)
     options: dict[str, Any] = {"step": step, "alone": alone, "pad_mask": pad_mask, "compile": compile, "length": length}
     options["declared"] = lambda n: allowed_pairs(mask, n, inputs.batch, layers)
-    with subject.prepared():
-        noise = measure_noise(subject, inputs, ~has_token(allowed))
+    with adapter.prepared():
+        noise = measure_noise(adapter, inputs, ~has_token(allowed))
         context = Context(
-            subject, inputs, allowed, noise, vocabulary(model, inputs, vocab_size), draws, exact, seed,
+            adapter, inputs, allowed, noise, vocabulary(model, inputs, vocab_size), draws, exact, seed,
             progress_line(progress, started), options,
         )  # fmt: skip
         mode = context.mode
@@ -128,7 +130,7 @@ def audit(
         notes: list[str] = []
         if noise.broken is None:
             findings, notes = run_probes(context, chosen)
-            findings, unused = hold_to_what_was_asked(findings, options)
+            findings, unused = require_requested(findings, PROBES, options)
             notes += unused
     leaks: dict[tuple[int, int], Leak] = {}
     for leak in (leak for finding in findings for leak in finding.leaks):
@@ -152,7 +154,7 @@ def audit(
 
 
 def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
-    """For tests: raise LeakError naming the first leaking pair, UndecidedError when nothing can be said.
+    """For tests: raise LeakError naming the first leaking pair, UndecidedError when the audit could not decide.
 
     >>> import numpy as np
     >>> from lowtri import assert_causal
@@ -165,13 +167,13 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
 
 def _order(leak: Leak) -> tuple[bool, bool, int, int]:
     """The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours."""
-    return leak.probe not in PAIRED, not leak.paired, leak.query, leak.key
+    return not leak.direct, not leak.paired, leak.query, leak.key
 
 
 def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) -> list[str]:
     notes = []
     longest = max([context.n, *(finding.measured.get("length", 0) for finding in findings)])
-    config = getattr(context.subject.model, "config", None)
+    config = getattr(context.adapter.model, "config", None)
     for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
         size = getattr(config, name, None)
         if isinstance(size, int) and size >= longest and not isinstance(size, bool):
@@ -179,7 +181,7 @@ def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) ->
                 f"{longest} positions do not go past the model's {name} of {size}; faults at its edge would not show"
             )
     if context.noise.random:
-        notes.append("the model draws random numbers; every call was seeded alike")
+        notes.append("the model draws random numbers; every call started from the same seed")
     if layers is not None:
         notes.append(f"the mask is one layer's, widened to what {layers} layers reach")
     return notes

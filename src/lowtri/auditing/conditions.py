@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import Rows
 from lowtri.auditing.context import Context
 from lowtri.auditing.declared import has_token
 from lowtri.auditing.finding import Finding, Leak, by, first_line
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, measure_noise, movement
-from lowtri.auditing.subject import Rows
+from lowtri.auditing.probe import Probe
+from lowtri.auditing.running import run_probes
 
 __all__ = ["Condition", "Outcome", "probe_under"]
 
@@ -28,7 +30,7 @@ class Condition:
 
     name: str
     under: str  # the same in a sentence: "in training mode"
-    probes: tuple[str, ...]
+    probes: tuple[Probe, ...]
     context: Context
     options: dict[str, Any] = field(default_factory=dict)  # keywords of the call
     attention: str | None = None
@@ -36,12 +38,12 @@ class Condition:
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
-        """Training flags as the context's subject has them, and the attention implementation."""
-        module = self.context.subject.module
+        """Training flags as the context's adapter has them, and the attention implementation."""
+        module = self.context.adapter.module
         flags = [] if module is None else [(part, part.training) for part in module.modules()]
         before = getattr(getattr(module, "config", None), "_attn_implementation", None)
         try:
-            if self.context.subject.training and module is not None:
+            if self.context.adapter.training and module is not None:
                 module.train()
             if self.attention:
                 module.set_attn_implementation(self.attention)
@@ -57,29 +59,28 @@ class Condition:
 
 @dataclass
 class Outcome:
-    """What the probes said under each condition."""
+    """The results of the probes under each condition."""
 
     leaks: list[Leak] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     tried: dict[str, list[str]] = field(default_factory=dict)  # condition: the probes that ran
-    refused: dict[str, str] = field(default_factory=dict)  # condition: why nothing can be said of it
+    refused: dict[str, str] = field(default_factory=dict)  # condition: why it could not be tried
     differ: dict[str, float] = field(default_factory=dict)  # condition: how far its answer is from the one without it
 
-    def finding(self, probe: str, clean: str, measured: dict[str, Any], nothing: str) -> Finding:
-        """All of it as one probe's finding; `clean` and `nothing` are its words where no leak was found and nothing ran."""
-        leaks = tuple(replace(leak, probe=probe, within=leak.probe) for leak in self.leaks)
+    def finding(self, clean: str, measured: dict[str, Any], nothing: str) -> Finding:
+        """All of it as one finding; `clean` and `nothing` are its message where no leak was found and where nothing ran."""
         measured = {"tried": self.tried, "refused": self.refused, "differ": self.differ, **measured}
-        if leaks:
-            return Finding(probe, "leak", f"the mask is broken: {leaks[0].what}", leaks, measured)
+        if self.leaks:
+            return Finding("leak", f"the mask is broken: {self.leaks[0].what}", tuple(self.leaks), measured)
         if self.undecided:
-            return Finding(probe, "undecided", self.undecided[0], (), measured)
+            return Finding("undecided", self.undecided[0], (), measured)
         if self.differ:
             text = "; ".join(f"{name}, {by(size, '')}" for name, size in self.differ.items())
-            return Finding(probe, "warning", f"another answer with {text}", (), measured)
+            return Finding("warning", f"another answer with {text}", (), measured)
         if not self.tried:
-            return Finding(probe, "skipped", next(iter(self.refused.values()), nothing), (), measured)
+            return Finding("skipped", next(iter(self.refused.values()), nothing), (), measured)
         without = "".join(f"; not tried: {name} ({why})" for name, why in self.refused.items())
-        return Finding(probe, "clean", clean + without, (), measured)
+        return Finding("clean", clean + without, (), measured)
 
 
 def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outcome:
@@ -87,8 +88,6 @@ def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outc
 
     With `first`, nothing is run after the first leak.
     """
-    from lowtri.auditing.deciding import run_probes
-
     outcome = Outcome()
     for condition in conditions:
         try:
@@ -99,7 +98,7 @@ def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outc
                     outcome.refused[condition.name] = context.noise.broken
                     continue
                 size = 0.0 if without is None else _difference(condition.context, without, context)
-                findings, _ = run_probes(context, list(condition.probes), first=first)
+                findings, _ = run_probes(context, condition.probes, first=first)
         except Exception as error:
             outcome.refused[condition.name] = first_line(error)
             continue
@@ -107,7 +106,7 @@ def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outc
             outcome.differ[condition.name] = size
         outcome.tried[condition.name] = [f.probe for f in findings if f.status not in ("skipped", "undecided")]
         for finding in findings:
-            outcome.leaks += [replace(leak, under=condition.under) for leak in finding.leaks]
+            outcome.leaks += [replace(leak, under=condition.under, found_by=leak.probe) for leak in finding.leaks]
             if finding.status == "undecided":
                 outcome.undecided.append(f"{condition.under}, {finding.probe}: {finding.message}")
         if first and outcome.leaks:
@@ -119,7 +118,7 @@ def _measured(condition: Condition) -> Context:
     """The context with the condition's keywords and noise, and with nothing seen yet."""
     before = condition.context
     inputs: Inputs = replace(before.inputs, options={**before.inputs.options, **condition.options})
-    noise = measure_noise(before.subject, inputs, ~has_token(before.allowed))
+    noise = measure_noise(before.adapter, inputs, ~has_token(before.allowed))
     return replace(before, inputs=inputs, noise=noise, by_pair=False, seen=np.zeros((0, 0)), _base=None)
 
 
@@ -130,4 +129,4 @@ def _difference(before: Context, without: Rows, context: Context) -> float:
     sizes = np.nan_to_num(movement(without, context.base), nan=np.inf)
     sizes[np.broadcast_to(before.ignored, sizes.shape)] = 0.0
     size = float(sizes.max())
-    return size if before.noise.weigh(size, magnitude(without, context.base), doubtful=False) == "leak" else 0.0
+    return size if before.noise.classify(size, magnitude(without, context.base), doubtful=False) == "leak" else 0.0

@@ -1,4 +1,4 @@
-"""What every probe is given: the subject, its inputs, what they may depend on, the noise, and fresh draws."""
+"""What every probe is given: the adapter, its inputs, what they may depend on, the noise, and fresh draws."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.adapter import ModelAdapter, Rows
 from lowtri.auditing.declared import has_token
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import Noise, movement
-from lowtri.auditing.subject import Rows, Subject
 
 __all__ = ["Context", "draw"]
 
@@ -23,9 +23,9 @@ _LONG = 48  # positions looked at when the input is too long for all of them
 
 @dataclass
 class Context:
-    """One audit's working state. Probes read it; the only thing they write is `seen`."""
+    """One audit's working state. Probes read it; the only thing they write is `seen`, through `see`."""
 
-    subject: Subject
+    adapter: ModelAdapter
     inputs: Inputs
     allowed: Bools  # (1 or B, N, N)
     noise: Noise
@@ -33,11 +33,12 @@ class Context:
     draws: int = 2
     exact: int = 128  # up to this length every pair is looked at
     seed: int = 0
-    tick: Callable[[str, int, int], None] = lambda probe, done, of: None
+    show_progress: Callable[[str, int, int], None] = lambda probe, done, of: None
     options: dict[str, Any] = field(default_factory=dict)
     seen: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))  # (Nq, Nk), NaN where not looked at
     by_pair: bool = True  # whether each key is changed alone as well, and not only all that is hidden from a query
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
+    probe: str = ""  # the one that runs
     _base: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class Context:
     @property
     def mode(self) -> str:
         """The mode that a torch module is in, as its flags stand; empty for anything else."""
-        module = self.subject.module
+        module = self.adapter.module
         if module is None:
             return ""
         return "training mode" if all(part.training for part in module.modules()) else "eval mode"
@@ -60,7 +61,7 @@ class Context:
     def base(self) -> Rows:
         """The rows of the example itself."""
         if self._base is None:
-            self._base = self.subject(self.inputs)
+            self._base = self.adapter(self.inputs)
         return self._base
 
     @property
@@ -69,10 +70,10 @@ class Context:
 
     @property
     def ignored(self) -> Bools:
-        """Positions (B, N) whose own output means nothing: nobody sees them, so they are pads."""
+        """Positions (B, N) that no query sees: pads, whose own output means nothing."""
         return np.broadcast_to(~has_token(self.allowed), (self.inputs.batch, self.n))
 
-    def untouched(self, where: Bools) -> Bools:
+    def independent_of(self, where: Bools) -> Bools:
         """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
         rows = np.atleast_2d(where)
         tables = range(max(len(rows), len(self.allowed)))
@@ -80,15 +81,19 @@ class Context:
         return np.broadcast_to(~np.array(sees), (self.inputs.batch, self.n)) & ~self.ignored
 
     def moved(self, inputs: Inputs) -> tuple[npt.NDArray[np.float64], float]:
-        """How far each row of the answer moves from the example's, (B, N), and the magnitude of the answers."""
+        """How far each output moves from the example's, (B, N), and the magnitude of the outputs."""
         from lowtri.auditing.noise import magnitude
 
-        rows = self.subject(inputs)
+        rows = self.adapter(inputs)
         return movement(self.base, rows), magnitude(self.base, rows)
 
     def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
         """Remember how far each output, (N,), moved with one key."""
         self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
+
+    def tick(self, done: int, of: int) -> None:
+        """Show how far the probe that runs has come."""
+        self.show_progress(self.probe, done, of)
 
     def fresh(self, salt: int, kind: str = "random") -> Inputs:
         """Other values for every position: `random` ones, or `extreme` ones."""
@@ -108,9 +113,9 @@ class Context:
         """The positions that are looked at one by one."""
         if self.chosen is not None:
             return list(self.chosen)
-        return list(range(self.n)) if self.n <= self.exact else self.places(_LONG)
+        return list(range(self.n)) if self.n <= self.exact else self.sample(_LONG)
 
-    def places(self, most: int) -> list[int]:
+    def sample(self, most: int) -> list[int]:
         """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""
         n = self.n
         if n <= most:
@@ -124,27 +129,27 @@ class Context:
         unique = list(dict.fromkeys(place for place in wanted if 0 <= place < n))
         return sorted(unique[:most])
 
-    def twin(self) -> Context:
+    def in_float64(self) -> Context:
         """The same on the float64 copy."""
         from lowtri.auditing.noise import measure_noise
 
-        subject = self.subject.twin()
-        noise = measure_noise(subject, self.inputs, ~has_token(self.allowed))
-        options = {name: _of_the_copy(value, self.subject.model, subject.model) for name, value in self.options.items()}
-        return replace(self, subject=subject, noise=noise, options=options, seen=self.seen.copy(), _base=None)
+        adapter = self.adapter.in_float64()
+        noise = measure_noise(adapter, self.inputs, ~has_token(self.allowed))
+        options = {name: _of_copy(value, self.adapter.model, adapter.model) for name, value in self.options.items()}
+        return replace(self, adapter=adapter, noise=noise, options=options, seen=self.seen.copy(), _base=None)
 
 
-def _of_the_copy(value: Any, model: Any, twin: Any) -> Any:
+def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
     """The model itself, or a method of it, as the copy's own; anything else as it is."""
     if value is not None and value is model:
-        return twin
+        return copy64
     if getattr(value, "__self__", None) is model and hasattr(value, "__name__"):
-        return getattr(twin, value.__name__)
+        return getattr(copy64, value.__name__)
     return value
 
 
 def draw(inputs: Inputs, vocab: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Inputs:
-    """Other values in the place of every token or vector."""
+    """Draw another value for every token or vector."""
     changed = []
     for values in inputs.sequences:
         if inputs.discrete:

@@ -53,5 +53,5 @@ def allowed_pairs(mask: Any, n: int, batch: int, layers: int | None = None) -> T
 
 
 def has_token(allowed: Table) -> npt.NDArray[np.bool_]:
-    """Positions (1 or B, N) that somebody sees: a position that nobody sees is a pad, and its own output means nothing."""
+    """Positions (1 or B, N) that some query sees; any other position is a pad, and its own output means nothing."""
     return np.asarray(allowed.any(axis=1))

@@ -6,43 +6,37 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-__all__ = ["PAIRED", "Finding", "Leak", "Status", "by", "first_line", "leaks_from", "moves"]
-
-# Probes whose leaks are pairs of positions of the input; the others speak of lengths, pads, neighbours and caches.
-PAIRED = frozenset({"change", "gradient"})
+__all__ = ["Finding", "Leak", "Status", "by", "first_line", "moves"]
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Position `query` depends on position `key` although the mask hides it, or answers as it must not."""
+    """Position `query` depends on position `key` although the mask hides it, or its output is wrong in another way."""
 
     query: int
     key: int
     size: float
-    probe: str
     row: int = 0
     module: str | None = None
-    note: str = ""
+    note: str = ""  # the whole sentence, where it is not "position q sees position k"
     under: str = ""  # the conditions, where they are not the example's own: "in training mode"
-    within: str = ""  # the probe that found it, where another one ran it under those conditions
+    probe: str = ""  # set by `Probe`, as is `paired`
+    paired: bool = False  # query and key are positions of the probe's input
+    found_by: str = ""  # the probe that found it, where another one ran it under those conditions
+    drawn: bool = True  # and of the example, so that the drawing can show them
 
     @property
-    def paired(self) -> bool:
-        """Whether query and key are positions of the example."""
-        return (self.within or self.probe) in PAIRED
+    def direct(self) -> bool:
+        """Whether it is a pair of positions, found without any special conditions."""
+        return self.paired and not self.under
 
     @property
     def what(self) -> str:
         """The pair and the size, without a full stop."""
         if self.note:
             text = self.note
-        elif self.probe == "gradient":
-            text = f"position {self.query} sees position {self.key}: d output {self.query} / d input {self.key} is {self.size:.2g}"
         else:
             how = f"moves output {self.query} by {self.size:.2g}"
             if math.isinf(self.size):
@@ -61,18 +55,21 @@ class Leak:
 
 @dataclass(frozen=True)
 class Finding:
-    """One probe's answer.
+    """One probe's result.
 
-    `doubt` stands only between a probe and the audit: the movement is near the noise, so the float64 copy has to decide.
+    A probe returns `doubt` where the movement is near the noise; the audit then repeats it on the float64 copy, so that no
+    report holds a `doubt`.
     """
 
-    probe: str
     status: Status
     message: str
     leaks: tuple[Leak, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
-    # Two inputs (before, after) and the row of the batch that show the first leak, for `where`.
+    # Two inputs (before, after) and the row of the batch that show the first leak, for `locate`.
     witness: Any = None
+    probe: str = ""  # set by `Probe`
+    mode: str = ""  # the mode and the length that it adds to those of the whole audit
+    length: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -105,15 +102,6 @@ def by(size: float, up_to: str = "up to ") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line: its kind, since `0` or `x` alone says little, and what it says."""
+    """An error in one line: its type and its message, since `0` or `x` alone means little."""
     said = (str(error).strip().splitlines() or [""])[0][:120]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def leaks_from(sizes: npt.NDArray[np.float64], queries: list[int], probe: str) -> tuple[Leak, ...]:
-    """Every positive entry of a table (B, len(queries), N) as a leak, the largest over the batch."""
-    largest, row = sizes.max(axis=0), sizes.argmax(axis=0)
-    return tuple(
-        Leak(queries[q], int(k), float(largest[q, k]), probe, int(row[q, k]))
-        for q, k in zip(*np.nonzero(largest > 0), strict=True)
-    )

@@ -1,7 +1,7 @@
-"""What a model is given: sequences that a probe may change, and settings that it leaves alone.
+"""The inputs of a model: sequences that a probe may change, and settings that it leaves unchanged.
 
 `Inputs` is the probes' view: every sequence as a NumPy array with the batch first and the positions second, (B, N, ...).
-`Form` remembers how the caller had it (framework, dtype, device, axes, keyword names) and turns an `Inputs` back into a call.
+`CallSignature` holds how the model is called (framework, dtype, device, axes, keyword names) and turns `Inputs` back into a call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Form", "Inputs"]
+__all__ = ["Array", "CallSignature", "Inputs"]
 
 Array = npt.NDArray[Any]
 
@@ -21,12 +21,12 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True)
 class Inputs:
     """One call's inputs: `sequences`, each (B, N, ...); `settings`, arrays that follow the positions but are not changed; and
-    what stands `beside` each row of the batch, such as the source of a translation."""
+    `per_row`, arrays with one entry for each row of the batch, such as the source of a translation."""
 
     sequences: tuple[Array, ...]
     settings: dict[Hashable, Array] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    beside: dict[Hashable, Any] = field(default_factory=dict)  # arrays or tensors (B, ...), as the caller gave them
+    per_row: dict[Hashable, Any] = field(default_factory=dict)  # arrays or tensors (B, ...), as the caller gave them
 
     @property
     def batch(self) -> int:
@@ -69,12 +69,12 @@ class Inputs:
             key: value[index] if value.ndim > 1 and value.shape[0] == self.batch and self.batch > 1 else value
             for key, value in self.settings.items()
         }
-        beside = {key: value[index] for key, value in self.beside.items()}
-        return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings, beside=beside)
+        per_row = {key: value[index] for key, value in self.per_row.items()}
+        return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings, per_row=per_row)
 
 
 @dataclass(frozen=True)
-class Form:
+class CallSignature:
     """How the caller's model is called: what `Inputs` has to be turned back into."""
 
     keys: tuple[Hashable, ...]  # one for each sequence: a position (int) or a keyword (str)
@@ -85,8 +85,8 @@ class Form:
     torch: bool
     dtypes: tuple[Any, ...]
     device: Any = None
-    double: bool = False
-    through: Callable[[Any], Any] | None = None  # what each torch sequence passes on its way in
+    float64: bool = False
+    transform: Callable[[Any], Any] | None = None  # what each torch sequence passes on its way in
 
     @property
     def prefix(self) -> str:
@@ -96,8 +96,8 @@ class Form:
     def arguments(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call."""
         given: dict[Hashable, Any] = dict(self.constants)
-        for key, value in inputs.beside.items():
-            wide = self.double and hasattr(value, "is_floating_point") and value.is_floating_point()
+        for key, value in inputs.per_row.items():
+            wide = self.float64 and hasattr(value, "is_floating_point") and value.is_floating_point()
             given[key] = value.double() if wide else value
         for key, value in inputs.settings.items():
             given[key] = self._setting(value)
@@ -120,10 +120,10 @@ class Form:
         import torch
 
         dtype = self.dtypes[number]
-        if self.double and dtype.is_floating_point:
+        if self.float64 and dtype.is_floating_point:
             dtype = torch.float64
         tensor = torch.from_numpy(np.ascontiguousarray(value)).to(device=self.device, dtype=dtype, copy=True)
-        return tensor if self.through is None else self.through(tensor)
+        return tensor if self.transform is None else self.transform(tensor)
 
     def _setting(self, value: Array) -> Any:
         if not self.torch:
@@ -131,7 +131,7 @@ class Form:
         import torch
 
         tensor = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
-        return tensor.double() if self.double and tensor.is_floating_point() else tensor.clone()
+        return tensor.double() if self.float64 and tensor.is_floating_point() else tensor.clone()
 
     def _option(self, value: Any) -> Any:
         return self._setting(value) if isinstance(value, np.ndarray) else value

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lowtri.auditing.adapter import ModelAdapter
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import Subject
 
 __all__ = ["run_with_leaves"]
 
@@ -43,20 +43,20 @@ class _Lookup(TorchFunctionMode):
 
 
 def run_with_leaves(
-    subject: Subject, inputs: Inputs, make: Callable[[torch.Tensor], torch.Tensor]
+    adapter: ModelAdapter, inputs: Inputs, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the subject with its vectors passed through `make`, which gets them in the caller's own layout.
+    """Run the adapter with its vectors passed through `make`, which gets them in the caller's own layout.
 
     Returns:
         The rows, (B, N, F), and what `make` returned, one for each sequence or look-up; none when ids are looked up in a way
         that is not known.
     """
     if inputs.discrete:
-        ids = subject.form.give(inputs.sequences[0])
+        ids = adapter.signature.give(inputs.sequences[0])
         if not isinstance(ids, torch.Tensor):
-            return subject.tensor(inputs), []
+            return adapter.tensor(inputs), []
         with _Lookup(ids, make) as mode:
-            rows = subject.tensor(inputs)
+            rows = adapter.tensor(inputs)
         return rows, mode.leaves
     made: list[torch.Tensor] = []
 
@@ -64,4 +64,4 @@ def run_with_leaves(
         made.append(make(value))
         return made[-1].clone()
 
-    return replace(subject, form=replace(subject.form, through=keep)).tensor(inputs), made
+    return replace(adapter, signature=replace(adapter.signature, transform=keep)).tensor(inputs), made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import DataError
+from lowtri.nn.files import read_json
 
 __all__ = ["Target", "load_target"]
 
 
 @dataclass
 class Target:
-    """A model, what to run it on, and what its maker says about it."""
+    """A model, what to run it on, and what its maker declares about it."""
 
     name: str
     model: Any
@@ -81,10 +81,9 @@ def _from_file(path: Path, name: str) -> Target:
 
 
 def _from_folder(folder: Path) -> Target:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: no readable config.json ({error})") from None
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise DataError(f"{folder}: no readable config.json (there is none)")
     if "lowtri_mask" in config:
         from lowtri.nn.checkpoint import load
 

@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.adapter import ModelAdapter
 from lowtri.auditing.finding import by
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import Subject
 
 __all__ = ["Noise", "magnitude", "measure_noise", "movement"]
 
@@ -38,7 +38,7 @@ class Noise:
     def greatest(self) -> float:
         return max(self.repeat, self.reorder)
 
-    def weigh(self, size: float, scale: float, *, doubtful: bool = True) -> Literal["clean", "doubt", "leak"]:
+    def classify(self, size: float, scale: float, *, doubtful: bool = True) -> Literal["clean", "doubt", "leak"]:
         """What a movement means when nothing but rounding should have moved anything.
 
         With `doubtful` the same sums ran in the same order, so that even one rounding needs an explanation.
@@ -52,19 +52,19 @@ class Noise:
 
     def first(self, sizes: npt.NDArray[np.float64], scale: float, *, doubtful: bool = True) -> int:
         """The first position of (N,) whose movement is more than nothing."""
-        kinds = [self.weigh(float(size), scale, doubtful=doubtful) for size in sizes]
+        kinds = [self.classify(float(size), scale, doubtful=doubtful) for size in sizes]
         return next(
             (i for wanted in ("leak", "doubt") for i, kind in enumerate(kinds) if kind == wanted), int(sizes.argmax())
         )
 
 
-def measure_noise(subject: Subject, inputs: Inputs, ignored: npt.NDArray[np.bool_]) -> Noise:
+def measure_noise(adapter: ModelAdapter, inputs: Inputs, ignored: npt.NDArray[np.bool_]) -> Noise:
     """Run the same input several times, in several orders and under two seeds.
 
     `ignored`, (1 or B, N), marks positions whose own output means nothing.
     """
-    first = subject(inputs)
-    eps = _eps(subject, first)
+    first = adapter(inputs)
+    eps = _eps(adapter, first)
     silent = np.broadcast_to(ignored, first.shape[:2]) if ignored.shape[0] in (1, first.shape[0]) else ignored[:1]
     scale = magnitude(np.where(silent[..., None], 0, first))
     nan = np.isnan(first).any(axis=-1) & ~silent if first.dtype.kind == "f" else np.zeros(first.shape[:2], bool)
@@ -79,12 +79,12 @@ def measure_noise(subject: Subject, inputs: Inputs, ignored: npt.NDArray[np.bool
     def apart(rows: npt.NDArray[np.generic]) -> float:
         return float(np.nan_to_num(np.where(silent, 0, movement(first, rows)), nan=np.inf).max())
 
-    repeat = max(apart(subject(inputs)) for _ in range(3))
-    reseeded = apart(subject(inputs, seed=subject.seed + 1))
+    repeat = max(apart(adapter(inputs)) for _ in range(3))
+    reseeded = apart(adapter(inputs, seed=adapter.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if first.dtype.kind == "f" else 0):
         broken = f"the same input gives different outputs from run to run ({by(repeat)}, seeds fixed)"
-    return Noise(eps, repeat, _reorder(subject, inputs, first, silent, eps * scale), scale, reseeded > repeat, broken)
+    return Noise(eps, repeat, _reorder(adapter, inputs, first, silent, eps * scale), scale, reseeded > repeat, broken)
 
 
 def movement(before: npt.NDArray[np.generic], after: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
@@ -110,20 +110,20 @@ def magnitude(*rows: npt.NDArray[np.generic]) -> float:
     return greatest
 
 
-def _eps(subject: Subject, rows: npt.NDArray[np.generic]) -> float:
+def _eps(adapter: ModelAdapter, rows: npt.NDArray[np.generic]) -> float:
     """One relative rounding in the precision of the model's answer."""
     if rows.dtype.kind != "f":
         return 0.0
-    if subject.form.double:
+    if adapter.signature.float64:
         return float(np.finfo(np.float64).eps)
-    module = subject.module
+    module = adapter.module
     if module is not None:
         import torch
 
         kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
         if kinds:
             return max(float(torch.finfo(kind).eps) for kind in kinds)
-    for dtype in subject.form.dtypes:
+    for dtype in adapter.signature.dtypes:
         if hasattr(dtype, "is_floating_point") and dtype.is_floating_point:
             import torch
 
@@ -136,17 +136,21 @@ def _eps(subject: Subject, rows: npt.NDArray[np.generic]) -> float:
 
 
 def _reorder(
-    subject: Subject, inputs: Inputs, first: npt.NDArray[np.generic], silent: npt.NDArray[np.bool_], rounding: float
+    adapter: ModelAdapter,
+    inputs: Inputs,
+    first: npt.NDArray[np.generic],
+    silent: npt.NDArray[np.bool_],
+    rounding: float,
 ) -> float:
-    if subject.form.batch_axis is None or first.dtype.kind != "f":
+    if adapter.signature.batch_axis is None or first.dtype.kind != "f":
         return 0.0
     found = 0.0
     with np.errstate(all="ignore"):
         try:
-            turned = subject(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1]
-            alone = subject(inputs.rows([0]))
+            turned = adapter(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1]
+            alone = adapter(inputs.rows([0]))
         except Exception:
-            return 0.0  # a model that wants exactly this batch; the batch probe says so
+            return 0.0  # a model with a fixed batch size; the batch probe reports it
     for other, whole, quiet in ((turned, first, silent), (alone, first[:1], silent[:1])):
         if other.shape == whole.shape:
             moved = np.where(quiet, 0.0, np.nan_to_num(movement(whole, other)))

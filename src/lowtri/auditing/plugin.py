@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def lowtri_audit(request: pytest.FixtureRequest) -> Callable[..., AuditReport]:
-    """`lowtri.audit` that fails the test on a leak, and on a model of which nothing can be said; returns the report."""
+    """`lowtri.audit` that fails the test on a leak, and where the audit could not decide; returns the report."""
 
     def check(model: Any, example: Any, **arguments: Any) -> AuditReport:
         from lowtri.auditing.audit import audit
@@ -141,7 +141,7 @@ class _Audit(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What each audit said, with `-v`."""
+    """The verdict of each audit, with `-v`."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, []) if r.when == "call"]
     lines = [f"{r.nodeid}: {said}" for r in reports for name, said in r.user_properties if name == _PROPERTY]
     if lines and config.get_verbosity() > 0:

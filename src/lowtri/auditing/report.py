@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.finding import PAIRED, Finding, Leak
+from lowtri.auditing.drawing import cells, draw_text
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.html import as_html, as_svg
 from lowtri.auditing.noise import Noise
-from lowtri.auditing.page import as_html, as_svg
-from lowtri.auditing.picture import cells, draw_text
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.masks.labels import shortened, spelled_out
 
@@ -84,8 +84,7 @@ class AuditReport:
     def _what(self) -> str:
         if self.leaks:
             first = self.leaks[0]
-            same = PAIRED if first.probe in PAIRED else {first.probe}
-            alike = [leak for leak in self.leaks if leak.probe in same and leak.paired == first.paired]
+            alike = [leak for leak in self.leaks if _kind(leak) == _kind(first)]
             more = f" ({len(alike)} pairs in all.)" if len(alike) > 1 else ""
             return first.sentence(self.noise.greatest if self.noise else 0.0) + more
         return f"{self._extent() if self.reason is None else self.reason}."
@@ -183,21 +182,24 @@ class AuditReport:
         return "\n".join(lines)
 
     def _extent(self) -> str:
-        change = next((f for f in self.findings if f.probe == "change"), None)
+        drew = next((f.measured for f in self.findings if "draws" in f.measured), None)
         ran = [f.probe for f in self.findings if f.status not in ("skipped", "undecided")]
-        looked = "" if change is None else f", {change.measured['draws']} draws"
-        if change is not None and not change.measured["every_pair"]:
-            looked += f", {change.measured['keys']} keys and {change.measured['queries']} queries looked at"
-        tried = {f.probe: f for f in self.findings if f.measured.get("tried")}
-        modes = [*self.modes, *(["training mode"] if "training" in tried else [])]
-        length = f" and 1 x {tried['longer'].measured['length']}" if "longer" in tried else ""
+        looked = "" if drew is None else f", {drew['draws']} draws"
+        if drew is not None and not drew["every_pair"]:
+            looked += f", {drew['keys']} keys and {drew['queries']} queries looked at"
+        modes = [*self.modes, *(f.mode for f in self.findings if f.mode)]
+        length = "".join(f" and 1 x {f.length}" for f in self.findings if f.length)
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}"
 
     def _cells(self, most: int) -> list[str]:
-        # Only pairs of positions belong in the picture; the other probes' leaks speak of lengths, pads and caches.
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.probe != "longer"]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.drawn]
         return cells(self.allowed, self.seen, pairs, most)
+
+
+def _kind(leak: Leak) -> tuple[bool, str]:
+    """What leaks are counted together: all pairs of the example itself, or one probe's under its conditions."""
+    return leak.paired, "" if leak.direct else leak.probe
 
 
 def _plain(value: Any) -> Any:

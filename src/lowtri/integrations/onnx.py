@@ -1,15 +1,15 @@
 """The ``Attention`` operator of the ONNX standard, opsets 23 to 25, on :func:`lowtri.attention`.
 
-The standard says in indices what lowtri says in places, so most of it is a translation:
+The standard speaks of indices where lowtri speaks of positions, so most of this is a translation:
 
-    is_causal, left_window_size, right_window_size    one mask over places: causal, or a band
-    past_key, past_value, nonpad_kv_seqlen            where the queries stand: behind what was there before
-    nonpad_kv_seqlen, a mask for the keys             keys without a place, which nobody sees
-    attn_mask of bools, -inf in one of floats         a table of pairs
-    attn_mask of floats                               a bias
+    is_causal, left_window_size, right_window_size    a mask over positions: causal, or a band
+    past_key, past_value, nonpad_kv_seqlen            the positions of the queries: after the past
+    nonpad_kv_seqlen, a mask for the keys             keys at position -1, which no query sees
+    a boolean attn_mask, -inf in an additive one      a table of pairs
+    an additive attn_mask                             a bias
 
-The places are found in :mod:`~lowtri.integrations.onnx_places`, shapes and dtypes in
-:mod:`~lowtri.integrations.onnx_arrays`; here stand the door and its checks. Nothing needs the ``onnx`` package.
+:mod:`~lowtri.integrations.onnx_positions` computes positions, :mod:`~lowtri.integrations.onnx_arrays` handles shapes and dtypes;
+this file holds the function and its checks. The ``onnx`` package is not needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 
 from lowtri.dispatch.attend import attention as attend
 from lowtri.errors import CallError
-from lowtri.integrations.onnx_arrays import behind, cast, heads_apart, hide, scores_of, work_dtype
-from lowtri.integrations.onnx_places import band_of, bools_and_bias, places_of, whole
+from lowtri.integrations.onnx_arrays import append_to_past, cast, hide_scores, scores_of, split_heads, work_dtype
+from lowtri.integrations.onnx_positions import band_mask, bools_and_bias, four_dimensions, positions_of
 from lowtri.masks import POSITION_MAX
 from lowtri.ops.arguments import dtype_name, plain_array
 
@@ -70,10 +70,10 @@ def attention(
     array([[[[0.26, 0.26, 0.47]]]], dtype=float32)
 
     Args:
-        Q: (B, Hq, Nq, D), or (B, Nq, Hq * D) with the numbers of heads said. NumPy arrays or torch tensors, all of one kind.
+        Q: (B, Hq, Nq, D), or (B, Nq, Hq * D) with the numbers of heads given. NumPy arrays or torch tensors, all of one kind.
         K: (B, Hkv, Nk, D) or (B, Nk, Hkv * D); Hq is a multiple of Hkv.  V: the same with its own head size Dv.
         attn_mask: bools, True = may see, or floats to add to the scores, where -inf hides. Broadcasts against
-            (B, Hq, Nq, P + Nk); a last dimension that is shorter hides the keys behind it.
+            (B, Hq, Nq, P + Nk); keys past a shorter last dimension are hidden.
         past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), what the last call gave as present.
         nonpad_kv_seqlen: (B,), how many keys of each row are real, where K and V are a whole cache; not with a past.
         is_causal: whether query i sees key j only for j <= i + offset: offset is P with a past, ``nonpad_kv_seqlen - Nq``
@@ -81,7 +81,7 @@ def attention(
         scale: factor on the scores; 1 / sqrt(D) by default.
         softcap: c > 0 caps the scaled scores at c * tanh(score / c); 0 does not.
         q_num_heads, kv_num_heads: for 3-D inputs.
-        left_window_size, right_window_size: how many keys each query sees back and ahead besides its own place; -1 for all.
+        left_window_size, right_window_size: how many keys each query sees before and after its own position; -1 for all.
         qk_matmul_output_mode: what the fourth output holds: 0 the scaled scores, 1 after the softcap, 2 with attn_mask added
             and -inf where hidden, 3 the weights.
         softmax_precision: 1, 10, 11 or 16 (float32, float16, float64, bfloat16). lowtri's softmax has at least float32,
@@ -111,33 +111,33 @@ def attention(
         qk_matmul_output_mode=qk_matmul_output_mode,
         softmax_precision=softmax_precision,
     )
-    q, k, v = heads_apart(Q, K, V, q_num_heads, kv_num_heads)
-    past, k, v = behind(past_key, past_value, nonpad_kv_seqlen, k, v)  # k (B, Hkv, P + Nk, D)
+    q, k, v = split_heads(Q, K, V, q_num_heads, kv_num_heads)
+    past, k, v = append_to_past(past_key, past_value, nonpad_kv_seqlen, k, v)  # k (B, Hkv, P + Nk, D)
     present_key, present_value = (k, v) if nonpad_kv_seqlen is None else (None, None)
-    places = places_of(q, k, past, nonpad_kv_seqlen, band_of(is_causal, left_window_size, right_window_size))
+    positioned = positions_of(q, k, past, nonpad_kv_seqlen, band_mask(is_causal, left_window_size, right_window_size))
     bias = None
     if attn_mask is not None:
-        allowed, bias = bools_and_bias(whole(attn_mask, q, k.shape[2]))
-        places = places.restricted(allowed)
+        allowed, bias = bools_and_bias(four_dimensions(attn_mask, q, k.shape[2]))
+        positioned = positioned.restricted(allowed)
     work = work_dtype(q, v, softmax_precision)
     q, k, v = (cast(x, work) for x in (q, k, v))
     bias = None if bias is None else cast(bias, work)
     capped = None if softcap == 0 else softcap
-    weighed = return_qk_matmul and qk_matmul_output_mode == 3
+    weighted = return_qk_matmul and qk_matmul_output_mode == 3
     options: dict[str, Any] = {"scale": scale, "softcap": capped, "bias": bias, "engine": engine}
-    found: Any = attend(q, k, v, places.mask, **options, **places.stated(), return_weights=weighed)
-    output, scores = found if weighed else (found, None)
-    if return_qk_matmul and not weighed:
+    found: Any = attend(q, k, v, positioned.mask, **options, **positioned.arguments(), return_weights=weighted)
+    output, scores = found if weighted else (found, None)
+    if return_qk_matmul and not weighted:
         scores = scores_of(q, k, scale, capped if qk_matmul_output_mode else None)
         if qk_matmul_output_mode == 2:
-            scores = hide(scores if bias is None else scores + bias, places.visible())
+            scores = hide_scores(scores if bias is None else scores + bias, positioned.visible())
     if Q.ndim == 3:
         output = output.swapaxes(1, 2).reshape(*Q.shape[:2], -1)  # (B, Nq, Hq * Dv)
     scores = None if scores is None else cast(scores, Q.dtype)
     return Outputs(cast(output, Q.dtype), present_key, present_value, scores)
 
 
-# What comes in.
+# Checks of the inputs.
 
 
 def _checked_inputs(**inputs: Any) -> list[Any]:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["behind", "cast", "heads_apart", "hide", "scores_of", "work_dtype"]
+__all__ = ["append_to_past", "cast", "split_heads", "hide_scores", "scores_of", "work_dtype"]
 
 
-def heads_apart(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -> list[Any]:
+def split_heads(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -> list[Any]:
     """Q, K and V as (B, H, N, D)."""
     named = list(zip("QKV", (Q, K, V), (q_heads, kv_heads, kv_heads), strict=True))
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x, _ in named)
@@ -29,7 +29,7 @@ def heads_apart(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | Non
     return out
 
 
-def behind(past_key: Any, past_value: Any, nonpad: Any, k: Any, v: Any) -> tuple[int, Any, Any]:
+def append_to_past(past_key: Any, past_value: Any, nonpad: Any, k: Any, v: Any) -> tuple[int, Any, Any]:
     """How long the past is, and keys and values with it in front."""
     if past_key is None and past_value is None:
         return 0, k, v
@@ -66,7 +66,7 @@ def scores_of(q: Any, k: Any, scale: float | None, softcap: float | None) -> Any
     return softcap * (np.tanh(found / softcap) if isinstance(found, np.ndarray) else (found / softcap).tanh())
 
 
-def hide(scores: Any, visible: NDArray[np.bool_]) -> Any:
+def hide_scores(scores: Any, visible: NDArray[np.bool_]) -> Any:
     if isinstance(scores, np.ndarray):
         return np.where(visible, scores, -np.inf)
     return scores.masked_fill(~_like(visible, scores), -math.inf)

@@ -5,13 +5,13 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowtri")
 
-``register()`` is enough where the model asks the attention interface, as most do; ``switch(model)`` makes sure of it.
+``register()`` is enough for models that use the attention interface, as most do; ``switch(model)`` checks that they do.
 
-transformers asks two things of an attention implementation: to make the mask of a forward from a mask function
-(:mod:`~lowtri.integrations.transformers_masks`), and to attend under it in every layer
-(:mod:`~lowtri.integrations.transformers_attend`). Between the two the mask travels as a tensor that holds no table
-(:mod:`~lowtri.integrations.transformers_seen`); a table made by hand is read by :mod:`~lowtri.integrations.transformers_given`,
-and in programs of torch.compile and torch.export :mod:`~lowtri.integrations.transformers_traced` attends.
+An attention implementation of transformers has two parts: one makes the mask of a forward from a mask function
+(:mod:`~lowtri.integrations.transformers_masks`), the other computes the attention of each layer
+(:mod:`~lowtri.integrations.transformers_attend`). Between the two the mask is a lazy tensor
+(:mod:`~lowtri.integrations.transformers_lazy`); dense masks are read by :mod:`~lowtri.integrations.transformers_dense`, and under
+torch.compile and torch.export :mod:`~lowtri.integrations.transformers_traced` takes over.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
     True
 
     Args:
-        name: what ``attn_implementation`` will be called; another name with another engine may stand beside it.
+        name: what ``attn_implementation`` will be called; several names with different engines may be registered.
         engine: "auto", or the engine that then runs or raises: see :func:`lowtri.attention`.
 
     Raises:
-        EngineError: if the name is one of transformers' own, or transformers is too old to be asked.
+        EngineError: if the name is one of transformers' own, or transformers is too old.
 
     Source: the documents of transformers, "Attention interface".
     """
@@ -69,7 +69,7 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
 
 
 def switch(model: Any, name: str = "lowtri") -> Any:
-    """Switch a model over, and make sure that its attention is reached; transformers itself does not make sure.
+    """Switch a model to a registered attention, and check that all its layers use it; transformers does not check.
 
     >>> import transformers
     >>> size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""Attention as transformers calls it in every layer: what comes there said to :func:`lowtri.attention`, and nothing left out."""
+"""The attention function that transformers calls in every layer: its arguments, passed on to :func:`lowtri.attention`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.transformers_given import given
-from lowtri.integrations.transformers_seen import Seen
+from lowtri.integrations.transformers_dense import read_dense_mask
+from lowtri.integrations.transformers_lazy import LazyMask
 from lowtri.masks.formulas import causal, full
 
-__all__ = ["after", "attend", "refuse", "wants_weights"]
+__all__ = ["apply_sinks", "attend", "reject_unsupported", "weights_requested"]
 
 _log = logging.getLogger("lowtri.integrations.transformers")
-_said: set[str] = set()
+_warned: set[str] = set()
 
-# What other models' attention is given and ours cannot say; None says nothing.
+# Arguments of some models that lowtri's attention does not support; None is accepted.
 _REFUSED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
 
 
@@ -43,10 +43,10 @@ def attend(
     engine: str = "auto",
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it in every layer; models call it, not people.
+    """Compute the attention of one layer; called by models of transformers.
 
     Args:
-        module: the layer; it says whether it is causal where no mask came.
+        module: the layer; its ``is_causal`` decides where no mask is passed.
         query: (B, Hq, Nq, D).  key: (B, Hkv, Nk, D).  value: (B, Hkv, Nk, Dv).
         attention_mask: what :func:`~lowtri.integrations.transformers_masks.make_mask` made, a table by hand, or None.
         dropout, scaling, softcap: as of :func:`lowtri.attention`.
@@ -59,40 +59,40 @@ def attend(
         output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk) where wanted, else None.
 
     Raises:
-        CallError: for what cannot be expressed; nothing is left out in silence.
+        CallError: for an argument that is not supported; none is ignored.
     """
-    refuse(cache, others)
+    reject_unsupported(cache, others)
     if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
         query = query.expand(key.shape[0], *query.shape[1:])
     nq, nk = query.shape[-2], key.shape[-2]
-    seen, bias = _who_sees_whom(module, attention_mask, nq, nk, query.dtype, is_causal)
+    lazy, bias = _lazy_mask(module, attention_mask, nq, nk, query.dtype, is_causal)
     if block_indices is not None:
-        table = seen_table(seen, query.device)
+        table = dense_table(lazy, query.device)
         chosen = module.indexer.build_block_mask(
             block_indices, table, nk, query.dtype, query.device, _position_ids(others, nq, nk, query)
         )
-        seen, _ = given(chosen, nq, nk, query.dtype)
+        lazy, _ = read_dense_mask(chosen, nq, nk, query.dtype)
     if indices is not None:
         chosen = torch.zeros((query.shape[0], nq, nk + 1), dtype=torch.bool, device=query.device)
         chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
-        seen, _ = given(chosen & seen_table(seen, query.device), nq, nk, query.dtype)
+        lazy, _ = read_dense_mask(chosen & dense_table(lazy, query.device), nq, nk, query.dtype)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    weighted = wants_weights(output_attentions)
-    if not weighted and seen.trimmed is not seen:
-        cut = slice(seen.trimmed.k0 - seen.k0, seen.trimmed.k0 - seen.k0 + seen.trimmed.nk)
+    weighted = weights_requested(output_attentions)
+    if not weighted and lazy.trimmed is not lazy:
+        cut = slice(lazy.trimmed.k0 - lazy.k0, lazy.trimmed.k0 - lazy.k0 + lazy.trimmed.nk)
         key, value = key[..., cut, :], value[..., cut, :]
         bias = bias[..., cut] if bias is not None and bias.shape[-1] > 1 else bias
-        seen = seen.trimmed
+        lazy = lazy.trimmed
     if dropout:
-        _say_once(
+        _warn_once(
             "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
         )
     found = attention(
         query,
         key,
         value,
-        seen.mask,
+        lazy.mask,
         scale=scaling,
         softcap=softcap,
         bias=bias,
@@ -101,25 +101,25 @@ def attend(
         return_weights=weighted,
         return_lse=sinks is not None,
         engine=engine,
-        **seen.positions,
+        **lazy.positions,
     )
-    output, weights = after(found, weighted, sinks)
+    output, weights = apply_sinks(found, weighted, sinks)
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _who_sees_whom(
+def _lazy_mask(
     module: Any, mask: Tensor | None, nq: int, nk: int, dtype: torch.dtype, is_causal: bool | None
-) -> tuple[Seen, Tensor | None]:
+) -> tuple[LazyMask, Tensor | None]:
     if mask is not None:
-        return given(mask, nq, nk, dtype)
+        return read_dense_mask(mask, nq, nk, dtype)
     # No mask at all means what it means to transformers' sdpa: causal from the top left where the layer is causal.
-    goes_on = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return Seen(causal() if goes_on and nq > 1 else full(), 0, nq, 0, nk), None
+    is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return LazyMask(causal() if is_causal_layer and nq > 1 else full(), 0, nq, 0, nk), None
 
 
-def seen_table(seen: Seen, device: Any) -> Tensor:
+def dense_table(lazy: LazyMask, device: Any) -> Tensor:
     """The table of pairs, (B|1, Hq|1, Nq, Nk), for the few models that choose keys query by query."""
-    return torch.from_numpy(seen.table().copy()).to(device)
+    return torch.from_numpy(lazy.table().copy()).to(device)
 
 
 def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Te
     return (places if places.ndim > 1 else places[None]).expand(query.shape[0], -1)
 
 
-def after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Output and weights; a sink for each query takes its share afterwards, from the log-sum-exp."""
+def apply_sinks(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Output and weights; sinks of single queries are applied afterwards, with the log-sum-exp."""
     if not weighted and sinks is None:
         return found, None
     output, *rest = found
@@ -142,20 +142,20 @@ def after(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Ten
     return output, weights
 
 
-def wants_weights(output_attentions: bool | None) -> bool:
-    """Whether somebody asked for weights: the model said so, or transformers collects them from the layers."""
+def weights_requested(output_attentions: bool | None) -> bool:
+    """Whether weights are requested: by the model, or by transformers, which collects them from the layers."""
     if output_attentions is not None:
         return bool(output_attentions)
     try:
         from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # where it does not collect, weights are handed over always, as eager does
+    except ImportError:  # older versions do not collect; return the weights always, as eager does
         return True
     collected = _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
 
 
-def refuse(cache: Any, others: dict[str, Any]) -> None:
-    """Refuse what would have to be left out."""
+def reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
+    """Reject arguments that would have to be ignored."""
     if cache is not None:
         raise CallError(
             "transformers: a paged cache came (continuous batching), which lowtri's attention does not read.\n"
@@ -169,7 +169,7 @@ def refuse(cache: Any, others: dict[str, Any]) -> None:
             )
 
 
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
         _log.warning(message)

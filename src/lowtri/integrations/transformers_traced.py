@@ -1,9 +1,8 @@
-"""The attention of a transformers model in a program that torch.compile or torch.export writes down.
+"""The attention of a transformers model under torch.compile and torch.export.
 
-Such a program can neither hold a mask without a table nor look at values. So there the mask is nothing at all, where it is
-causal and nobody is padding, or else the table of pairs as a tensor; and a layer's attention is one operator,
-``lowtri::attention``. What that operator does not do runs outside of the program where the compiler leaves room for it, and
-raises where it does not.
+A traced program can neither hold a lazy mask nor read values. There the mask is None where it is causal and nothing is padding,
+else a table as a tensor, and a layer's attention is one operator, ``lowtri::attention``. What the operator does not support runs
+after a graph break under torch.compile, and raises under torch.export.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.transformers_attend import after, attend, refuse, wants_weights
-from lowtri.integrations.transformers_given import fitting, least
-from lowtri.integrations.transformers_seen import SeenTensor
+from lowtri.integrations.transformers_attend import apply_sinks, attend, reject_unsupported, weights_requested
+from lowtri.integrations.transformers_dense import hidden_threshold, mask_shape
+from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.masks.array_masks import table
 from lowtri.masks.mask import Mask
 
-__all__ = ["attend_or_trace", "goes_without_saying"]
+__all__ = ["attend_or_trace", "can_omit_mask"]
 
 
-def goes_without_saying(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
-    """Whether a causal mask is what a layer takes for granted without any: from the first place on, or for the newest alone.
+def can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
+    """Whether None means the same causal mask to a layer: for queries from position 0 on, or for the newest one alone.
 
-    Sizes may be symbols, but a tensor (the place in a static cache) holds its number back.
+    Sizes may be symbolic; the value of a tensor (the position in a static cache) is not known while tracing.
     """
     if any(isinstance(place, Tensor) for place in (q_offset, kv_offset)) or kv_offset != 0:
         return False
@@ -46,21 +45,21 @@ def attend_or_trace(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in every layer: :func:`~lowtri.integrations.transformers_attend.attend`, or its traced twin.
+    """What transformers calls in every layer: :func:`~lowtri.integrations.transformers_attend.attend`, or its traceable form.
 
     Raises:
-        CallError: while torch.export traces, for what the program cannot hold.
+        CallError: while torch.export traces, for what an exported program cannot contain.
     """
     arguments = (module, query, key, value, attention_mask, dropout, scaling)
     if not torch.compiler.is_compiling():
         return attend(*arguments, **options)
-    refuse(options.pop("cache", None), options)
+    reject_unsupported(options.pop("cache", None), options)
     by_query = options.get("indices") is not None or options.get("block_indices") is not None
-    weighted = wants_weights(options.get("output_attentions"))
-    if not (dropout or by_query or weighted or isinstance(attention_mask, SeenTensor)):
+    weighted = weights_requested(options.get("output_attentions"))
+    if not (dropout or by_query or weighted or isinstance(attention_mask, LazyMaskTensor)):
         return _traced(*arguments, **options)
     if torch.compiler.is_dynamo_compiling():
-        return _outside(*arguments, **options)
+        return _graph_break(*arguments, **options)
     raise CallError(
         f"transformers: lowtri's attention with {_NO_OPERATOR} is no operator that an exported program could hold.\n"
         'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
@@ -70,7 +69,7 @@ def attend_or_trace(
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
 _REASON = {"reason": f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"}
 _SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
-_outside: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _SAYS else {}))
+_graph_break: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _SAYS else {}))
 
 
 def _traced(
@@ -95,8 +94,8 @@ def _traced(
     mask: Mask | str
     bias = position_bias
     if attention_mask is None:
-        goes_on = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = "causal" if goes_on and nq > 1 else "full"
+        is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = "causal" if is_causal_layer and nq > 1 else "full"
     else:
         shown, added = _table(attention_mask, query, nq, nk)
         mask = table(shown)
@@ -117,14 +116,14 @@ def _traced(
         return_lse=sinks is not None,
         engine=engine,
     )
-    output, _ = after(found, False, sinks)
+    output, _ = apply_sinks(found, False, sinks)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _table(mask: Tensor, query: Tensor, nq: int, nk: int) -> tuple[Tensor, Tensor | None]:
     """Who sees whom, (Nq, Nk) or with (B,) or (B, H) in front, and what is added to the scores, four dimensions or None."""
-    mask = mask.reshape(fitting(mask, nq, nk))
-    shown = mask if mask.dtype == torch.bool else mask > least(mask.dtype, query.dtype)
+    mask = mask.reshape(mask_shape(mask, nq, nk))
+    shown = mask if mask.dtype == torch.bool else mask > hidden_threshold(mask.dtype, query.dtype)
     shown = shown.expand(*shown.shape[:2], nq, nk)
     if shown.shape[1] == 1:
         shown = shown[0, 0] if shown.shape[0] == 1 else shown[:, 0]

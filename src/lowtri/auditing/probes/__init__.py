@@ -1,46 +1,35 @@
-"""The probes, in the order in which they run. Each is one function from a `Context` to a `Finding`."""
+"""The probes: one file each, which ends in its record, `PROBE`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 
-from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding
-from lowtri.auditing.probes.batch import batch
-from lowtri.auditing.probes.blindness import blindness
-from lowtri.auditing.probes.cache import cache
-from lowtri.auditing.probes.change import change
-from lowtri.auditing.probes.doors import doors
-from lowtri.auditing.probes.gradient import gradient
-from lowtri.auditing.probes.longer import longer
-from lowtri.auditing.probes.packing import packing
-from lowtri.auditing.probes.padding import padding
-from lowtri.auditing.probes.poison import poison
-from lowtri.auditing.probes.prefix import prefix
-from lowtri.auditing.probes.training import training
+from lowtri.auditing.probe import Probe
 
-__all__ = ["PROBES", "REPEATED", "RESHAPED"]
+__all__ = ["PROBES", "probe_table"]
 
-PROBES: dict[str, Callable[[Context], Finding]] = {
-    "change": change,
-    "gradient": gradient,
-    "prefix": prefix,
-    "batch": batch,
-    "padding": padding,
-    "packing": packing,
-    "cache": cache,
-    "doors": doors,
-    "training": training,
-    "longer": longer,
-    "poison": poison,
-    "blindness": blindness,
-}
+_FILES = (  # in the order in which the probes run
+    "change",
+    "gradient",
+    "prefix",
+    "batch",
+    "padding",
+    "packing",
+    "cache",
+    "code_paths",
+    "training",
+    "longer",
+    "poison",
+    "sensitivity",
+)
 
-# Probes that compare runs of different shapes, where rounding alone can flip a discrete choice: always confirmed in float64.
-RESHAPED = frozenset({"prefix", "batch", "padding", "packing", "cache"})
+PROBES: tuple[Probe, ...] = tuple(import_module(f"{__name__}.{file}").PROBE for file in _FILES)
 
-# Probes that repeat others under other conditions, and the leaks after which that is not worth its time.
-REPEATED = {
-    "training": frozenset({"change", "gradient", "prefix"}),
-    "longer": frozenset({"change", "gradient", "prefix", "training"}),
-}
+
+def probe_table() -> str:
+    """The probes as the Markdown table of docs/audit.md."""
+    lines = ["| probe | what it does | what it finds | what it needs |", "|---|---|---|---|"]
+    for probe in PROBES:
+        needs = ", ".join(need.what for need in probe.needs if need.what)
+        lines.append(f"| {probe.name} | {probe.does} | {probe.finds} | {needs} |")
+    return "\n".join(lines)

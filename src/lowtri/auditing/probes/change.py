@@ -1,4 +1,4 @@
-"""Change inputs; outputs that may not see them must not move."""
+"""Change inputs: outputs that may not see them must not move."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy.typing as npt
 from lowtri.auditing.context import Bools, Context
 from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.noise import movement
+from lowtri.auditing.probe import Probe
 
-__all__ = ["change"]
+__all__ = ["PROBE"]
 
 _BISECTED = 16  # queries that are followed down to one key
 
 
-def change(context: Context) -> Finding:
+def _change(context: Context) -> Finding:
     """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
 
     Token ids are also changed to what the row itself holds: a leak of equality shows in no random draw from many ids.
@@ -36,7 +37,7 @@ def change(context: Context) -> Finding:
         for key in keys:
             where = np.arange(context.n) == key
             sweep.single(where, fresh, key)
-            context.tick("change", sweep.runs, total)
+            context.tick(sweep.runs, total)
     for salt, kind in kinds:
         fresh = context.fresh(salt, kind) if kind != "echoed" else context.inputs
         for query in queries:
@@ -45,7 +46,7 @@ def change(context: Context) -> Finding:
             where = ~context.allowed[:, query, :]  # (1 or B, N)
             if where.any():
                 sweep.joint(where, fresh, query, kind)
-            context.tick("change", sweep.runs, total)
+            context.tick(sweep.runs, total)
     return sweep.finding(len(keys), len(queries), draws)
 
 
@@ -54,7 +55,9 @@ class _Sweep:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.sparse = len(context.queries()) < context.n  # a query that is not looked at shows beside one that is
+        self.sparse = (
+            len(context.queries()) < context.n
+        )  # a query that is not looked at may be found through one that is
         self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
         self.doubtful: dict[tuple[int, int], Leak] = {}
         self.runs = 0
@@ -65,7 +68,7 @@ class _Sweep:
     def single(self, where: Bools, fresh: Any, key: int) -> None:
         """Change one key everywhere in the batch: one column of the table of pairs."""
         changed = self.context.inputs.change(where, fresh)
-        clean = self.context.untouched(where)
+        clean = self.context.independent_of(where)
         sizes, scale = self._moved(changed, clean, ordinary=True)
         self.context.see(sizes.max(axis=0), key)
         for row, query in np.argwhere(clean & (sizes > 0)):
@@ -74,7 +77,7 @@ class _Sweep:
     def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
         """Change all that is hidden from one query; if it moves, or one that sees no more of it, find a key that does it."""
         changed = self.context.inputs.change(where, fresh)
-        clean = self.context.untouched(where)
+        clean = self.context.independent_of(where)
         ordinary = kind == "random" or self.context.inputs.discrete
         sizes, scale = self._moved(changed, clean, ordinary=ordinary)
         wrong = clean & (sizes > 0)  # (B, N)
@@ -82,13 +85,13 @@ class _Sweep:
             if not wrong[row, query]:
                 query = int(np.flatnonzero(wrong[row])[-1])
             size = float(sizes[row, query])
-            sure = self.context.noise.weigh(size, scale) == "leak"
+            sure = self.context.noise.classify(size, scale) == "leak"
             known = {q for q, _ in self.pairs} | (set() if sure else {q for q, _ in self.doubtful})
             if query in known or self.bisected >= _BISECTED:
                 continue
             self.bisected += 1
             hidden = np.flatnonzero(where[row % where.shape[0]])
-            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.weigh(size, scale), ordinary)
+            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.classify(size, scale), ordinary)
             if found is not None:
                 key, alone, alone_scale, inputs = found
                 self._note(int(row), query, key, alone, alone_scale, inputs)
@@ -98,7 +101,7 @@ class _Sweep:
     def _moved(self, changed: Any, clean: Bools, *, ordinary: bool) -> tuple[npt.NDArray[np.float64], float]:
         """How far each row moves, infinitely far where a number turns from finite to infinite or NaN, or back.
 
-        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and accuses nobody.
+        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
         """
         sizes, scale = self.context.moved(changed)
         self.runs += 1
@@ -106,11 +109,11 @@ class _Sweep:
         return np.nan_to_num(sizes, nan=np.inf if ordinary else 0.0), scale
 
     def _note(self, row: int, query: int, key: int, size: float, scale: float, changed: Any, jointly: int = 0) -> None:
-        kind = self.context.noise.weigh(size, scale)
+        kind = self.context.noise.classify(size, scale)
         if kind == "clean":
             return
         note = f"output {query} {moves(size, f' when all {jointly} inputs hidden from it change together')}"
-        leak = Leak(query, key, size, "change", row, note=note if jointly else "")
+        leak = Leak(query, key, size, row, note=note if jointly else "")
         sure = kind == "leak" and self._again(row, query, changed, size)
         found = self.pairs if sure else self.doubtful
         if (query, key) not in found or found[query, key].size < size:
@@ -122,8 +125,8 @@ class _Sweep:
         # The first accusation is made only of a movement that can be repeated; then the model is known to repeat itself.
         if self.witness is not None:
             return True
-        before = self.context.subject(self.context.inputs)
-        again = movement(before, self.context.subject(changed))[row, query]
+        before = self.context.adapter(self.context.inputs)
+        again = movement(before, self.context.adapter(changed))[row, query]
         return bool(np.isnan(again) if np.isinf(size) else again > size / 2)
 
     def _bisect(
@@ -137,7 +140,7 @@ class _Sweep:
                 where = np.isin(np.arange(self.context.n), half)
                 changed = self.context.inputs.change(where, fresh)
                 sizes, scale = self._moved(changed, np.zeros((1, 1), bool), ordinary=ordinary)
-                if self.context.noise.weigh(float(sizes[row, query]), scale) == kind:
+                if self.context.noise.classify(float(sizes[row, query]), scale) == kind:
                     hidden = half
                     result = (int(half[0]), float(sizes[row, query]), scale, changed)
                     break
@@ -163,11 +166,20 @@ class _Sweep:
         own = ", one of its own ids" if context.inputs.discrete else ""
         extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme{own}"
         if self.pairs:
-            # What is in doubt beside a sure leak is no news, and near-zero entries would only blur the picture.
+            # Doubtful pairs add nothing to sure ones, and near-zero entries would only blur the picture.
             leaks = tuple(self.pairs[pair] for pair in sorted(self.pairs))
-            return Finding("change", "leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
+            return Finding("leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
         if self.doubtful:
             leaks = tuple(self.doubtful[pair] for pair in sorted(self.doubtful))
             message = f"hidden inputs move outputs, {by(measured['greatest'])}"
-            return Finding("change", "doubt", message, leaks, measured)
-        return Finding("change", "clean", f"no hidden input moves an output ({extent})", (), measured)
+            return Finding("doubt", message, leaks, measured)
+        return Finding("clean", f"no hidden input moves an output ({extent})", (), measured)
+
+
+PROBE = Probe(
+    name="change",
+    does="changes each input alone, and all that is hidden from a query at once, ids to the row's own as well",
+    finds="any content that leaks, the pairs exactly for short inputs, by bisection for long ones",
+    function=_change,
+    pairs=True,
+)

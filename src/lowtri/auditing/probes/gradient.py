@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, leaks_from
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.probe import TORCH, Probe
 
-__all__ = ["gradient"]
+__all__ = ["PROBE"]
 
 
-def gradient(context: Context) -> Finding:
+def _gradient(context: Context) -> Finding:
     """One backward pass for each query, from a random cotangent, so that no sum over features can cancel.
 
     Finds leaks too small to move a float32 output; blind to every leak through a discrete choice (top-k, sort, argmax).
     """
-    if not context.subject.form.torch and context.subject.module is None:
-        return _skip("the model does not compute in torch")
     import torch
 
     from lowtri.auditing.leaves import run_with_leaves
@@ -27,7 +26,7 @@ def gradient(context: Context) -> Finding:
     try:
         with torch.enable_grad():
             rows, leaves = run_with_leaves(
-                context.subject, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
+                context.adapter, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
             )
     except Exception as error:
         return _skip(f"the model cannot be differentiated: {_first_line(error)}")
@@ -54,7 +53,7 @@ def gradient(context: Context) -> Finding:
             elif not sizes.any() and (found := _one_of_many(context, query, reach)) is not None:
                 queries[done] = found
                 sizes[:, done] = reach([found])
-            context.tick("gradient", done + 1, len(queries))
+            context.tick(done + 1, len(queries))
     except Exception as error:
         return _skip(f"the model cannot be differentiated: {_first_line(error)}")
     return _judge(context, sizes, queries)
@@ -63,7 +62,7 @@ def gradient(context: Context) -> Finding:
 def _one_of_many(context: Context, query: int, reach: Callable[[list[int]], Any]) -> int | None:
     """Of the outputs that see nothing hidden from the query, one that something hidden reaches, by halving."""
     where = ~context.allowed[:, query, :]  # (1 or B, N)
-    many = [int(place) for place in np.flatnonzero(context.untouched(where).all(axis=0))]
+    many = [int(place) for place in np.flatnonzero(context.independent_of(where).all(axis=0))]
     if not where.any() or not np.where(where, reach(many), 0.0).any():
         return None
     while len(many) > 1:
@@ -88,34 +87,53 @@ def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
         "greatest": greatest,
         "not_finite": int((hidden & ~finite).sum()),
     }
-    kind = context.noise.weigh(greatest, scale)
+    kind = context.noise.classify(greatest, scale)
     looked = "every query" if len(queries) == context.n else f"{len(queries)} queries of {context.n}"
     if kind == "clean":
-        return Finding("gradient", "clean", f"no gradient reaches a hidden input ({looked})", (), measured)
+        return Finding("clean", f"no gradient reaches a hidden input ({looked})", (), measured)
     if kind == "leak":
         wrong[wrong <= context.noise.eps * scale] = 0.0
-    leaks = leaks_from(wrong, queries, "gradient")
-    return Finding(
-        "gradient", kind, f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}", leaks, measured
-    )
+    leaks = _leaks(wrong, queries)
+    return Finding(kind, f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}", leaks, measured)
+
+
+def _leaks(sizes: Any, queries: list[int]) -> tuple[Leak, ...]:
+    """Every positive entry of a table (B, len(queries), N) as a leak, the largest over the batch."""
+    largest, row = sizes.max(axis=0), sizes.argmax(axis=0)
+    found = []
+    for index, key in np.argwhere(largest > 0).tolist():
+        query, size = queries[index], float(largest[index, key])
+        note = f"position {query} sees position {key}: d output {query} / d input {key} is {size:.2g}"
+        found.append(Leak(query, key, size, int(row[index, key]), note=note))
+    return tuple(found)
 
 
 def _by_position(context: Context, grad: Any, number: int) -> Any:
     """The greatest gradient at each position, (B, N)."""
-    form = context.subject.form
+    signature = context.adapter.signature
     values = grad.detach().abs().double().cpu().numpy()
-    axis = form.position_axes[0 if context.inputs.discrete else number]
-    if form.batch_axis is None:
+    axis = signature.position_axes[0 if context.inputs.discrete else number]
+    if signature.batch_axis is None:
         values = np.moveaxis(values, axis, 0)[None]
     else:
-        values = np.moveaxis(values, (form.batch_axis, axis), (0, 1))
+        values = np.moveaxis(values, (signature.batch_axis, axis), (0, 1))
     values = values.reshape(values.shape[0], values.shape[1], -1)
     return np.asarray(np.broadcast_to(values.max(axis=-1), (context.inputs.batch, context.n)))
 
 
 def _skip(reason: str) -> Finding:
-    return Finding("gradient", "skipped", reason)
+    return Finding("skipped", reason)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+PROBE = Probe(
+    name="gradient",
+    does="one backward pass for each query from a random cotangent",
+    finds="leaks too small to move a float32 output; blind to discrete choices",
+    function=_gradient,
+    needs=(TORCH,),
+    pairs=True,
+)

@@ -12,46 +12,58 @@ from lowtri.auditing.conditions import Condition, probe_under
 from lowtri.auditing.context import Context, draw
 from lowtri.auditing.finding import Finding, first_line
 from lowtri.auditing.inputs import Array
+from lowtri.auditing.probe import Probe
+from lowtri.auditing.probes.change import PROBE as CHANGE
+from lowtri.auditing.probes.gradient import PROBE as GRADIENT
+from lowtri.auditing.probes.prefix import PROBE as PREFIX
+from lowtri.auditing.probes.training import PROBE as TRAINING
 from lowtri.auditing.probes.training import in_training, same_in_training
 from lowtri.errors import CallError
 
-__all__ = ["longer"]
+__all__ = ["PROBE"]
 
 _LENGTH = 256
-_PROBES = ("change", "gradient", "prefix")
+_PROBES = (CHANGE, GRADIENT, PREFIX)
 _MOST = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "block_size", "context_length")
 
 
-def longer(context: Context) -> Finding:
+def _longer(context: Context) -> Finding:
     """The example's first row with random inputs behind it, at chosen places, in eval and in training mode.
 
     Its length is `length=`, else 256 or twice the example's, less where the model takes less.
     """
-    asked, n = context.options.get("length"), context.n
+    requested, n = context.options.get("length"), context.n
     most = _most(context)
-    wanted = max(_LENGTH, 2 * n) if asked is None else asked
-    if asked is None and most is not None:
+    wanted = max(_LENGTH, 2 * n) if requested is None else requested
+    if requested is None and most is not None:
         wanted = min(wanted, most)
     if wanted <= n:
-        why = "length=0 leaves it out" if asked == 0 else f"the example's {n} positions are as many"
-        return Finding("longer", "skipped", why, (), {"length": n})
-    device = getattr(context.subject.form.device, "type", "cpu")
-    if asked is None and most is None and device != "cpu":
+        why = "length=0 leaves it out" if requested == 0 else f"the example's {n} positions are as many"
+        return Finding("skipped", why, (), {"length": n})
+    device = getattr(context.adapter.signature.device, "type", "cpu")
+    if requested is None and most is None and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
-        return Finding(
-            "longer", "skipped", f"how many positions the model takes on {device} is not known (say length=)"
-        )
+        return Finding("skipped", f"how many positions the model takes on {device} is not known (say length=)")
     try:
         wide, why = _longest(context, wanted)
     except CallError as error:
-        return Finding("longer", "skipped", str(error).removeprefix("audit: "))
+        return Finding("skipped", str(error).removeprefix("audit: "))
     if wide is None:
-        return Finding("longer", "skipped", f"the model takes no longer example: {why}")
+        return Finding("skipped", f"the model takes no longer example: {why}")
     outcome = probe_under(_conditions(wide), first=True)
     places = list(wide.chosen or ())
     measured = {"length": wide.n if outcome.tried else -1, "places": places}
     clean = f"the mask holds at {wide.n} positions ({len(places)} of them looked at, {', '.join(outcome.tried)})"
-    return outcome.finding("longer", clean + (f"; {wanted} were not taken: {why}" if why else ""), measured, "")
+    outcome.leaks = [replace(leak, drawn=False) for leak in outcome.leaks]
+    found = outcome.finding(clean + (f"; {wanted} were not taken: {why}" if why else ""), measured, "")
+    return replace(found, length=wide.n if outcome.tried else None)
+
+
+def _too_short(finding: Finding, length: int) -> str | None:
+    tried = finding.measured.get("length", -1)
+    if finding.status == "leak" or tried >= length:
+        return None
+    return finding.message if tried < 0 else f"the model takes no more than {tried} positions"
 
 
 def _conditions(wide: Context) -> Iterator[Condition]:
@@ -68,7 +80,7 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
     def tried(length: int) -> Context | None:
         wide = _extended(context, length)
         try:
-            wide.subject(wide.inputs)
+            wide.adapter(wide.inputs)
         except Exception as error:
             reasons.append(first_line(error))
             return None
@@ -101,7 +113,7 @@ def _extended(context: Context, length: int) -> Context:
 
 
 def _continued(value: Array, context: Context, length: int, allowed: npt.NDArray[np.bool_]) -> Array:
-    """What stands beside the positions, for more of them: a table that says what the mask says, a constant, or a count."""
+    """An array along the positions, continued to more of them: a table that says what the mask says, a constant, or a count."""
     n, before = context.n, context.allowed[0]
     if value.shape[-2:] == (n, n):
         shown, hidden = value[..., before], value[..., ~before]
@@ -129,7 +141,18 @@ def _places(n: int, length: int) -> tuple[int, ...]:
 
 
 def _most(context: Context) -> int | None:
-    """How many positions the model's config says that it takes."""
-    config = getattr(context.subject.module, "config", None)
+    """The limit on positions in the model's config."""
+    config = getattr(context.adapter.module, "config", None)
     sizes = [size for size in (getattr(config, name, None) for name in _MOST) if isinstance(size, int) and size > 1]
     return min(sizes, default=None)
+
+
+PROBE = Probe(
+    name="longer",
+    does="change, gradient and prefix at chosen places of 256 positions (`length=`), in eval and training mode",
+    finds="what begins behind the example's end",
+    function=_longer,
+    skipped_after=(CHANGE, GRADIENT, PREFIX, TRAINING),
+    argument="length",
+    not_run=_too_short,
+)

@@ -1,4 +1,4 @@
-"""Two documents in one row must answer as the two alone."""
+"""Two documents packed into one row must give the outputs that each gives alone."""
 
 from __future__ import annotations
 
@@ -9,37 +9,31 @@ import numpy as np
 from lowtri.auditing.context import Bools, Context
 from lowtri.auditing.finding import Finding, Leak, by, first_line, moves
 from lowtri.auditing.noise import magnitude, movement
+from lowtri.auditing.probe import REPEATABLE, Need, Probe
 
-__all__ = ["packing"]
+__all__ = ["PROBE"]
 
 
-def packing(context: Context) -> Finding:
-    """Cut the row where the declared mask lets nobody look across, and run each piece alone.
+def _packing(context: Context) -> Finding:
+    """Cut the row where no query sees across in the declared mask, and run each piece alone.
 
-    A piece is run by `alone=` where the caller says how, else by the model itself when its per-position settings
+    A piece is run by `alone=` where it is given, else by the model itself when its per-position settings
     (document or position numbers) come with the example and can be cut with it.
     """
-    pieces = _pieces(context.allowed)
-    if len(pieces) < 2:
-        return Finding("packing", "skipped", "the mask has one document")
-    alone = context.options.get("alone")
-    if alone is None and not context.inputs.settings:
-        return Finding("packing", "skipped", "how one document runs alone is not known (say alone=)")
-    if context.noise.random:
-        return Finding("packing", "skipped", "the model draws random numbers, and another length draws others")
-    subject = context.subject
+    pieces, alone = _pieces(context.allowed), context.options.get("alone")
+    adapter = context.adapter
     if alone is not None:
-        subject = replace(subject, model=alone, form=replace(subject.form, constants={}))
+        adapter = replace(adapter, model=alone, signature=replace(adapter.signature, constants={}))
     leaks: list[Leak] = []
     status, greatest, compared = "clean", 0.0, 0
     refused: dict[str, str] = {}
     for start, stop in pieces:
         inputs = context.inputs.span(start, stop)
         if alone is not None:
-            inputs = replace(inputs, settings={}, beside={})
+            inputs = replace(inputs, settings={}, per_row={})
         packed = context.base[:, start:stop]
         try:
-            rows = subject(inputs)
+            rows = adapter(inputs)
             if rows.shape != packed.shape:
                 raise ValueError(f"alone it answers {rows.shape}, packed {packed.shape}")
         except Exception as error:
@@ -49,7 +43,7 @@ def packing(context: Context) -> Finding:
         sizes = np.nan_to_num(movement(packed, rows), nan=np.inf)
         size = float(sizes.max())
         greatest = max(greatest, size)
-        kind = context.noise.weigh(size, magnitude(packed, rows), doubtful=False)
+        kind = context.noise.classify(size, magnitude(packed, rows), doubtful=False)
         if kind == "clean":
             continue
         status = "leak" if "leak" in (kind, status) else "doubt"
@@ -61,7 +55,7 @@ def packing(context: Context) -> Finding:
             f"position {query} answers differently packed: with its document ({start} to {stop - 1}) alone "
             f"its output {moves(sizes[row, query - start])}"
         )
-        leaks.append(Leak(query, key, float(sizes[row, query - start]), "packing", row, note=note))
+        leaks.append(Leak(query, key, float(sizes[row, query - start]), row, note=note))
     measured = {
         "documents": [list(piece) for piece in pieces],
         "compared": compared,
@@ -70,11 +64,18 @@ def packing(context: Context) -> Finding:
     }
     if not compared:
         why = next(iter(refused.values()))
-        return Finding("packing", "skipped", f"no document could be run alone: {why}", (), measured)
+        return Finding("skipped", f"no document could be run alone: {why}", (), measured)
     if leaks:
         message = f"{len(leaks)} of {compared} documents answer differently packed, {by(greatest)}"
-        return Finding("packing", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
-    return Finding("packing", "clean", f"{compared} documents answer packed as alone", (), measured)
+        return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
+    return Finding("clean", f"{compared} documents answer packed as alone", (), measured)
+
+
+def _no_documents(context: Context) -> str | None:
+    if len(_pieces(context.allowed)) < 2:
+        return "the mask has one document"
+    known = context.options.get("alone") is not None or context.inputs.settings
+    return None if known else "how one document runs alone is not known (say alone=)"
 
 
 def _pieces(allowed: Bools) -> list[tuple[int, int]]:
@@ -85,3 +86,14 @@ def _pieces(allowed: Bools) -> list[tuple[int, int]]:
     furthest = np.maximum.accumulate([int(np.flatnonzero(row)[-1]) if row.any() else q for q, row in enumerate(table)])
     starts = [0, *[t for t in range(1, n) if furthest[t - 1] < t]]
     return list(zip(starts, [*starts[1:], n], strict=True))
+
+
+PROBE = Probe(
+    name="packing",
+    does="runs each document of a packed row alone (`alone=`)",
+    finds="boundaries and positions that differ",
+    function=_packing,
+    needs=(Need("packed documents", _no_documents), REPEATABLE),
+    reshapes=True,
+    argument="alone",
+)

@@ -1,40 +1,30 @@
-"""Pad the input: real positions must answer as they do alone, whatever the pad holds and however much of it there is."""
+"""Pad the input: outputs at real positions must not change, for any content and amount of padding."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import Context, draw
+from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding, Leak, by, first_line, moves
-from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, movement
+from lowtri.auditing.pads import pad, pad_keyword, pads_declared
+from lowtri.auditing.probe import REPEATABLE, Need, Probe
 
-__all__ = ["pad", "pad_keyword", "padding", "pads_declared"]
+__all__ = ["PROBE"]
 
-# Keywords that mark real positions, and whether True (or 1) means real.
-_KEYWORDS = {"attention_mask": True, "padding_mask": True, "positions": True, "key_padding_mask": False}
 _AMOUNTS = ((0, 3), (0, 8), (3, 0), (8, 0), (2, 5))
 
 
-def padding(context: Context) -> Finding:
+def _padding(context: Context) -> Finding:
     """Pads on the right, on the left and on both sides, with two contents each, against the input alone."""
-    name = pad_keyword(context)
-    if name is None:
-        return Finding("padding", "skipped", "the model takes no padding mask that is known (say pad_mask=)")
-    if set(map(str, context.inputs.settings)) - {name, f"{context.subject.form.prefix}position_ids"}:
-        return Finding("padding", "skipped", "other inputs follow the positions, and how to pad them is not known")
-    if context.noise.random:
-        return Finding("padding", "skipped", "the model draws random numbers, and another length draws others")
-    if context.allowed.shape[0] > 1 or not context.allowed[0].diagonal().all():
-        return Finding("padding", "skipped", "the declared mask speaks of pads of its own")
-    prefix = context.subject.form.prefix
-    placed = name == "positions" or any(context.subject.accepts(prefix + key) for key in ("position_ids", "positions"))
+    name = str(pad_keyword(context))
+    prefix = context.adapter.signature.prefix
+    placed = name == "positions" or any(context.adapter.accepts(prefix + key) for key in ("position_ids", "positions"))
     try:
-        # Alone, but told its positions in the same words: some models count them from another number by themselves.
-        whole = context.subject(pad(context, name, 0, 0, 300))
+        # Without pads, but with positions passed the same way: some models start to count at another number by default.
+        whole = context.adapter(pad(context, name, 0, 0, 300))
     except Exception:
         whole = context.base
     declared = pads_declared(context, name)
@@ -45,7 +35,7 @@ def padding(context: Context) -> Finding:
         answers = []
         try:
             for salt in (300, 301):
-                rows = context.subject(pad(context, name, left, right, salt))
+                rows = context.adapter(pad(context, name, left, right, salt))
                 answers.append(rows[:, left : left + context.n])
         except Exception as error:
             why = first_line(error)
@@ -57,9 +47,9 @@ def padding(context: Context) -> Finding:
         by_content = _compare(answers[0], answers[1])
         by_amount = _compare(whole, answers[0])
         scale = magnitude(context.base, *answers)
-        kind = context.noise.weigh(float(by_content.max()), scale)
+        kind = context.noise.classify(float(by_content.max()), scale)
         if kind == "clean":
-            kind, sizes = context.noise.weigh(float(by_amount.max()), scale, doubtful=False), by_amount
+            kind, sizes = context.noise.classify(float(by_amount.max()), scale, doubtful=False), by_amount
             what = f"{left + right} pads on the {side} that are hidden from it"
         else:
             sizes, what = by_content, f"what the pads on the {side} hold"
@@ -67,7 +57,7 @@ def padding(context: Context) -> Finding:
         if kind == "clean":
             continue
         if left and (not declared or (sizes is by_amount and not placed)):
-            # Nobody said that this model keeps pads on the left; many take the keyword and do not, or count from the pads.
+            # Left padding was not declared; many models take the keyword and ignore it, or count positions from the pads.
             if kind == "leak":
                 why = what if sizes is by_content else "having pads"
                 warned = f"left padding is not kept with {name}: {why} moves real outputs, {by(float(sizes.max()))}"
@@ -77,75 +67,42 @@ def padding(context: Context) -> Finding:
         first = context.noise.first(sizes[row], scale, doubtful=False)
         key = -1 if left else context.n  # counted as the real positions are
         note = f"position {first} sees {what}: its output {moves(sizes[row, first])}"
-        leaks.append(Leak(first, key, float(sizes[row, first]), "padding", int(row), note=note))
+        leaks.append(Leak(first, key, float(sizes[row, first]), int(row), note=note))
     measured = {"keyword": name, "tried": tried, "greatest": greatest}
     if not tried:
-        return Finding(
-            "padding", "skipped", f"the model does not run with {name} for a padded input: {why}", (), measured
-        )
+        return Finding("skipped", f"the model does not run with {name} for a padded input: {why}", (), measured)
     if leaks:
         message = f"{len(leaks)} of {len(tried)} ways to pad change real positions, {by(greatest)}"
-        return Finding("padding", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
+        return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks), measured)
     if warned:
-        return Finding("padding", "warning", warned, (), measured)
-    return Finding("padding", "clean", f"padded equals alone ({len(tried)} ways to pad)", (), measured)
+        return Finding("warning", warned, (), measured)
+    return Finding("clean", f"padded equals alone ({len(tried)} ways to pad)", (), measured)
 
 
-def pad_keyword(context: Context) -> str | None:
-    """The keyword that tells this model which positions are real."""
-    asked = context.options.get("pad_mask")
-    if asked:
-        return str(asked)
-    names = [context.subject.form.prefix + name for name in _KEYWORDS]
-    for name in names:
-        if name in context.inputs.settings:
-            return name
-    # A signature alone is believed only of libraries whose words are known.
-    origin = {part.__module__.split(".")[0] for part in type(context.subject.model).__mro__}
-    if origin & {"transformers", "lowtri"}:
-        return next((name for name in names if context.subject.accepts(name)), None)
+def _no_padding(context: Context) -> str | None:
+    name = pad_keyword(context)
+    if name is None:
+        return "the model takes no padding mask that is known (say pad_mask=)"
+    if set(map(str, context.inputs.settings)) - {name, f"{context.adapter.signature.prefix}position_ids"}:
+        return "other inputs follow the positions, and how to pad them is not known"
     return None
 
 
-def pads_declared(context: Context, name: str) -> bool:
-    """Whether somebody said that the model keeps pads: the caller, the example, or a module of lowtri's."""
-    ours = type(context.subject.model).__module__.startswith("lowtri.")
-    return ours or name in context.inputs.settings or context.options.get("pad_mask") is not None
-
-
-def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs:
-    """The example with pads around it, their content drawn at random."""
-    inputs = context.inputs
-    rng = np.random.default_rng([context.seed, salt])
-    wide = replace(
-        inputs,
-        sequences=tuple(
-            np.concatenate([np.repeat(values[:, :1], left, 1), values, np.repeat(values[:, -1:], right, 1)], axis=1)
-            for values in inputs.sequences
-        ),
-        settings={},
-    )
-    real = np.zeros(wide.n, bool)
-    real[left : left + inputs.n] = True
-    wide = wide.change(~real, draw(wide, context.vocab, rng, "random"))
-    options: dict[str, Any] = {**inputs.options}
-    count = np.arange(wide.n) - left
-    tiled = (inputs.batch, 1)
-    if name == "positions":
-        options[name] = np.tile(np.where(real, count, -1), tiled)
-    else:
-        like = inputs.settings.get(name)
-        means_real = _KEYWORDS.get(name.removeprefix("decoder_"), True)
-        marks = real if means_real else ~real
-        dtype = like.dtype if like is not None else np.dtype(np.int64 if means_real else np.bool_)
-        options[name] = np.tile(marks, tiled).astype(dtype)
-        if context.subject.form.batch_axis is None:
-            options[name] = options[name][0]
-        places = f"{context.subject.form.prefix}position_ids"
-        if context.subject.accepts(places):
-            options[places] = np.tile(np.where(real, count, 0), tiled)
-    return replace(wide, options=options)
+def _pads_in_mask(context: Context) -> str | None:
+    of_its_own = context.allowed.shape[0] > 1 or not context.allowed[0].diagonal().all()
+    return "the declared mask speaks of pads of its own" if of_its_own else None
 
 
 def _compare(before: Any, after: Any) -> Any:
     return np.nan_to_num(movement(before, after), nan=np.inf)
+
+
+PROBE = Probe(
+    name="padding",
+    does="pads on either side, with any content and amount",
+    finds="pads that count",
+    function=_padding,
+    needs=(Need("a padding mask", _no_padding), REPEATABLE, Need("", _pads_in_mask)),
+    reshapes=True,
+    argument="pad_mask",
+)

@@ -1,4 +1,4 @@
-"""Put NaN where nobody may look: does it spread? A warning, never the verdict."""
+"""Put NaN into hidden inputs: does it spread? A warning, never the verdict."""
 
 from __future__ import annotations
 
@@ -8,38 +8,46 @@ import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
+from lowtri.auditing.probe import Need, Probe
 
-__all__ = ["poison"]
+__all__ = ["PROBE"]
 
 
-def poison(context: Context) -> Finding:
+def _poison(context: Context) -> Finding:
     """NaN and inf in hidden vectors against outputs that may not see them.
 
     Many right models spread it: 0 * NaN is NaN, and a masked softmax multiplies hidden values by 0.
     """
-    if context.inputs.discrete and not (context.subject.form.torch or context.subject.module is not None):
-        return Finding("poison", "skipped", "token ids hold no NaN, and the model does not compute in torch")
     spread: dict[str, int] = {}
-    places = [q for q in context.places(6) if (~context.allowed[0, q]).any()]
+    places = [q for q in context.sample(6) if (~context.allowed[0, q]).any()]
     if not places:
-        return Finding("poison", "skipped", "the mask hides nothing")
+        return Finding("skipped", "the mask hides nothing")
     for query in places:
         where = ~context.allowed[0, query]
         for name, value in (("nan", np.nan), ("inf", np.inf)):
             try:
                 rows = _poisoned(context, where, value)
             except Exception:
-                return Finding("poison", "skipped", "the model does not run with NaN or inf in its inputs")
+                return Finding("skipped", "the model does not run with NaN or inf in its inputs")
             if rows is None:
-                return Finding("poison", "skipped", "no look-up of the example's ids was found to poison")
+                return Finding("skipped", "no look-up of the example's ids was found to poison")
             if rows.dtype.kind == "f":
                 bad = ~np.isfinite(rows).all(axis=-1) & np.isfinite(context.base).all(axis=-1)
-                spread[name] = spread.get(name, 0) + int((bad & context.untouched(where)).sum())
+                spread[name] = spread.get(name, 0) + int((bad & context.independent_of(where)).sum())
     total = sum(spread.values())
     if total:
         text = " and ".join(f"{name} ({count})" for name, count in spread.items() if count)
-        return Finding("poison", "warning", f"hidden {text} reaches visible outputs", (), {"spread": spread})
-    return Finding("poison", "clean", "hidden NaN and inf reach no visible output", (), {"spread": spread})
+        return Finding("warning", f"hidden {text} reaches visible outputs", (), {"spread": spread})
+    return Finding("clean", "hidden NaN and inf reach no visible output", (), {"spread": spread})
+
+
+def _no_vectors(context: Context) -> str | None:
+    in_torch = context.adapter.signature.torch or context.adapter.module is not None
+    return (
+        None
+        if in_torch or not context.inputs.discrete
+        else "token ids hold no NaN, and the model does not compute in torch"
+    )
 
 
 def _poisoned(context: Context, where: Any, value: float) -> Any:
@@ -49,17 +57,26 @@ def _poisoned(context: Context, where: Any, value: float) -> Any:
 
         bad = replace(inputs, sequences=tuple(np.full_like(values, value) for values in inputs.sequences))
         with np.errstate(all="ignore"):
-            return context.subject(inputs.change(where, bad))
+            return context.adapter(inputs.change(where, bad))
     import torch
 
     from lowtri.auditing.leaves import run_with_leaves
 
     def put(vectors: Any) -> Any:
-        axis = context.subject.form.position_axes[0]
+        axis = context.adapter.signature.position_axes[0]
         shape = [1] * vectors.dim()
         shape[axis] = -1
         return torch.where(torch.as_tensor(where, device=vectors.device).reshape(shape), value, vectors)
 
     with torch.no_grad():
-        rows, leaves = run_with_leaves(context.subject, inputs, put)
+        rows, leaves = run_with_leaves(context.adapter, inputs, put)
     return rows.double().cpu().numpy() if leaves else None
+
+
+PROBE = Probe(
+    name="poison",
+    does="NaN and inf in hidden inputs",
+    finds="a warning only: 0 * NaN is NaN in most right models",
+    function=_poison,
+    needs=(Need("vectors, or torch", _no_vectors),),
+)

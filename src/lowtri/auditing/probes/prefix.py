@@ -1,4 +1,4 @@
-"""Cut the input off after t positions: what was answered before t must stay the same."""
+"""Cut the input off after t positions: outputs before t must stay the same."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import numpy as np
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding, Leak, by, moves
 from lowtri.auditing.noise import magnitude, movement
+from lowtri.auditing.probe import REPEATABLE, Probe
 
-__all__ = ["prefix"]
+__all__ = ["PROBE"]
 
 
-def prefix(context: Context) -> Finding:
+def _prefix(context: Context) -> Finding:
     """The rows of the first t inputs alone against the same rows of the whole.
 
     Finds dependence on the length, which no change of content shows: statistics over time, positions counted from the
     end, buckets whose size follows the length.
     """
-    if context.noise.random:
-        return Finding("prefix", "skipped", "the model draws random numbers, and another length draws others")
-    lengths = [t for t in context.chosen or context.places(16) if t > 0]
+    lengths = [t for t in context.chosen or context.sample(16) if t > 0]
     refused, tried, worst = [], [], 0.0
     leaks: list[Leak] = []
     status = "clean"
     witness = None
     for done, t in enumerate(lengths):
         where = np.arange(context.n) >= t
-        rows = context.untouched(where)[:, :t]
+        rows = context.independent_of(where)[:, :t]
         if not rows.any():
             continue
         short = context.inputs.span(0, t)
         try:
-            alone = context.subject(short)
+            alone = context.adapter(short)
         except Exception:
             refused.append(t)
             continue
@@ -44,20 +43,30 @@ def prefix(context: Context) -> Finding:
         row, query = np.unravel_index(int(sizes.argmax()), sizes.shape)
         size = float(sizes[row, query])
         worst = max(worst, size)
-        kind = context.noise.weigh(size, magnitude(whole, alone), doubtful=False)
+        kind = context.noise.classify(size, magnitude(whole, alone), doubtful=False)
         if kind != "clean":
             first = context.noise.first(sizes[row], magnitude(whole, alone), doubtful=False)
             how = moves(sizes[row, first], f" when the input ends before {t}")
             note = f"position {first} sees the length: output {first} {how}"
-            leaks.append(Leak(first, t, float(sizes[row, first]), "prefix", int(row), note=note))
+            leaks.append(Leak(first, t, float(sizes[row, first]), int(row), note=note))
             status = "leak" if "leak" in (kind, status) else "doubt"
             witness = witness or (context.inputs, short, int(row))
-        context.tick("prefix", done + 1, len(lengths))
+        context.tick(done + 1, len(lengths))
     measured = {"lengths": tried, "refused": refused, "greatest": worst}
     if not tried:
-        return Finding("prefix", "skipped", "the model takes no shorter input", (), measured)
+        return Finding("skipped", "the model takes no shorter input", (), measured)
     if status == "clean":
-        return Finding("prefix", "clean", f"{len(tried)} shorter inputs answer as the whole does", (), measured)
+        return Finding("clean", f"{len(tried)} shorter inputs answer as the whole does", (), measured)
     leaks.sort(key=lambda leak: (leak.query, leak.key))
     message = f"{len(leaks)} of {len(tried)} shorter inputs answer differently, {by(worst)}"
-    return Finding("prefix", "leak" if status == "leak" else "doubt", message, tuple(leaks), measured, witness)
+    return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks), measured, witness)
+
+
+PROBE = Probe(
+    name="prefix",
+    does="cuts the input off after t positions",
+    finds="dependence on the length",
+    function=_prefix,
+    needs=(REPEATABLE,),
+    reshapes=True,
+)

@@ -1,4 +1,4 @@
-"""Training mode, in which the loss is computed: another code path in most models, and the one that matters most."""
+"""Training mode, in which the loss is computed: a code path of its own in most models, and the one that matters most."""
 
 from __future__ import annotations
 
@@ -11,58 +11,69 @@ from lowtri.auditing.conditions import Condition, probe_under
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.probes.padding import pad, pad_keyword
+from lowtri.auditing.pads import pad, pad_keyword
+from lowtri.auditing.probe import Need, Probe
+from lowtri.auditing.probes.batch import PROBE as BATCH
+from lowtri.auditing.probes.change import PROBE as CHANGE
+from lowtri.auditing.probes.gradient import PROBE as GRADIENT
+from lowtri.auditing.probes.packing import PROBE as PACKING
+from lowtri.auditing.probes.padding import PROBE as PADDING
+from lowtri.auditing.probes.prefix import PROBE as PREFIX
 
-__all__ = ["in_training", "same_in_training", "training"]
+__all__ = ["PROBE", "in_training", "same_in_training"]
 
-_PROBES = ("change", "gradient", "prefix", "batch", "padding", "packing")
+_PROBES = (CHANGE, GRADIENT, PREFIX, BATCH, PADDING, PACKING)
 _SAME = "its answers are eval mode's to the last bit: to 4 inputs, in float64 too, and to shorter and padded ones"
 
 
-def training(context: Context) -> Finding:
+def _training(context: Context) -> Finding:
     """Every probe that does not decode, in training mode, as sensitive as in eval mode."""
-    if not context.mode:
-        return Finding("training", "skipped", "the model has no training mode")
-    if context.mode == "training mode":
-        return Finding("training", "skipped", "the whole audit is in training mode")
     condition = Condition("training mode", "in training mode", _PROBES, in_training(context))
     if same_in_training(context):
-        return Finding("training", "clean", _SAME, (), {"tried": {"training mode": ["answers"]}})
+        return Finding("clean", _SAME, (), {"tried": {"training mode": ["answers"]}}, mode="training mode")
     outcome = probe_under([condition])
     ran = outcome.tried.get("training mode", [])
-    return outcome.finding("training", f"the mask holds ({', '.join(ran)})", {}, "")
+    found = outcome.finding(f"the mask holds ({', '.join(ran)})", {}, "")
+    return replace(found, mode="training mode" if outcome.tried else "")
+
+
+def _no_training(context: Context) -> str | None:
+    return {
+        "": "the model has no training mode",
+        "training mode": "the whole audit is in training mode",
+    }.get(context.mode)
 
 
 def in_training(context: Context) -> Context:
     """The same with every module in training mode."""
-    return replace(context, subject=replace(context.subject, training=True), _base=None)
+    return replace(context, adapter=replace(context.adapter, training=True), _base=None)
 
 
 def same_in_training(context: Context) -> bool:
-    """Whether training mode gives the very same answers: to other inputs in float64 too, and to other shapes.
+    """Whether training mode gives bitwise the same outputs: for several inputs, in float64 as well, and for other shapes.
 
     Rounding cannot hide a leak of training mode alone from both precisions: what is left is below 1e-16 of the answer.
     """
-    if context.subject.module is not context.subject.model:
+    if context.adapter.module is not context.adapter.model:
         return False  # no float64 copy of what a function closes over
     inputs, n = context.inputs, context.n
     same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.echoed(n - 1)]
-    other = [inputs.span(0, t) for t in context.chosen or context.places(16) if 0 < t < n] + [inputs.span(n // 2, n)]
-    other += [inputs.rows([0])] if context.subject.form.batch_axis is not None else []
+    other = [inputs.span(0, t) for t in context.chosen or context.sample(16) if 0 < t < n] + [inputs.span(n // 2, n)]
+    other += [inputs.rows([0])] if context.adapter.signature.batch_axis is not None else []
     keyword = pad_keyword(context)
     other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))] if keyword else []
     try:
-        twin = replace(context, subject=context.subject.twin(), _base=None)
-        return _alike(context, [*same, *other]) and _alike(twin, same)
+        copy64 = replace(context, adapter=context.adapter.in_float64(), _base=None)
+        return _alike(context, [*same, *other]) and _alike(copy64, same)
     except Exception:
         return False
 
 
-def _alike(context: Context, asked: list[Inputs]) -> bool:
+def _alike(context: Context, requested: list[Inputs]) -> bool:
     answers: list[list[Any]] = []
     for mode in (context, in_training(context)):
         with Condition("", "", (), mode).set():
-            answers.append([_answer(mode, inputs) for inputs in asked])
+            answers.append([_answer(mode, inputs) for inputs in requested])
     return all(
         a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
         for a, b in zip(*answers, strict=True)
@@ -72,6 +83,16 @@ def _alike(context: Context, asked: list[Inputs]) -> bool:
 def _answer(context: Context, inputs: Inputs) -> Any:
     """The rows, or the kind of the error: a model may refuse a shape, in either mode."""
     try:
-        return context.subject(inputs)
+        return context.adapter(inputs)
     except Exception as error:
         return type(error)
+
+
+PROBE = Probe(
+    name="training",
+    does="change, gradient, prefix, batch, padding and packing in training mode",
+    finds="what leaks in training alone",
+    function=_training,
+    needs=(Need("a training mode", _no_training),),
+    skipped_after=(CHANGE, GRADIENT, PREFIX),
+)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 import lowtri
-from lowtri.auditing.finding import PAIRED
 from lowtri.cli.acts.stage import Stage, Told
 from lowtri.nn.decoder import Decoder
 
@@ -36,7 +35,7 @@ def play(stage: Stage) -> Told:
         told.files.append(report.save(stage.out / f"audit-{name}.html").name)
         first = report.first
         if peeks:
-            pairs = {(leak.query, leak.key) for leak in report.leaks if leak.probe in PAIRED}  # others are no pairs
+            pairs = {(leak.query, leak.key) for leak in report.leaks if leak.direct}
             found = (
                 f"{len(pairs)} pairs, the first ({first.query}, {first.key}) in {first.module}" if first else "nothing"
             )

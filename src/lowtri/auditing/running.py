@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
 from lowtri.auditing.noise import movement
-from lowtri.auditing.probes import PROBES, REPEATED, RESHAPED
+from lowtri.auditing.probe import Probe
 
 __all__ = ["run_probes"]
 
 
-def run_probes(context: Context, chosen: list[str], *, first: bool = False) -> tuple[list[Finding], list[str]]:
-    """Every probe, or those up to the first leak; those in doubt again on the float64 copy."""
+def run_probes(context: Context, probes: Sequence[Probe], *, first: bool = False) -> tuple[list[Finding], list[str]]:
+    """Run the probes, with `first` up to the first leak; repeat those in doubt on the float64 copy.
+
+    Returns:
+        One finding for each probe, and notes on what the float64 copy decided.
+    """
     findings: list[Finding] = []
     notes = []
-    twin = _Twin(context)
-    for name in chosen:
-        if name in REPEATED and any(f.status == "leak" and f.probe in REPEATED[name] for f in findings):
-            # What leaks already leaks under most other conditions too, which would cost as much again and say nothing new.
-            findings.append(Finding(name, "skipped", "not tried, since the model leaks without it"))
+    copy64 = _Float64Copy(context)
+    for probe in probes:
+        enough = {earlier.name for earlier in probe.skipped_after}
+        if any(finding.status == "leak" and finding.probe in enough for finding in findings):
+            # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
+            findings.append(Finding("skipped", "not tried, since the model leaks without it", probe=probe.name))
             continue
-        finding = PROBES[name](context)
-        asked = context
-        if finding.status == "doubt" or (finding.status == "leak" and name in RESHAPED):
-            finding, asked, note = twin.decide(name, finding)
+        finding, used = probe(context), context
+        if finding.status == "doubt" or (finding.status == "leak" and probe.reshapes):
+            finding, used, note = copy64.decide(probe, finding)
             if note:
                 notes.append(note)
-        findings.append(_with_module(asked, finding))
+        findings.append(_with_module(used, probe, finding))
         if first and finding.status == "leak":
             break
     return findings, notes
 
 
-class _Twin:
+class _Float64Copy:
     """The float64 copy, made when the first finding needs it."""
 
     def __init__(self, context: Context) -> None:
@@ -45,18 +50,15 @@ class _Twin:
         self.copy: Context | None = None
         self.why_not: str | None = None
 
-    def decide(self, name: str, finding: Finding) -> tuple[Finding, Context, str]:
-        """The probe's answer in float64, or an honest one without it."""
+    def decide(self, probe: Probe, finding: Finding) -> tuple[Finding, Context, str]:
+        """The probe's finding in float64, or the best that is known without it."""
         copy_ = self._made()
         if copy_ is None:
-            return self._without(name, finding)
-        if name == "cache" and _steps_alike(self.context, copy_):
-            return self._without(name, finding, "step= keeps its own precision")
-        second = PROBES[name](copy_)
+            return self._without(probe, finding)
+        second = probe(copy_)
         size = finding.measured.get("greatest", 0.0)
         if second.status == "skipped":
-            self.why_not = self.why_not or second.message
-            return self._without(name, finding)
+            return self._without(probe, finding, second.message)
         if second.status != "leak" and math.isinf(size):
             reason = f"{finding.message}, in the model's precision and not in float64"
             return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
@@ -64,7 +66,7 @@ class _Twin:
             return (
                 second,
                 self.context,
-                f"{name}: up to {size:.2g} in the model's precision vanishes in float64: rounding",
+                f"{probe.name}: up to {size:.2g} in the model's precision vanishes in float64: rounding",
             )
         if second.status in ("doubt", "undecided"):
             left = second.measured.get("greatest", 0.0)
@@ -73,10 +75,10 @@ class _Twin:
                 text = f"nothing beyond rounding ({size:.2g} in the model's precision, {left:.2g} in float64)"
                 return dataclasses.replace(second, status="clean", message=text, leaks=()), self.context, ""
             return dataclasses.replace(second, status="undecided", leaks=()), copy_, ""
-        return second, copy_, f"{name}: confirmed in float64"
+        return second, copy_, f"{probe.name}: confirmed in float64"
 
-    def _without(self, name: str, finding: Finding, why: str | None = None) -> tuple[Finding, Context, str]:
-        if finding.status == "leak" and not (name in RESHAPED and self.context.discrete_output):
+    def _without(self, probe: Probe, finding: Finding, why: str | None = None) -> tuple[Finding, Context, str]:
+        if finding.status == "leak" and not (probe.reshapes and self.context.discrete_output):
             return finding, self.context, ""
         if (
             finding.status == "doubt"
@@ -93,11 +95,11 @@ class _Twin:
         if self.copy is not None or self.why_not is not None:
             return self.copy
         context = self.context
-        if context.subject.form.dtypes[0] in (np.dtype(np.float64),):
+        if context.adapter.signature.dtypes[0] in (np.dtype(np.float64),):
             self.why_not = "it is float64 already"
             return None
         try:
-            made = context.twin()
+            made = context.in_float64()
             apart, scale = float(np.nanmax(movement(context.base, made.base))), max(context.noise.magnitude, 1e-30)
         except Exception as error:
             self.why_not = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
@@ -111,27 +113,21 @@ class _Twin:
         return self.copy
 
 
-def _steps_alike(context: Context, twin: Context) -> bool:
-    """Whether the copy is decoded by the very same function, which computes as precisely as before."""
-    step = context.options.get("step")
-    return step is not None and twin.options.get("step") is step and context.subject.module is not None
-
-
-def _with_module(context: Context, finding: Finding) -> Finding:
+def _with_module(context: Context, probe: Probe, finding: Finding) -> Finding:
     """Name the module where each leak enters, from the probe's witness or from a change of the key."""
-    if not finding.leaks or context.subject.module is None or finding.probe not in ("change", "gradient", "prefix"):
+    if not finding.leaks or context.adapter.module is None or not (probe.pairs or finding.witness):
         return finding
-    from lowtri.auditing.where import locate
+    from lowtri.auditing.locate import locate
 
     first = finding.leaks[0]
     before, after, row = finding.witness or (context.inputs, None, first.row)
-    if after is None or finding.probe == "change":
+    if after is None or probe.pairs:
         after = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
         row = first.row
     try:
-        name = locate(context.subject, before, after, row, first.query)
+        name = locate(context.adapter, before, after, row, first.query)
         if name is None and finding.witness is not None:
-            name = locate(context.subject, finding.witness[0], finding.witness[1], finding.witness[2], first.query)
+            name = locate(context.adapter, finding.witness[0], finding.witness[1], finding.witness[2], first.query)
     except Exception:
         name = None
     if name is None:

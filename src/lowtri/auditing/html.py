@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lowtri.auditing.picture import LOOKS
+from lowtri.auditing.drawing import LOOKS
 from lowtri.masks.labels import spelled_out
 
 if TYPE_CHECKING:

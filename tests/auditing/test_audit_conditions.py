@@ -83,7 +83,7 @@ def test_training_hides_no_leak(name: str, size: float) -> None:
         return
     assert plain.verdict == report.verdict == "leak", (plain, report)
     assert (report.first.query, report.first.key) == (plain.first.query, plain.first.key)
-    assert report.first.probe == "training" and report.first.within == plain.first.probe
+    assert report.first.probe == "training" and report.first.found_by == plain.first.probe
     assert report.message.startswith("leak against causal: in training mode, ")
 
 
@@ -136,7 +136,7 @@ def test_the_difference_of_a_door_is_measured_before_it_is_opened() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (2 if self.config._attn_implementation == "eager" else 1)
 
-    finding = lowtri.audit(Attention(), vectors(2, N, D), probes=["doors"]).finding("doors")
+    finding = lowtri.audit(Attention(), vectors(2, N, D), probes=["code_paths"]).finding("code_paths")
     assert finding.status == "warning" and "another answer with attn_implementation=eager, by " in finding.message
 
 

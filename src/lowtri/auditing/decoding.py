@@ -1,7 +1,7 @@
 """Ways to decode: one position after another, or in chunks, with a state between them.
 
-Known by themselves: `make_cache(batch)` with `model(ids, cache=...)`, and the caches of transformers models. Anything else is
-said with `step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
+Recognised: `make_cache(batch)` with `model(ids, cache=...)`, and the caches of transformers models. Any other model needs
+`step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import Rows
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import Rows
 from lowtri.generation.models import stepwise_cache
 
 __all__ = ["decoder_for"]
@@ -25,16 +25,16 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 
 
 def decoder_for(context: Context) -> tuple[Decode, bool] | None:
-    """How this model decodes, and whether it can take several positions at a time; None if nobody knows."""
+    """How this model decodes, and whether it can take several positions at a time; None if that is not known."""
     step = context.options.get("step")
     if step is not None:
         return (lambda inputs, sizes: _by_step(context, step, inputs, sizes)), False
-    model = context.subject.model
-    if hasattr(model, "make_cache") and context.subject.accepts("cache"):
+    model = context.adapter.model
+    if hasattr(model, "make_cache") and context.adapter.accepts("cache"):
         return (lambda inputs, sizes: _with_own_cache(context, inputs, sizes)), True
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
-        whole = getattr(config, "is_encoder_decoder", False) and not context.subject.form.prefix
+        whole = getattr(config, "is_encoder_decoder", False) and not context.adapter.signature.prefix
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
         return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not getattr(model, "_is_stateful", False)
@@ -45,13 +45,13 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
     import contextlib
     import sys
 
-    subject, rows, state = context.subject, [], None
+    adapter, rows, state = context.adapter, [], None
     width = context.base.shape[-1]
     torch = sys.modules.get("torch")
     with torch.no_grad() if torch is not None else contextlib.nullcontext():
         for t in range(inputs.n):
-            given = subject.form.give(inputs.sequences[0][:, t : t + 1])
-            axis = subject.form.position_axes[0]
+            given = adapter.signature.give(inputs.sequences[0][:, t : t + 1])
+            axis = adapter.signature.position_axes[0]
             token = given.select(axis, 0) if hasattr(given, "select") else np.take(given, 0, axis=axis)
             came = step(state, token)
             if not isinstance(came, (tuple, list)) or len(came) != 2:
@@ -67,17 +67,17 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
 
 
 def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    subject, rows, done = context.subject, [], 0
-    cache = stepwise_cache(subject.model, inputs.batch)
+    adapter, rows, done = context.adapter, [], 0
+    cache = stepwise_cache(adapter.model, inputs.batch)
     for size in sizes:
         part = replace(inputs.span(done, done + size), options={"cache": cache})
-        rows.append(subject(part))
+        rows.append(adapter(part))
         done += size
     return np.concatenate(rows, axis=1)
 
 
 def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    subject, rows, done = context.subject, [], 0
+    adapter, rows, done = context.adapter, [], 0
     cache: dict[str, Any] = {}
     for size in sizes:
         part = inputs.span(done, done + size)
@@ -85,13 +85,13 @@ def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
         for name, value in inputs.options.items():  # a padding mask covers all that came, positions only what comes
             options[name] = value[:, : done + size] if name.endswith("attention_mask") else value[:, done : done + size]
         part = replace(part, options=options, settings={})
-        answer = subject.raw(part)
+        answer = adapter.raw(part)
         found = next((key for key in _CACHES if getattr(answer, key, None) is not None), None)
         if found is None:
             raise LookupError("the model returned no cache")
         if found != "past_key_values" and any(name.endswith("attention_mask") for name in options) and done:
-            raise LookupError("how this state is decoded beside a padding mask is not known")
+            raise LookupError("how this state is decoded together with a padding mask is not known")
         cache = {found: getattr(answer, found)}
-        rows.append(subject.rows(answer, part))
+        rows.append(adapter.rows(answer, part))
         done += size
     return np.concatenate(rows, axis=1)

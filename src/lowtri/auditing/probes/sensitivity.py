@@ -6,14 +6,13 @@ import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
+from lowtri.auditing.probe import Need, Probe
 
-__all__ = ["blindness"]
+__all__ = ["PROBE"]
 
 
-def blindness(context: Context) -> Finding:
-    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have seen."""
-    if context.discrete_output:
-        return Finding("blindness", "skipped", "integer outputs move too rarely to say what is never seen")
+def _sensitivity(context: Context) -> Finding:
+    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have recorded."""
     looked = ~np.isnan(context.seen)
     visible = (
         context.allowed & ~np.broadcast_to(~context.allowed.any(axis=1), context.allowed.shape[:2])[:, :, None]
@@ -21,10 +20,10 @@ def blindness(context: Context) -> Finding:
     blind = visible & looked & ~(np.nan_to_num(context.seen) > 0)
     count, of = int(blind.sum()), int((visible & looked).sum())
     if not of:
-        return Finding("blindness", "skipped", "no visible pair was looked at")
+        return Finding("skipped", "no visible pair was looked at")
     measured: dict[str, object] = {"blind": count, "visible": of, "looked_at": int(looked.sum())}
     if not count:
-        return Finding("blindness", "clean", f"all {of} visible pairs looked at are seen", (), measured)
+        return Finding("clean", f"all {of} visible pairs looked at are seen", (), measured)
     query, key = (int(place) for place in np.argwhere(blind)[0])
     reach = [
         q - int(np.flatnonzero(row)[0]) + 1
@@ -36,4 +35,17 @@ def blindness(context: Context) -> Finding:
         f"(it sees at most {max(reach, default=0)} back)"
     )
     measured["first"] = [query, key]
-    return Finding("blindness", "warning", message, (), measured)
+    return Finding("warning", message, (), measured)
+
+
+def _discrete(context: Context) -> str | None:
+    return "integer outputs move too rarely to say what is never seen" if context.discrete_output else None
+
+
+PROBE = Probe(
+    name="sensitivity",
+    does="looks for visible inputs that no output reacts to, in what the probes before it have recorded",
+    finds="the opposite fault, as a warning: something visible that is never seen",
+    function=_sensitivity,
+    needs=(Need("float outputs", _discrete),),
+)

@@ -19,9 +19,9 @@ from lowtri.errors import CallError, EngineError
 from lowtri.integrations import transformers_attend as door
 from lowtri.integrations.transformers import register, switch
 from lowtri.integrations.transformers_attend import attend
-from lowtri.integrations.transformers_given import given
+from lowtri.integrations.transformers_dense import read_dense_mask
+from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.integrations.transformers_masks import make_mask
-from lowtri.integrations.transformers_seen import SeenTensor
 from lowtri.masks import causal, full
 from lowtri.masks.array_masks import Keys, Table
 
@@ -75,7 +75,7 @@ def test_a_table_by_hand(shape: tuple[int, int], written: str) -> None:
         ),
     }
     table = tables.get(written, visible)
-    seen, bias = given(table, NQ, NK, q.dtype)
+    seen, bias = read_dense_mask(table, NQ, NK, q.dtype)
     assert bias is None
     assert isinstance(seen.mask, Keys if written == "no rows" and shape[1] == 1 else Table)
     close(attend(Layer(), q, k, v, table)[0], by_hand(q, k, v, visible))
@@ -87,7 +87,7 @@ def test_other_numbers_are_a_bias(hidden: float | None) -> None:
     numbers = torch.randn(2, 1, NQ, NK, dtype=torch.float64)
     visible = BOOLS[:, :1] if hidden is not None else torch.ones(2, 1, NQ, NK, dtype=torch.bool)
     table = numbers.float().masked_fill(~visible, 0.0 if hidden is None else hidden)
-    seen, bias = given(table, NQ, NK, q.dtype)
+    seen, bias = read_dense_mask(table, NQ, NK, q.dtype)
     assert torch.equal(bias, table) and np.array_equal(np.broadcast_to(seen.table(), visible.shape), visible.numpy())
     close(attend(Layer(), q, k, v, table)[0], by_hand(q, k, v, visible, numbers.float().double()))
 
@@ -115,16 +115,16 @@ def test_a_position_bias_joins_a_table_of_numbers() -> None:
 
 def test_tables_are_read_once_and_again_when_they_change() -> None:
     table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
-    first = given(table, NQ, NK, torch.float32)
-    assert first.seen.mask == full() and given(table, NQ, NK, torch.float32).seen is first.seen
+    first = read_dense_mask(table, NQ, NK, torch.float32)
+    assert first.lazy.mask == full() and read_dense_mask(table, NQ, NK, torch.float32).lazy is first.lazy
     table[..., 3] = False
-    assert given(table, NQ, NK, torch.float32).seen.mask != full()
+    assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask != full()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_what_was_read_is_forgotten_with_its_tensor(value: float) -> None:
     table = torch.full((1, 1, NQ, NK), value)
-    given(table, NQ, NK, torch.float32)
+    read_dense_mask(table, NQ, NK, torch.float32)
     gone = weakref.ref(table)
     del table
     gc.collect()
@@ -133,11 +133,11 @@ def test_what_was_read_is_forgotten_with_its_tensor(value: float) -> None:
 
 def test_the_shortest_mask_is_found() -> None:
     line = torch.ones(NQ, NK, dtype=torch.bool).tril(NK - NQ)
-    assert given(line[None, None], NQ, NK, torch.float32).seen.mask == causal()
-    assert given(line.expand(3, 2, NQ, NK), NQ, NK, torch.float32).seen.mask == causal()
-    more = given(torch.ones(6, 4, dtype=torch.bool).tril(), 6, 4, torch.float32)  # more queries than keys
-    assert isinstance(more.seen.mask, Table)
-    assert np.array_equal(more.seen.table()[0, 0], np.tri(6, 4, dtype=bool))
+    assert read_dense_mask(line[None, None], NQ, NK, torch.float32).lazy.mask == causal()
+    assert read_dense_mask(line.expand(3, 2, NQ, NK), NQ, NK, torch.float32).lazy.mask == causal()
+    more = read_dense_mask(torch.ones(6, 4, dtype=torch.bool).tril(), 6, 4, torch.float32)  # more queries than keys
+    assert isinstance(more.lazy.mask, Table)
+    assert np.array_equal(more.lazy.table()[0, 0], np.tri(6, 4, dtype=bool))
 
 
 def test_no_mask_is_causal_from_the_top_left_where_the_layer_is() -> None:
@@ -274,7 +274,7 @@ def test_weights_are_those_of_the_mask() -> None:
     pads[0, :3] = 0
     found = model(ids, attention_mask=pads, output_attentions=True).attentions
     assert len(found) == 2
-    hidden = ~make_mask(2, 9, 9, attention_mask=pads.bool()).written()
+    hidden = ~make_mask(2, 9, 9, attention_mask=pads.bool()).materialize()
     for weights in found:
         assert weights.shape == (2, 4, 9, 9)
         assert not weights.masked_select(hidden).any()  # exactly 0
@@ -329,7 +329,7 @@ def test_chunked_prefill_continues_where_it_stopped() -> None:
 
 def test_dropout_trains_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = llama(attention_dropout=0.5).train(), torch.randint(3, 99, (1, 9))
-    door._said.clear()
+    door._warned.clear()
     with caplog.at_level(logging.WARNING, "lowtri.integrations.transformers"):
         one, two = (model(ids, labels=ids) for _ in range(2))
     assert [record.getMessage() for record in caplog.records] == [
@@ -367,11 +367,11 @@ def test_t5_trains_its_position_bias() -> None:
 
 def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    read = door.given
-    monkeypatch.setattr(door, "given", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
+    read = door.read_dense_mask
+    monkeypatch.setattr(door, "read_dense_mask", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
     llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
-    assert len(seen) == 3 and all(type(one) is SeenTensor for one in seen)
-    assert len({id(one.seen) for one in seen}) == 1
+    assert len(seen) == 3 and all(type(one) is LazyMaskTensor for one in seen)
+    assert len({id(one.lazy) for one in seen}) == 1
 
 
 def test_checkpointed_layers_have_the_same_gradients() -> None:
@@ -397,3 +397,11 @@ def test_compiled_the_answers_are_the_same() -> None:
     expected = model(ids, attention_mask=pads).logits
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(ids, attention_mask=pads).logits[pads.bool()], expected[pads.bool()])
+
+
+def test_a_dense_mask_made_in_inference_mode() -> None:
+    with torch.inference_mode():  # such tensors have no version, so they are never remembered
+        table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
+        assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
+        table[..., 0] = False
+        assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask != full()

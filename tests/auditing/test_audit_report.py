@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import lowtri
+from lowtri.auditing.drawing import cells
 from lowtri.auditing.loading import load_target
-from lowtri.auditing.picture import cells
-from lowtri.auditing.preparing import progress_line
+from lowtri.auditing.setup import progress_line
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
-LEAKS = Path(__file__).parent.parent / "examples" / "leaks"
+LEAKS = Path(__file__).parents[2] / "examples" / "leaks"
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_json(leaking: lowtri.AuditReport) -> None:
             "padding",
             "packing",
             "cache",
-            "doors",
+            "code_paths",
             "training",
             "longer",
             "poison",
-            "blindness",
+            "sensitivity",
         )
     ]
     change = data["findings"][0]
@@ -151,7 +151,7 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
     report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
     assert report.ok and report.exit_code == 0 and report.first is None
     assert report.message == (
-        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, blindness."
+        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, sensitivity."
     )
     assert repr(report).startswith("<AuditReport no leak found")
 

@@ -1,4 +1,4 @@
-"""A model that can be run: inputs in, one row of numbers for each position out, (B, N, F).
+"""The model adapter: inputs in, one row of numbers for each position out, (B, N, F).
 
 The model is run as it is. Only random states, the training flag and buffers are touched, and put back.
 """
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.inputs import Form, Inputs
+from lowtri.auditing.inputs import CallSignature, Inputs
 from lowtri.errors import CallError
 
-__all__ = ["Subject", "module_behind"]
+__all__ = ["ModelAdapter", "module_behind"]
 
 Rows = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model, the form of its call, and how to read its answer."""
+class ModelAdapter:
+    """A model, the signature of its call, and how to read its answer."""
 
     model: Any
-    form: Form
+    signature: CallSignature
     output: Callable[[Any], Any] | None = None
     output_axis: int | None = None
     training: bool = False
@@ -42,7 +42,7 @@ class Subject:
 
     def __call__(self, inputs: Inputs, seed: int | None = None) -> Rows:
         """The rows of the answer, (B, N, F), as float64 or int64."""
-        if self.module is None and not self.form.torch:
+        if self.module is None and not self.signature.torch:
             with _seeded(self.seed if seed is None else seed):
                 answer = self._call(inputs)
             return self._rows_of_array(self._pick(answer), inputs)
@@ -76,15 +76,17 @@ class Subject:
             return _to_numpy(self._rows_of_tensor(picked, inputs))
         return self._rows_of_array(picked, inputs)
 
-    def twin(self) -> Subject:
+    def in_float64(self) -> ModelAdapter:
         """The same model computing in float64; raises whatever the copy raises."""
-        if self.module is None and not self.form.torch:
-            if self.form.dtypes[0].kind != "f" or self.form.dtypes[0] == np.float64:
+        if self.module is None and not self.signature.torch:
+            if self.signature.dtypes[0].kind != "f" or self.signature.dtypes[0] == np.float64:
                 raise CallError("a callable on NumPy arrays computes in its own precision")
-            return replace(self, form=replace(self.form, dtypes=(np.dtype(np.float64),) * len(self.form.dtypes)))
-        from lowtri.auditing.double import double_copy
+            return replace(
+                self, signature=replace(self.signature, dtypes=(np.dtype(np.float64),) * len(self.signature.dtypes))
+            )
+        from lowtri.auditing.float64 import float64_copy
 
-        return replace(self, model=double_copy(self.model), form=replace(self.form, double=True))
+        return replace(self, model=float64_copy(self.model), signature=replace(self.signature, float64=True))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -104,7 +106,7 @@ class Subject:
             _restore(buffers)
 
     def accepts(self, name: str) -> bool:
-        """Whether the call takes a keyword of this name, said in its signature."""
+        """Whether the call takes a keyword of this name, named in its signature."""
         try:
             target = self.model.forward if hasattr(self.model, "forward") else self.model
             return name in inspect.signature(target).parameters
@@ -112,17 +114,17 @@ class Subject:
             return False
 
     def _call(self, inputs: Inputs) -> Any:
-        args, kwargs = self.form.arguments(inputs)
+        args, kwargs = self.signature.arguments(inputs)
         return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
-        if not self.form.double:
+        if not self.signature.float64:
             yield
             return
-        from lowtri.auditing.double import in_double
+        from lowtri.auditing.float64 import computing_in_float64
 
-        with in_double():
+        with computing_in_float64():
             yield
 
     @contextlib.contextmanager
@@ -167,7 +169,7 @@ class Subject:
     def _axes(self, shape: tuple[int, ...], inputs: Inputs) -> tuple[int | None, int]:
         n, axis = inputs.n, self.output_axis
         if axis is None:
-            axis = self.form.position_axes[0]
+            axis = self.signature.position_axes[0]
             if axis >= len(shape) or shape[axis] != n:
                 fitting = [i for i, size in enumerate(shape) if size == n]
                 axis = fitting[0] if len(fitting) == 1 else None
@@ -178,7 +180,7 @@ class Subject:
                 f"audit: the model's answer has shape {shape}; no axis with one row for each of the {n} positions was found.\n"
                 "Fix: pick the tensor with output=, and its axis of positions with output_axis=."
             )
-        batch = self.form.batch_axis
+        batch = self.signature.batch_axis
         if batch is None:
             return None, axis
         if batch == axis or batch >= len(shape) or shape[batch] != inputs.batch:

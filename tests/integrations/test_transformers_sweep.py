@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "transformers_models.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "transformers_models.py"
 KINDS = {
     "pictures": ("beit", "clip_vision_model", "dinov2", "vit"),
     "sounds": ("wav2vec2", "whisper", "nemotron_asr_streaming"),

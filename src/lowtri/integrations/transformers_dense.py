@@ -1,7 +1,7 @@
-"""Tables of pairs that somebody made by hand: bools, or numbers added to the scores, in four dimensions.
+"""Dense masks, as callers pass them: boolean, or additive (added to the scores), with four dimensions.
 
-A bool table is a mask, True = may see, as torch's SDPA reads it. A table of numbers is a mask where it says "hidden" (-inf, or the
-least number that its dtype has), and a bias where it says anything but 0. Each is read once, not once a layer.
+A boolean mask is read as torch's SDPA reads it, True = may see. An additive mask hides a pair with -inf or with the smallest
+value of its dtype; any other value but 0 is a bias. A mask is read once for a forward, not once a layer.
 """
 
 from __future__ import annotations
@@ -15,58 +15,62 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtri.errors import CallError
-from lowtri.integrations.transformers_seen import Seen, SeenTensor
+from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.masks.array_masks import Keys, table
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
 
-__all__ = ["Given", "fitting", "given", "least"]
+__all__ = ["MaskAndBias", "mask_shape", "read_dense_mask", "hidden_threshold"]
 
 
-class Given(NamedTuple):
-    """What a tensor means: who may see whom, and what is added to the scores (None, or four dimensions)."""
+class MaskAndBias(NamedTuple):
+    """A dense mask as a lazy mask, and the bias that is left of it (None, or four dimensions)."""
 
-    seen: Seen
+    lazy: LazyMask
     bias: Tensor | None
 
 
-# tensor -> (its version, the sizes it was read for, who sees whom, whether it is a bias); the bias itself would keep its own key.
+# tensor -> ((version, sizes, dtype), lazy mask, whether it is that mask alone). Entries die with their tensor, so it stays as
+# small as the masks in use; a bias is not stored, since it would keep its own key alive.
 _read: Any = WeakTensorKeyDictionary()
 
 
-def given(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> Given:
-    """What the tensor that came as ``attention_mask`` means for ``nq`` queries and ``nk`` keys.
+def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskAndBias:
+    """Read a dense ``attention_mask`` for ``nq`` queries and ``nk`` keys.
 
     >>> import torch
     >>> least = torch.finfo(torch.float32).min
-    >>> given(torch.tensor([[[[0.0, least], [0.0, 0.0]]]]), 2, 2, torch.float32)
-    Given(seen=Seen(mask=causal, q0=0, nq=2, k0=0, nk=2), bias=None)
+    >>> read_dense_mask(torch.tensor([[[[0.0, least], [0.0, 0.0]]]]), 2, 2, torch.float32)
+    MaskAndBias(lazy=LazyMask(mask=causal, q0=0, nq=2, k0=0, nk=2), bias=None)
 
     Args:
         mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
         nq, nk: how many queries and keys the call has.
-        dtype: of the queries: its least number, too, says "hidden".
+        dtype: of the queries; the smallest value of this dtype hides, too.
 
     Raises:
-        CallError: if the sizes do not fit, or the numbers are whole numbers, of which nobody can say what they mean.
+        CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
     """
-    if isinstance(mask, SeenTensor):
-        if (mask.seen.nq, mask.seen.nk) == (nq, nk):
-            return Given(mask.seen, None)
-        mask = mask.written()
+    if isinstance(mask, LazyMaskTensor):
+        if (mask.lazy.nq, mask.lazy.nk) == (nq, nk):
+            return MaskAndBias(mask.lazy, None)
+        mask = mask.materialize()
     mask = plain_array("attention_mask", mask, "transformers")
-    shape = fitting(mask, nq, nk)
-    key = (mask._version, nq, nk, dtype)
-    known = _read.get(mask)
+    shape = mask_shape(mask, nq, nk)
+    # Inference tensors have no version, so that a change in place would go unnoticed: those are read again.
+    key = None if mask.is_inference() else (mask._version, nq, nk, dtype)
+    known = None if key is None else _read.get(mask)
     if known is None or known[0] != key:
-        known = _read[mask] = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
-    _, seen, plain = known
-    return Given(seen, None if plain and not mask.requires_grad else mask.reshape(shape))
+        known = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
+        if key is not None:
+            _read[mask] = known
+    _, lazy, plain = known
+    return MaskAndBias(lazy, None if plain and not mask.requires_grad else mask.reshape(shape))
 
 
-def fitting(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
+def mask_shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
     """The mask's shape in four dimensions."""
     shape = (*(1,) * (4 - mask.ndim), *mask.shape)
     if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
@@ -82,21 +86,21 @@ def fitting(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
     return shape
 
 
-def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[Seen, bool]:
-    """Who sees whom, and whether that is all that the tensor says."""
+def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[LazyMask, bool]:
+    """The lazy mask, and whether the dense one holds nothing else."""
     if mask.dtype == torch.bool:
         return _placed(mask, nq, nk), True
-    hidden = mask <= least(mask.dtype, dtype)
+    hidden = mask <= hidden_threshold(mask.dtype, dtype)
     return _placed(~hidden, nq, nk), bool(((mask == 0) | hidden).all())
 
 
-def least(of_mask: torch.dtype, of_queries: torch.dtype) -> float:
-    """The greatest number that hides: the least of either dtype, since a table of float32 may have been made for half types."""
+def hidden_threshold(of_mask: torch.dtype, of_queries: torch.dtype) -> float:
+    """The largest value that hides a pair: a float32 mask may have been made with the smallest value of a narrower dtype."""
     return max(torch.finfo(of_mask).min, torch.finfo(of_queries).min)
 
 
-def _placed(visible: Tensor, nq: int, nk: int) -> Seen:
-    return Seen(_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
+def _placed(visible: Tensor, nq: int, nk: int) -> LazyMask:
+    return LazyMask(_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
 
 
 def _mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:

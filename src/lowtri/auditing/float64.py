@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["double_copy", "in_double"]
+__all__ = ["float64_copy", "computing_in_float64"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -52,7 +52,7 @@ def _wide(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_double() -> Iterator[None]:
+def computing_in_float64() -> Iterator[None]:
     """Read every request for float32, float16 or bfloat16 as one for float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -63,7 +63,7 @@ def in_double() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def double_copy(model: Any) -> Any:
+def float64_copy(model: Any) -> Any:
     """A float64 copy of a module; a plain function is its own copy."""
     if isinstance(model, torch.nn.Module):
         return copy.deepcopy(model).double()

@@ -10,7 +10,7 @@ import pytest
 
 import lowtri
 
-MUSEUM = Path(__file__).parent.parent / "examples" / "leaks"
+MUSEUM = Path(__file__).parents[2] / "examples" / "leaks"
 WRONG = sorted((MUSEUM / "wrong").glob("*.py"))
 RIGHT = sorted((MUSEUM / "right").glob("*.py"))
 

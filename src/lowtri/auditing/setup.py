@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.auditing.adapter import module_behind
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import module_behind
 from lowtri.errors import CallError
 
 __all__ = ["progress_line", "redrawn", "vocabulary"]
@@ -34,10 +34,10 @@ def redrawn(model: Any, std: float, seed: int) -> Any:
     return redrawn
 
 
-def vocabulary(model: Any, inputs: Inputs, asked: int | None) -> npt.NDArray[np.int64]:
+def vocabulary(model: Any, inputs: Inputs, requested: int | None) -> npt.NDArray[np.int64]:
     """The ids to draw from."""
     present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
-    size = asked
+    size = requested
     if size is None and inputs.discrete:
         module = module_behind(model)
         config = getattr(module, "config", None)
@@ -56,9 +56,9 @@ def vocabulary(model: Any, inputs: Inputs, asked: int | None) -> npt.NDArray[np.
     return present
 
 
-def progress_line(asked: bool | None, started: float) -> Callable[[str, int, int], None]:
+def progress_line(requested: bool | None, started: float) -> Callable[[str, int, int], None]:
     """A line on stderr once an audit takes more than two seconds."""
-    show = sys.stderr.isatty() if asked is None else asked
+    show = sys.stderr.isatty() if requested is None else requested
     last = [started + 2.0]
 
     def tick(probe: str, done: int, of: int) -> None:

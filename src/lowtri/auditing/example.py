@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.inputs import Array, Form, Inputs
+from lowtri.auditing.inputs import Array, CallSignature, Inputs
 from lowtri.errors import CallError
 
 __all__ = ["read_example"]
@@ -22,12 +22,12 @@ def read_example(
     input: str | int | Sequence[str | int] | None = None,
     position_axis: int | None = None,
     batch_axis: int | str | None = "auto",
-) -> tuple[Inputs, Form]:
+) -> tuple[Inputs, CallSignature]:
     """Read the caller's example: token ids or vectors, alone, as a tuple of arguments or as a dict of keywords.
 
     Args:
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple or dict of them and of constants.
-        model: only asked for its device.
+        model: read for its device and dtype.
         input: which entries of a tuple or dict are sequences; the rest is passed on unchanged.
         position_axis: the axis of the positions; by default the last of ids and the last but one of vectors.
         batch_axis: the axis of the batch; by default the first that is left, when there is one to spare.
@@ -55,7 +55,7 @@ def read_example(
             f"audit: example has {n} position(s), shape {tuple(first.shape)}; at least 2 are needed to see one peek.\n"
             "Fix: give a longer example, or say where its positions are with position_axis=."
         )
-    settings, constants, beside = {}, {}, {}
+    settings, constants, per_row = {}, {}, {}
     for key, value in entries.items():
         if key in keys:
             continue
@@ -64,10 +64,10 @@ def read_example(
         if follows and table is not None:
             settings[key] = table
         elif len(getattr(value, "shape", ())) > 1 and len(value) == len(arrays[0]):
-            beside[key] = value  # one entry for each row of the batch
+            per_row[key] = value  # one entry for each row of the batch
         else:
             constants[key] = value
-    form = Form(
+    signature = CallSignature(
         keys=tuple(keys),
         kind=kind,
         constants=constants,
@@ -77,7 +77,7 @@ def read_example(
         dtypes=tuple(dtypes),
         device=_device(model, entries),
     )
-    return Inputs(tuple(arrays), settings, beside=beside), form
+    return Inputs(tuple(arrays), settings, per_row=per_row), signature
 
 
 def _entries(example: Any) -> tuple[str, dict[Hashable, Any]]:
@@ -133,21 +133,23 @@ def _looks_like_a_mask(array: Array) -> bool:
     return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
 
 
-def _position_axis(array: Array, asked: int | None) -> int:
-    if asked is not None:
-        if not -array.ndim <= asked < array.ndim:
-            raise CallError(f"audit: position_axis={asked} does not exist in an example of shape {tuple(array.shape)}.")
-        return asked % array.ndim
+def _position_axis(array: Array, requested: int | None) -> int:
+    if requested is not None:
+        if not -array.ndim <= requested < array.ndim:
+            raise CallError(
+                f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}."
+            )
+        return requested % array.ndim
     if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2:
         return array.ndim - 2
     return array.ndim - 1
 
 
-def _batch_axis(array: Array, axis: int, asked: int | str | None) -> int | None:
-    if asked is None:
+def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | None:
+    if requested is None:
         return None
-    if asked != "auto":
-        return int(asked) % array.ndim
+    if requested != "auto":
+        return int(requested) % array.ndim
     spare = 2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1  # (N, D) and (N,) have no batch
     return None if array.ndim <= spare else next(i for i in range(array.ndim) if i != axis)
 

@@ -16,9 +16,9 @@ from transformers import masking_utils as theirs
 import lowtri
 from lowtri.errors import CallError
 from lowtri.integrations import transformers_masks
-from lowtri.integrations.transformers_asked import Asked, Moved, Shifted
+from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
+from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.integrations.transformers_masks import make_mask, read_function
-from lowtri.integrations.transformers_seen import Seen, SeenTensor
 from lowtri.masks import EMPTY, FULL, PARTIAL, causal, chunks, full, window
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.plan import plan
@@ -73,14 +73,14 @@ def test_every_function_gives_the_pairs_that_transformers_gives(fn: Callable[...
     sizes |= {"mask_function": fn, "attention_mask": valid, "use_vmap": data.draw(st.booleans())}
     expected = theirs.sdpa_mask(**sizes, allow_is_causal_skip=False)
     found = make_mask(**sizes)
-    assert isinstance(found, SeenTensor) and found.dtype == torch.bool
+    assert isinstance(found, LazyMaskTensor) and found.dtype == torch.bool
     assert found.shape == expected.shape
-    assert torch.equal(found.written(), expected)
-    assert found.seen.nk == nk and found.seen.nq == nq
-    trimmed = found.seen.trimmed  # what was cut off was seen by nobody
+    assert torch.equal(found.materialize(), expected)
+    assert found.lazy.nk == nk and found.lazy.nq == nq
+    trimmed = found.lazy.trimmed  # what was cut off was seen by nobody
     assert (
-        not found.seen.table()[..., : trimmed.k0 - k0].any()
-        and not found.seen.table()[..., trimmed.k0 - k0 + trimmed.nk :].any()
+        not found.lazy.table()[..., : trimmed.k0 - k0].any()
+        and not found.lazy.table()[..., trimmed.k0 - k0 + trimmed.nk :].any()
     )
 
 
@@ -102,7 +102,7 @@ KNOWN = {
     "sliding": (theirs.sliding_window_causal_mask_function(4), window(4)),
     "sliding both ways": (theirs.sliding_window_bidirectional_mask_function(4), lowtri.band(4, 4)),
     "chunked": (theirs.chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), chunks(4) & causal()),
-    "chunked after pads": (theirs.chunked_overlay(4, torch.tensor([1, 4])), Shifted(chunks(4), (3, 0))),
+    "chunked after pads": (theirs.chunked_overlay(4, torch.tensor([1, 4])), ShiftedMask(chunks(4), (3, 0))),
     "padding": (
         theirs.padding_mask_function(torch.tensor([[0, 1], [1, 1]])),
         lowtri.keys([[False, True], [True, True]]),
@@ -115,7 +115,7 @@ KNOWN = {
     ),
     "remapped": (
         theirs.remap_positions_for_packed_sequence(theirs.causal_mask_function, torch.tensor([[0, 1, 0]])),
-        Moved(causal(), FrozenArray(np.array([0, 1, 0]))),
+        RemappedMask(causal(), FrozenArray(np.array([0, 1, 0]))),
     ),
     "prefix": (theirs.or_masks(theirs.causal_mask_function, theirs.sliding_window_overlay(1)), None),
 }
@@ -145,7 +145,7 @@ def test_a_function_that_came_to_mean_something_else_is_asked(monkeypatch: pytes
         monkeypatch.setattr(theirs, "sliding_window_overlay", other)
         transformers_masks._known.cache_clear()
         mask = read_function(other(3))
-        assert isinstance(mask, Asked) and mask.dense(9)[8].sum() == sees
+        assert isinstance(mask, FunctionMask) and mask.dense(9)[8].sum() == sees
     monkeypatch.undo()
     transformers_masks._known.cache_clear()
 
@@ -176,18 +176,18 @@ def test_no_table_on_the_way() -> None:
     tracemalloc.stop()
     assert tensor.shape == (2, 1, n, n) and part.shape == (2, 1, 3, 10)
     assert peak < 50 * n  # some copies of the padding, and nothing of n x n
-    assert part.seen.mask(n - 1, np.array([n - 4097, n - 4096])).tolist() == [[False, True], [False, True]]
+    assert part.lazy.mask(n - 1, np.array([n - 4097, n - 4096])).tolist() == [[False, True], [False, True]]
 
 
 def test_one_new_token_costs_no_table_over_the_cache() -> None:
     tracemalloc.start()
     tensor = make_mask(8, 1, 1_000_000, q_offset=999_999, mask_function=theirs.causal_mask_function)
-    assert tensor.seen.positions == {} and tensor.seen.trimmed is tensor.seen
+    assert tensor.lazy.positions == {} and tensor.lazy.trimmed is tensor.lazy
     assert tracemalloc.get_traced_memory()[1] < 10_000
     tracemalloc.stop()
 
 
-SEEN = Seen(causal(), 3, 4, 0, 7)
+SEEN = LazyMask(causal(), 3, 4, 0, 7)
 OPERATIONS: dict[str, tuple[Callable[[Any], Any], bool]] = {  # and whether it stays a mask without a table
     "queries": (lambda x: x[:, :, 1:3], True),
     "last query": (lambda x: x[:, :, -1:, :], True),
@@ -215,10 +215,10 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], bool]] = {  # and whether it s
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_models_do_to_a_mask(name: str) -> None:
     operation, stays = OPERATIONS[name]
-    tensor = SeenTensor(SEEN, (2, 1, 4, 7), "cpu")
-    expected, found = operation(tensor.written()), operation(tensor)
-    assert isinstance(found, SeenTensor) == stays
-    assert torch.equal(found.written() if stays else found, expected)
+    tensor = LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu")
+    expected, found = operation(tensor.materialize()), operation(tensor)
+    assert isinstance(found, LazyMaskTensor) == stays
+    assert torch.equal(found.materialize() if stays else found, expected)
 
 
 def test_a_table_of_what_must_be_asked_pair_by_pair() -> None:
@@ -231,17 +231,17 @@ def test_a_table_of_what_must_be_asked_pair_by_pair() -> None:
 
 
 def test_a_mask_that_differs_by_row_keeps_its_rows() -> None:
-    seen = Seen(lowtri.keys([[True, False], [True, True]]), 0, 2, 0, 2)
-    tensor = SeenTensor(seen, (2, 1, 2, 2), "cpu")
-    assert torch.equal(tensor[1:], tensor.written()[1:])
-    assert not isinstance(tensor[1:], SeenTensor)
+    seen = LazyMask(lowtri.keys([[True, False], [True, True]]), 0, 2, 0, 2)
+    tensor = LazyMaskTensor(seen, (2, 1, 2, 2), "cpu")
+    assert torch.equal(tensor[1:], tensor.materialize()[1:])
+    assert not isinstance(tensor[1:], LazyMaskTensor)
 
 
 @pytest.mark.parametrize(
     "sum_", [lambda x, s: s + x, lambda x, s: s - x, lambda x, s: s.add_(x), lambda x, s: s + x.float()]
 )
 def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
-    tensor = SeenTensor(SEEN, (1, 1, 4, 7), "cpu")
+    tensor = LazyMaskTensor(SEEN, (1, 1, 4, 7), "cpu")
     with pytest.raises(
         CallError,
         match=r"(?s)takes its mask for numbers to add to the scores.*does not reach.*Fix: attn_implementation",
@@ -251,17 +251,18 @@ def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
 
 def test_it_says_what_it_is() -> None:
     assert (
-        repr(SeenTensor(SEEN, (2, 1, 4, 7), "cpu")) == "SeenTensor((2, 1, 4, 7), causal, queries from 3, keys from 0)"
+        repr(LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu"))
+        == "LazyMaskTensor((2, 1, 4, 7), causal, queries from 3, keys from 0)"
     )
-    assert repr(Shifted(chunks(4), (1, 2))) == "shifted(chunks(4), [1, 2])"
-    assert repr(read_function(len)) == "asked(<len>)"
+    assert repr(ShiftedMask(chunks(4), (1, 2))) == "shifted(chunks(4), [1, 2])"
+    assert repr(read_function(len)) == "function(<len>)"
     assert repr(KNOWN["remapped"][1]).startswith("moved(causal, <3 int64")
 
 
 def test_trimming_finds_both_ends() -> None:
-    seen = Seen(window(16), 500, 1, 0, 1000)
+    seen = LazyMask(window(16), 500, 1, 0, 1000)
     assert (seen.trimmed.k0, seen.trimmed.nk) == (485, 16)
     assert seen.trimmed.trimmed is seen.trimmed
     assert window(16).tile(500, 501, 485, 501) == FULL and window(16).tile(500, 501, 484, 501) == PARTIAL
-    nothing = Seen(causal(), 2, 1, 5, 4)
+    nothing = LazyMask(causal(), 2, 1, 5, 4)
     assert nothing.trimmed is nothing

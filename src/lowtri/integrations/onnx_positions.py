@@ -1,4 +1,4 @@
-"""Who may see whom in ONNX's Attention: what its attributes and inputs say in indices, as a mask and places."""
+"""The masks of ONNX's Attention: its attributes and inputs, given as indices, as a lowtri mask and positions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX, Mask, band, causal, full, table
 from lowtri.masks.arrays import in_numpy
 
-__all__ = ["Places", "band_of", "bools_and_bias", "places_of", "whole"]
+__all__ = ["PositionedMask", "band_mask", "bools_and_bias", "positions_of", "four_dimensions"]
 
 
 @dataclass(frozen=True)
-class Places:
-    """A mask and the places it is asked about; a key without a place (-1) is seen by nobody."""
+class PositionedMask:
+    """A mask and the positions of queries and keys; no query sees a key at position -1."""
 
     mask: Mask
     q: NDArray[np.int64]  # (B|1, Nq)
@@ -30,39 +30,40 @@ class Places:
             return np.asarray(self.mask(self.q[:, :, None], self.k[:, None, :]))[:, None]
         return np.asarray(self.mask(self.q[0, :, None], self.k[0]))  # a table, which carries its batch in front
 
-    def stated(self) -> dict[str, Any]:
-        """The places as a call takes them; none where they are its own default, which more engines run without a table."""
+    def arguments(self) -> dict[str, Any]:
+        """The positions as arguments of `attention`; empty where they are its default, which more backends run without a table."""
         nq, nk = self.q.shape[1], self.k.shape[1]
         usual = np.array_equal(self.k, np.arange(nk)[None]) and np.array_equal(self.q, np.arange(nk - nq, nk)[None])
         return {} if usual and nq <= nk else {"q_positions": self.q, "k_positions": self.k}
 
-    def restricted(self, allowed: NDArray[np.bool_]) -> Places:
-        """With a table (B|1, H|1, Nq|1, Nk) of pairs that may see each other: a row for all queries takes keys away,
-        anything else becomes a table of indices, with all that was said before written into it."""
+    def restricted(self, allowed: NDArray[np.bool_]) -> PositionedMask:
+        """Intersect with a table (B|1, H|1, Nq|1, Nk), True = may see.
+
+        One row for all queries sets hidden keys to position -1; anything else becomes one table of the whole mask."""
         if allowed.all():
             return self
         nq, nk = self.q.shape[1], allowed.shape[3]
         if allowed.shape[1:3] == (1, 1):
-            return Places(self.mask, self.q, np.where(allowed[:, 0, 0], self.k, -1))
+            return PositionedMask(self.mask, self.q, np.where(allowed[:, 0, 0], self.k, -1))
         pairs = self.visible() & allowed  # (B|1, H|1, Nq, Nk)
-        last = max(nk - nq, 0) + np.arange(nq)  # where a table has its rows
-        return Places(table(pairs), last[None], np.arange(nk)[None])
+        last = max(nk - nq, 0) + np.arange(nq)  # the rows of a table
+        return PositionedMask(table(pairs), last[None], np.arange(nk)[None])
 
 
-def band_of(is_causal: bool | int, left: int, right: int) -> Mask:
-    """The mask over places that the three attributes say."""
+def band_mask(is_causal: bool | int, left: int, right: int) -> Mask:
+    """The mask over positions that the three attributes describe."""
     after = 0 if is_causal else right
     if left < 0:
         return full() if after < 0 else causal() if after == 0 else band(POSITION_MAX, after)
     return band(left, POSITION_MAX if after < 0 else after)
 
 
-def places_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Places:
-    """Where the queries and the keys of a call stand: behind the past, or at the end of each row's real keys."""
+def positions_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> PositionedMask:
+    """The positions of queries and keys: after the past, or at the end of each row's real keys."""
     rows, nq, nk = q.shape[0], q.shape[2], k.shape[2]
     keys = np.arange(nk)[None]
     if nonpad is None:
-        return Places(mask, past + np.arange(nq)[None], keys)
+        return PositionedMask(mask, past + np.arange(nq)[None], keys)
     lengths = in_numpy("nonpad_kv_seqlen", nonpad)
     if isinstance(lengths, str):
         raise CallError(f"onnx.attention: {lengths}, but it counts the real keys of each row: ({rows},) whole numbers.")
@@ -71,12 +72,12 @@ def places_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Places:
             f"onnx.attention: nonpad_kv_seqlen is {lengths.dtype} {lengths.tolist()}, but it counts the real keys of each "
             f"row: ({rows},) whole numbers in 0 .. {nk}."
         )
-    first = lengths[:, None].astype(np.int64) - nq  # of queries before any key this is negative, and places are not,
-    ahead = max(0, -int(first.min(initial=0)))  # so that all places move along
-    return Places(mask, first + ahead + np.arange(nq), np.where(keys < lengths[:, None], keys + ahead, -1))
+    first = lengths[:, None].astype(np.int64) - nq  # negative for queries before any key; positions are not,
+    ahead = max(0, -int(first.min(initial=0)))  # so all positions are shifted
+    return PositionedMask(mask, first + ahead + np.arange(nq), np.where(keys < lengths[:, None], keys + ahead, -1))
 
 
-def whole(attn_mask: Any, q: Any, nk: int) -> Any:
+def four_dimensions(attn_mask: Any, q: Any, nk: int) -> Any:
     """attn_mask with four dimensions, its last as long as the keys: (B|1, H|1, Nq|1, Nk)."""
     shape, name = tuple(attn_mask.shape), str(attn_mask.dtype).removeprefix("torch.")
     if name != "bool" and "float" not in name:
@@ -103,7 +104,7 @@ def whole(attn_mask: Any, q: Any, nk: int) -> Any:
 
 
 def bools_and_bias(attn_mask: Any) -> tuple[NDArray[np.bool_], Any]:
-    """Who is allowed, and what is added: -inf allows nobody, and the bias is not read there."""
+    """The visible pairs, and the bias; -inf hides a pair, and the bias is not read there."""
     is_bool = str(attn_mask.dtype).endswith("bool")
     allowed = attn_mask if is_bool else attn_mask != -math.inf
     return np.asarray(allowed.cpu() if hasattr(allowed, "cpu") else allowed), None if is_bool else attn_mask

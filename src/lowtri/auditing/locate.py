@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
+from lowtri.auditing.adapter import ModelAdapter
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.subject import Subject
 
 __all__ = ["locate"]
 
 _Events = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]
 
 
-def locate(subject: Subject, before: Inputs, after: Inputs, row: int, query: int) -> str | None:
+def locate(adapter: ModelAdapter, before: Inputs, after: Inputs, row: int, query: int) -> str | None:
     """The dotted name of the module where the leak enters; None when nothing in a module moved."""
-    module = subject.module
+    module = adapter.module
     if module is None:
         return None
-    first = _watch(subject, module, before, row, query)
-    second = _watch(subject, module, after, row, query)
+    first = _watch(adapter, module, before, row, query)
+    second = _watch(adapter, module, after, row, query)
     greatest = max(
         (float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for _, _, outs in first for t in outs if t.numel()), default=1.0
     )
@@ -33,7 +33,7 @@ def locate(subject: Subject, before: Inputs, after: Inputs, row: int, query: int
     culprits = []
     for (name, ins, outs), (other, ins2, outs2) in zip(first, second, strict=False):
         if name != other:
-            break  # the two runs took different roads
+            break  # the two runs took different code paths
         moved_in, moved_out = _moved(ins, ins2, greatest), _moved(outs, outs2, greatest)
         still_in.setdefault(name, not moved_in)
         if moved_out:
@@ -50,13 +50,13 @@ def locate(subject: Subject, before: Inputs, after: Inputs, row: int, query: int
     return name or type(module).__name__
 
 
-def _watch(subject: Subject, module: Any, inputs: Inputs, row: int, query: int) -> _Events:
+def _watch(adapter: ModelAdapter, module: Any, inputs: Inputs, row: int, query: int) -> _Events:
     """Every module's inputs and outputs at the position, in the order in which modules finish."""
     events: _Events = []
     hooks = []
 
     def record(name: str, part: Any, args: Any, kwargs: Any, output: Any) -> None:
-        cut = functools.partial(_at, row=row, query=query, inputs=inputs, axis=subject.form.position_axes[0])
+        cut = functools.partial(_at, row=row, query=query, inputs=inputs, axis=adapter.signature.position_axes[0])
         given = [cut(value) for value in [*args, *kwargs.values()]]
         answers = [cut(value) for value in _tensors(output)]
         events.append((name, [v for v in given if v is not None], [v for v in answers if v is not None]))
@@ -64,7 +64,7 @@ def _watch(subject: Subject, module: Any, inputs: Inputs, row: int, query: int) 
     for name, part in module.named_modules():
         hooks.append(part.register_forward_hook(functools.partial(record, name), with_kwargs=True))
     try:
-        subject(inputs)
+        adapter(inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -81,7 +81,7 @@ def _tensors(output: Any) -> list[Any]:
 
 
 def _at(value: Any, *, row: int, query: int, inputs: Inputs, axis: int) -> torch.Tensor | None:
-    """What a tensor holds at the position; None where its positions cannot be told."""
+    """A tensor's values at the position; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
     axes = [axis, *(i for i in range(value.dim()) if i != axis)]

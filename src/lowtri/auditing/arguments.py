@@ -1,4 +1,4 @@
-"""What the caller asks for: read before anything runs, and held against what did run in the end."""
+"""Checks of the caller's arguments: before anything runs, and against what did run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowtri.auditing.adapter import module_behind
 from lowtri.auditing.finding import Finding
-from lowtri.auditing.subject import module_behind
+from lowtri.auditing.probe import Probe
 from lowtri.errors import CallError
 
-__all__ = ["check_arguments", "chosen_probes", "hold_to_what_was_asked", "nothing_ran"]
-
-# The argument that asks for more than a probe does by itself, and the probe that must then run.
-_ASKS = {"step": "cache", "alone": "packing", "pad_mask": "padding", "compile": "doors", "length": "longer"}
+__all__ = ["check_arguments", "chosen_probes", "require_requested", "nothing_ran"]
 
 
 def check_arguments(model: Any, **given: Any) -> None:
-    """Refuse what cannot be done, by the argument's own name."""
+    """Raise CallError for an argument that cannot be used, with its name."""
     _check_model(model)
     for name in ("output", "step", "alone"):
         value = given.get(name)
@@ -38,34 +36,41 @@ def check_arguments(model: Any, **given: Any) -> None:
     _check_pad_mask(model, given.get("pad_mask"))
 
 
-def chosen_probes(probes: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+def chosen_probes(names: Sequence[str] | None, probes: Sequence[Probe]) -> list[Probe]:
     """The probes to run, in the order in which they run."""
-    if isinstance(probes, str):
-        raise CallError(f"audit: probes={probes!r} is one text, expected a list of names.\nFix: probes=[{probes!r}].")
-    if probes is not None and not len(probes):
+    if isinstance(names, str):
+        raise CallError(f"audit: probes={names!r} is one text, expected a list of names.\nFix: probes=[{names!r}].")
+    if names is not None and not len(names):
         raise CallError("audit: probes=[] would look at nothing.\nFix: name a probe, or drop probes= to run them all.")
-    unknown = [name for name in probes or () if name not in known]
+    known = [probe.name for probe in probes]
+    unknown = [name for name in names or () if name not in known]
     if unknown:
         raise CallError(f"audit: no probe is called {unknown[0]!r}; there are {', '.join(known)}.")
-    return [name for name in known if probes is None or name in probes]
+    return [probe for probe in probes if names is None or probe.name in names]
 
 
-def hold_to_what_was_asked(findings: Sequence[Finding], options: Mapping[str, Any]) -> tuple[list[Finding], list[str]]:
-    """A probe that an argument asked for and that did not run is undecided, never passed over."""
-    held, notes = list(findings), []
-    places = {finding.probe: number for number, finding in enumerate(held)}
-    for argument, probe in _ASKS.items():
-        if options.get(argument) is None or options[argument] is False:
+def require_requested(
+    findings: Sequence[Finding], probes: Sequence[Probe], options: Mapping[str, Any]
+) -> tuple[list[Finding], list[str]]:
+    """A probe that an argument requests and that did not run is undecided, never passed over.
+
+    Returns:
+        The findings, and a note for each argument whose probe was not among those to run.
+    """
+    by_name, notes = {finding.probe: finding for finding in findings}, []
+    for probe in probes:
+        value = options.get(probe.argument or "")
+        if value is None or value is False:
             continue
-        if probe not in places:
-            notes.append(f"{argument}= was not used: probes= leaves {probe} out")
+        finding = by_name.get(probe.name)
+        if finding is None:
+            notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
             continue
-        finding = held[places[probe]]
-        why = _why_not(argument, finding, options)
-        if why is not None:
-            message = f"{argument}= was asked for and did not run: {why}"
-            held[places[probe]] = dataclasses.replace(finding, status="undecided", message=message)
-    return held, notes
+        reason = probe.not_run(finding, value)
+        if reason is not None:
+            message = f"{probe.argument}= was asked for and did not run: {reason}"
+            by_name[probe.name] = dataclasses.replace(finding, status="undecided", message=message)
+    return list(by_name.values()), notes
 
 
 def nothing_ran(findings: Sequence[Finding]) -> str | None:
@@ -75,23 +80,6 @@ def nothing_ran(findings: Sequence[Finding]) -> str | None:
     return (
         "; ".join(f"{finding.probe} was asked for and did not run: {finding.message}" for finding in findings) or None
     )
-
-
-def _why_not(argument: str, finding: Finding, options: Mapping[str, Any]) -> str | None:
-    """Why what was asked for did not run; None when it did, or when there is a leak to tell of anyway."""
-    if finding.status == "leak":
-        return None
-    if argument == "compile":
-        shut = finding.measured.get("not_offered", {})
-        return str(shut["torch.compile"]) if "torch.compile" in shut else None
-    if argument == "length":
-        tried = finding.measured.get("length", -1)
-        short = finding.message if tried < 0 else f"the model takes no more than {tried} positions"
-        return None if tried >= options["length"] else short
-    if finding.status == "skipped":
-        return finding.message
-    refused = finding.measured.get("refused")
-    return str(next(iter(refused.values()))) if refused and argument in ("step", "alone") else None
 
 
 def _check_model(model: Any) -> None:

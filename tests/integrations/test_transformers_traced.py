@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.integrations.transformers import attend, register
-from lowtri.integrations.transformers_traced import attend_or_trace, goes_without_saying
+from lowtri.integrations.transformers_traced import attend_or_trace, can_omit_mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
@@ -159,7 +159,7 @@ def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
     ],
 )
 def test_when_a_mask_goes_without_saying(sizes: tuple[Any, ...], silent: bool) -> None:
-    assert goes_without_saying(*sizes) is silent
+    assert can_omit_mask(*sizes) is silent
 
 
 # A layer's call alone, with all that models pass.

@@ -66,11 +66,11 @@ def test_any_declared_mask_is_kept_and_missed_exactly(text: str) -> None:
 @given(arrays(bool, (6, 6)), arrays(bool, (6, 6)))
 def test_leaks_and_blindness_are_the_two_differences(declared: np.ndarray, actual: np.ndarray) -> None:
     x = np.random.default_rng(0).standard_normal((6, 3))
-    report = lowtri.audit(mean_over(actual), x, mask=declared, probes=["change", "blindness"])
+    report = lowtri.audit(mean_over(actual), x, mask=declared, probes=["change", "sensitivity"])
     tokens = declared.any(axis=0)  # what nobody sees is a pad, and its own output means nothing
     leaks = {(int(q), int(k)) for q, k in np.argwhere(actual & ~declared) if tokens[q]}
     assert {(leak.query, leak.key) for leak in report.leaks} == leaks
-    blind = report.finding("blindness")
+    blind = report.finding("sensitivity")
     count = int((declared & ~actual)[tokens].sum())
     assert (blind.status == "warning") == (count > 0)
     assert count == 0 or blind.measured["blind"] == count
@@ -341,10 +341,13 @@ def test_a_transformers_model_through_all_its_doors() -> None:
     before = model.config._attn_implementation
     report = lowtri.audit(model, ids(2, 16, size=60), mask="causal & window(6)", layers=2, redraw=True)
     assert report.ok, report
-    assert {"change", "gradient", "prefix", "batch", "padding", "cache", "doors"} <= {
+    assert {"change", "gradient", "prefix", "batch", "padding", "cache", "code_paths"} <= {
         finding.probe for finding in report.findings if finding.status == "clean"
     }
-    assert report.finding("doors").measured["opened"][:2] == ["output_attentions=True", "output_hidden_states=True"]
+    assert report.finding("code_paths").measured["opened"][:2] == [
+        "output_attentions=True",
+        "output_hidden_states=True",
+    ]
     assert report.finding("cache").measured["past_the_window"]
     assert model.config._attn_implementation == before
     short = lowtri.audit(model, ids(2, 5, size=60), probes=["change"])
@@ -369,8 +372,8 @@ class TwoDoors(nn.Module):
 
 
 def test_other_doors() -> None:
-    assert status(TwoDoors("same"), vectors(2, 6, 4), "doors") == "clean"
-    assert status(TwoDoors("other"), vectors(2, 6, 4), "doors") == "warning"
+    assert status(TwoDoors("same"), vectors(2, 6, 4), "code_paths") == "clean"
+    assert status(TwoDoors("other"), vectors(2, 6, 4), "code_paths") == "warning"
     report = lowtri.audit(TwoDoors("leak"), vectors(2, 6, 4))
     assert "with need_weights=True, position 0 sees position 5" in report.message
     assert lowtri.audit(TwoDoors("other"), vectors(2, 6, 4)).ok
@@ -379,15 +382,15 @@ def test_other_doors() -> None:
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it loads its compiler
 def test_compiled_on_request() -> None:
-    report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), probes=["doors"], compile=True)
-    assert "torch.compile" in report.finding("doors").measured["opened"]
+    report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), probes=["code_paths"], compile=True)
+    assert "torch.compile" in report.finding("code_paths").measured["opened"]
 
 
 def test_a_window_one_too_small_is_a_warning() -> None:
     table = np.array(lowtri.mask("causal & window(3)").dense(8))
     report = lowtri.audit(mean_over(table), np.random.default_rng(0).standard_normal((8, 3)), mask="causal & window(4)")
     assert report.ok
-    finding = report.finding("blindness")
+    finding = report.finding("sensitivity")
     assert finding.status == "warning"
     assert finding.message.startswith("5 of 26 visible pairs are never seen: output 3 does not move with input 0")
     assert "it sees at most 3 back" in finding.message

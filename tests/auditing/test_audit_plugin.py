@@ -9,7 +9,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-LEAKS = Path(__file__).parent.parent / "examples" / "leaks"
+LEAKS = Path(__file__).parents[2] / "examples" / "leaks"
 
 
 @pytest.fixture

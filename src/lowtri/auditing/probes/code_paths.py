@@ -1,0 +1,61 @@
+"""Other code paths of the same model: with weights returned, with another attention implementation, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lowtri.auditing.conditions import Condition, probe_under
+from lowtri.auditing.context import Context
+from lowtri.auditing.finding import Finding
+from lowtri.auditing.probe import Probe
+from lowtri.auditing.probes.change import PROBE as CHANGE
+from lowtri.auditing.probes.gradient import PROBE as GRADIENT
+
+__all__ = ["PROBE"]
+
+_KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
+_PROBES = (CHANGE, GRADIENT)
+
+
+def _code_paths(context: Context) -> Finding:
+    """The mask must hold on each; another output under an unbroken mask is a warning."""
+    outcome = probe_under(_conditions(context))
+    measured = {"opened": list(outcome.tried), "not_offered": outcome.refused}
+    return outcome.finding(f"the mask holds ({', '.join(outcome.tried)})", measured, "no other code path is known")
+
+
+def _conditions(context: Context) -> Iterator[Condition]:
+    adapter = context.adapter
+    for name in _KEYWORDS:
+        if adapter.accepts(name) or (name.startswith("output_") and hasattr(adapter.model, "config")):
+            for value in (True, False) if name == "need_weights" else (True,):
+                said = f"{name}={value}"
+                yield Condition(said, f"with {said}", _PROBES, context, {name: value}, compared=True)
+    if hasattr(adapter.model, "set_attn_implementation"):
+        current = getattr(adapter.model.config, "_attn_implementation", None)
+        for name in ("eager", "sdpa"):
+            if name != current:
+                said = f"attn_implementation={name}"
+                yield Condition(said, f"with {said}", _PROBES, context, attention=name, compared=True)
+    if context.options.get("compile"):
+        import torch
+
+        compiled = replace(context, adapter=replace(adapter, model=torch.compile(adapter.model)))
+        # Its backward pass would be compiled as well, which takes minutes.
+        yield Condition("torch.compile", "with torch.compile", (CHANGE,), compiled, compared=True)
+
+
+def _not_compiled(finding: Finding, value: object) -> str | None:
+    reason = finding.measured.get("not_offered", {}).get("torch.compile")
+    return None if finding.status == "leak" else reason
+
+
+PROBE = Probe(
+    name="code_paths",
+    does="asks for weights and hidden states, other attention implementations, `compile=True`: change and gradient on each",
+    finds="code paths without the mask",
+    function=_code_paths,
+    argument="compile",
+    not_run=_not_compiled,
+)

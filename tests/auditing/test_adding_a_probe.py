@@ -1,0 +1,50 @@
+"""The recipe "Adding a probe" of CONTRIBUTING.md, followed to the letter; and the documentation's table, which comes from the list."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import lowtri
+from lowtri.auditing.probes import PROBES, probe_table
+
+ROOT = Path(__file__).parents[2]
+TRIAL = """
+import numpy as np, lowtri
+from lowtri.auditing.probes import probe_table
+x = np.random.default_rng(0).standard_normal((6, 4))
+right = lowtri.audit(lambda x: np.cumsum(x, axis=0), x)
+wrong = lowtri.audit(lambda x: x + x[-1:], x, probes=["swap"])
+assert right.ok and right.finding("swap").status == "clean" and "swap" in str(right), right
+assert wrong.first.probe == "swap" and wrong.exit_code == 1 and "change places" in wrong.message, wrong
+assert "| swap | exchanges" in probe_table()
+"""
+
+
+def test_the_recipe(tmp_path: Path) -> None:
+    recipe = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Adding a probe")[1].split("\n## ")[0]
+    file, line = (textwrap.dedent(block) for block in re.findall(r"   ```python\n(.*?)   ```", recipe, re.S))
+    package = tmp_path / "lowtri"
+    shutil.copytree(Path(lowtri.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    probes = package / "auditing" / "probes"
+    (probes / "swap.py").write_text(file, encoding="utf-8")
+    text = (probes / "__init__.py").read_text(encoding="utf-8")
+    (probes / "__init__.py").write_text(text.replace("_FILES = (", f"_FILES = ({line}", 1), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_in_the_documentation_is_the_list() -> None:
+    assert probe_table() in (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+
+
+def test_probes_are_told_apart() -> None:
+    assert len({probe.name for probe in PROBES}) == len(PROBES)
+    requested = [probe.argument for probe in PROBES if probe.argument]
+    assert sorted(requested) == ["alone", "compile", "length", "pad_mask", "step"]
