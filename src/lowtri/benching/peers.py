@@ -16,11 +16,11 @@ from lowtri.benching.cases import Case
 from lowtri.dispatch.attend import attention
 from lowtri.masks import mask as read_mask
 
-__all__ = ["FLEX", "FORMULA", "MKL", "OURS", "PEERS", "SDPA", "Attend"]
+__all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend"]
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, H, N, D) each
 
-OURS, SDPA, MKL, FLEX, FORMULA = "lowtri", "torch SDPA", "torch SDPA, MKL opened", "FlexAttention", "plain formula"
+OURS, SDPA, FLEX, FORMULA = "lowtri", "torch SDPA", "FlexAttention", "plain formula"
 _MOST_PAIRS = 2**26  # of a written-out table; torch makes floats of it, one a pair
 
 
@@ -37,7 +37,7 @@ def formula(case: Case) -> Attend:
 
 
 def sdpa(case: Case) -> Attend | str:
-    """torch's own: told causal by a flag, everything else by a table of bools."""
+    """torch's own: `is_causal=True` where the mask is causal, a boolean table for every other mask."""
     grouped = case.heads != case.kv_heads
     if case.who == "full" or case.work == "decode":  # the newest query sees the whole cache
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=grouped)

@@ -86,9 +86,9 @@ def command(
         text = _SENTENCE if sentence is None else sentence
         found = _without_model(text, mask or "causal", encodings, seed, heads, head)
     if html is not None:
-        from lowtri.nn.checkpoint import write_whole
+        from lowtri.files import write_text
 
-        write_whole(html, lambda beside: beside.write_text(found.to_html(), encoding="utf-8"))
+        write_text(html, found.to_html())
         note(f"wrote {html}")
     if json:
         print_json(found.as_dict())

@@ -48,7 +48,6 @@ __all__ = ["VERBS", "main"]
 
 # verb -> its line in `lowtri --help`. The module is lowtri.cli.<verb>.
 VERBS = {
-    "demo": "Everything in one run, in acts, each with a check and its files.",
     "explain": "Every step of masked attention for a sentence, with numbers.",
     "mask": "What a mask shows and hides: a picture, counts, or a file.",
     "train": "Train a decoder on text files; the folder loads in transformers.",

@@ -7,7 +7,6 @@ transformers_asked   what a mask function tells when it is not one of those know
 transformers_seen    a mask and its positions in the shape of a tensor, which is what models pass from layer to layer
 transformers_given   tables of pairs that somebody made by hand, as masks and biases
 transformers_traced  the same attention in programs that torch.compile or torch.export writes down
-ctranslate2          model files of CTranslate2, and Whisper from them into transformers
 onnx                 the Attention operator of the ONNX standard, as a function
 onnx_places          who sees whom in it, from indices to a mask and places
 onnx_arrays          heads, the past, scores and dtypes in it, for NumPy and torch alike

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowtri.errors import DataError
-from lowtri.nn.checkpoint import write_whole
+from lowtri.files import write_atomically
 from lowtri.training.corpus import Packed
 from lowtri.training.recipe import Recipe
 
@@ -51,11 +51,11 @@ class Run:
             "corpus": self.corpus.digest(),
         }
 
-        def write(beside: Path) -> None:
-            with open(beside, "wb") as file:  # given a path, torch does not say why it cannot be written
+        def write(temporary: Path) -> None:
+            with open(temporary, "wb") as file:  # given a path, torch does not say why it cannot be written
                 torch.save(content, file)
 
-        write_whole(path, write)
+        write_atomically(path, write)
 
     def restore(self, path: Path) -> None:
         """Put everything back as it was saved.
