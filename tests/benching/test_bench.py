@@ -389,10 +389,10 @@ def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
     (tmp_path / "kernels_1" / "forward.forward_half-217.py311.nbi").touch()
     (tmp_path / "kernels_1" / "decode.decode-244.py311.nbi").touch()
     monkeypatch.setattr(workers, "cache_folder", lambda: tmp_path)
-    found = checkup._cache([], halves=True)
+    found = checkup._cache([], bf16=True)
     assert found["compiled"] == ["forward_half", "decode"]
     assert found["not_yet"] == [name for name in checkup.KERNELS if name not in found["compiled"]]
-    assert checkup._cache([], halves=False)["compiled"] == ["decode"]
+    assert checkup._cache([], bf16=False)["compiled"] == ["decode"]
 
 
 def test_the_doctor_knows_every_kernel() -> None:

@@ -1,4 +1,4 @@
-"""How fast attention is on this machine, beside other ways to compute it and beside what the machine can do.
+"""How fast attention is on this machine, compared with other implementations and with the machine's limits.
 
 machine   what the machine is: CPU, caches, versions, load
 ceilings  the fastest that this CPU multiplies and reads

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, call-arg, var-annotated"
-"""The fastest that this CPU multiplies and reads: what figures of attention are held against.
+"""The fastest that this CPU multiplies and reads: the limits that measured rates are compared with.
 
 Multiplying: the kernels' own register tile on operands that stay in the first cache, nothing else. Reading: a loop that adds up
 what it reads. Both run on the kernels' own threads. Numba compiles the three loops from the types of what they are called with; mypy
@@ -26,14 +26,14 @@ _A, _B, _C = 4 * _ROWS * _DEPTH, 4 * _DEPTH * QUERIES, 4 * _ROWS * QUERIES
 _REPEATS = 10_000  # about 20 ms on one core
 
 # The descriptors: int64 each.
-SELF, NEXT, ROOM, REPEATS = range(4)
+SELF, NEXT, SCRATCH, REPEATS = range(4)
 SOURCE, TASKS, BLOCK, SUMS = range(2, 6)
 
 
 def _multiplying(descriptor: Any) -> None:
-    """Every thread: the same product again and again, in a room of its own."""
+    """Every thread: the same product again and again, in its own scratch memory."""
     t = descriptor
-    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
+    a = t[SCRATCH] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
         product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, None)
 
@@ -41,7 +41,7 @@ def _multiplying(descriptor: Any) -> None:
 def _multiplying_pairs(descriptor: Any) -> None:
     """The same, every number a pair of bf16."""
     t = descriptor
-    a = t[ROOM] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
+    a = t[SCRATCH] + (_A + _B + _C) * fetch_add(t[SELF] + 8 * NEXT, 1)
     for _ in range(t[REPEATS]):
         product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, 1)
 
@@ -78,12 +78,12 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     floats = (_A + _B + _C) // 4
     memory = np.empty(threads * floats + 16, np.float32)
     skip = -memory.ctypes.data // 4 % 16  # rows of 64 floats start where lines of memory do
-    rooms = memory[skip : skip + threads * floats].reshape(threads, floats)
-    rooms.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
-    descriptor = np.array([0, 0, rooms.ctypes.data, repeats], np.int64)
+    scratch = memory[skip : skip + threads * floats].reshape(threads, floats)
+    scratch.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
+    descriptor = np.array([0, 0, scratch.ctypes.data, repeats], np.int64)
     descriptor[SELF] = descriptor.ctypes.data
     run_team(_multiplying_pairs if pairs else _multiplying, descriptor.ctypes.data, threads)
-    return rooms[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
+    return scratch[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
 
 
 def read(address: int, size: int, threads: int) -> float:

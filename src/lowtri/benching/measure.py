@@ -1,6 +1,6 @@
-"""Measuring in turns: ours, the next, the next, ours again, in one process, so that whatever else the machine does falls on all.
+"""Timing in turns: lowtri, the others, lowtri again, in one process, so that other load on the machine affects all alike.
 
-Of each the median counts. The ceiling takes its turn like everybody else.
+The median of each counts. The ceiling is timed in the same turns.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def _row(
             else:
                 missing[name] = why_not
             continue
-        found = _first_run(case, name, tensors, longest)
-        if isinstance(found, str):
-            missing[name] = found
+        result = _first_run(case, name, tensors, longest)
+        if isinstance(result, str):
+            missing[name] = result
             continue
-        attend, output = found
+        attend, output = result
         if right is None:
             right = output
         _compare(case, name, output, right)

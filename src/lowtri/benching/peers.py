@@ -25,13 +25,13 @@ _MOST_PAIRS = 2**26  # of a written-out table; torch makes floats of it, one a p
 
 
 def ours(case: Case) -> Attend:
-    """The CPU kernels, by name: where they cannot run nothing else is measured in their place."""
+    """The CPU kernels, by name: where they cannot run, no other engine is measured instead."""
     mask = read_mask(case.mask)
     return lambda q, k, v: attention(q, k, v, mask, engine="cpu")
 
 
 def formula(case: Case) -> Attend:
-    """Attention in torch as it is written on the board, tile by tile."""
+    """Attention in torch by its textbook formula, tile by tile."""
     mask = read_mask(case.mask)
     return lambda q, k, v: attention(q, k, v, mask, engine="formula")
 
@@ -57,7 +57,7 @@ def flex(case: Case) -> Attend | str:
 
     ids = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     width = read_mask(case.mask).pairs(1, case.n) if case.who == "window" else 0  # the last query sees a whole window
-    first = case.n - case.queries  # the place of the first query
+    first = case.n - case.queries  # the position of the first query
     sees: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, q, k: q + first >= k,
         "window": lambda b, h, q, k: (q >= k) & (q - k < width),

@@ -29,7 +29,7 @@ def command(
     lowtri bench --case "decode" --case "window bf16" --plot bench.png
 
     How fast masked attention is on this machine: lowtri's kernels, torch's attention and the plain formula in turns, in one
-    process, medians; beside what the CPU can do at most. The short table takes under two minutes on an idle machine.
+    process, medians; compared with the most that the CPU can do. The short table takes under two minutes on an idle machine.
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
     """
@@ -58,11 +58,11 @@ def command(
     if plot is not None:
         check_plot(plot)
     names = [SDPA, *[FLEX] * flex, FORMULA]
-    found = facts(threads)
-    note(headline(found))
+    machine = facts(threads)
+    note(headline(machine))
     longest = 60.0 if full else LONGEST
     rows = list(measure(cases, names, threads, rounds=rounds, longest=longest, say=note))
     if plot is not None:
-        draw(rows, found, plot)
+        draw(rows, machine, plot)
         note(f"wrote {plot}")
-    print_json(as_json(rows, found)) if json else print(as_text(rows, found))
+    print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))

@@ -74,11 +74,11 @@ def evaluate(
         at_once = _losses(logits, targets)  # (B, N)
         losses[0] += at_once.sum().item()
         if stepwise:
-            for place, now in enumerate(_steps(model, inputs)):  # (B, V)
-                loss = _losses(now, targets[:, place])  # (B,)
+            for t, logits_t in enumerate(_steps(model, inputs)):  # (B, V)
+                loss = _losses(logits_t, targets[:, t])  # (B,)
                 losses[1] += loss.sum().item()
-                difference = max(difference, (loss - at_once[:, place]).abs().max().item())
-                logit_difference = max(logit_difference, (now - logits[:, place]).abs().max().item())
+                difference = max(difference, (loss - at_once[:, t]).abs().max().item())
+                logit_difference = max(logit_difference, (logits_t - logits[:, t]).abs().max().item())
         count += targets.numel()
         watch(count)
     model.train(was_training)
@@ -108,8 +108,8 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
 
 def _steps(model: Decoder | RecurrentLM, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     state = start_stepwise(model, inputs.shape[0])
-    for place in range(inputs.shape[1]):
-        yield model(inputs[:, place : place + 1], state=state)[:, 0]  # (B, V)
+    for t in range(inputs.shape[1]):
+        yield model(inputs[:, t : t + 1], state=state)[:, 0]  # (B, V)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def run(
     """Carry out a plan, from where it stands in the folder; a finished run is only reported.
 
     Args:
-        note: is told in a line what begins.
+        note: receives a line as each stage begins.
         watch: is called after each step.
 
     Raises:

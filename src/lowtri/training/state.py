@@ -1,6 +1,6 @@
 """A run so far: its losses, and its whole state on disk, so that a kill loses only the steps since the last saving.
 
-The order of the data needs no place in it: it is computed from the seed and the step (see recipe.py).
+The order of the data is not stored: it is computed from the seed and the step (see recipe.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run:
     done: int = 0  # steps
 
     def save(self, path: Path) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state atomically."""
         content = {
             "done": self.done,
             "model": self.model.state_dict(),
