@@ -28,7 +28,7 @@ help:
 	@echo 'make clean     removes $(VENV) and what the tools left'
 
 demo: $(VENV)/installed
-	$(BIN)/lowtri demo --out $(OUT)
+	$(BIN)/python examples/demo --out $(OUT)
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m 'not sweep'

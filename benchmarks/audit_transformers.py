@@ -267,12 +267,12 @@ def main() -> None:
 
 
 def write(path: Path, text: str, results: list[dict[str, Any]]) -> None:
-    """The table and the figures behind it, each whole or not at all."""
+    """The table and the figures behind it, each written atomically."""
+    from lowtri.files import write_text
+
     path.parent.mkdir(parents=True, exist_ok=True)
     for target, content in ((path, text), (path.with_suffix(".json"), json.dumps(results, indent=1))):
-        temporary = target.with_name(target.name + ".tmp")
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, target)
+        write_text(target, content)
 
 
 if __name__ == "__main__":

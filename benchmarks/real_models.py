@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 
 import lowtri
 from lowtri.benching.machine import facts
+from lowtri.files import write_text
 from lowtri.nn import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,9 +68,7 @@ def main() -> None:
                 gc.collect()
     if chosen.json is not None:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        beside = chosen.json.with_name(f".{chosen.json.name}.part")
-        beside.write_text(json.dumps({**found, "rows": rows}, indent=2) + "\n")
-        os.replace(beside, chosen.json)
+        write_text(chosen.json, json.dumps({**found, "rows": rows}, indent=2) + "\n")
 
 
 def register() -> bool:

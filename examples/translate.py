@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtri
+from lowtri.files import write_atomically, write_text
 from lowtri.nn import MultiHeadAttention, sinusoidal
-from lowtri.nn.checkpoint import write_whole
 
 PAD, START, END = range(3)
 FIRST_DAY, DAYS = date(1900, 1, 1), 73_049  # until 31 December 2099
@@ -273,7 +273,7 @@ def draw(maps: Maps, mask: str, source: str, target: str, folder: Path) -> None:
     every.suptitle("every head, from the first layer's to the last's")
     for figure, name in ((three, "maps.png"), (every, "heads.png")):
         FigureCanvasAgg(figure)
-        write_whole(folder / name, partial(figure.savefig, format="png"))
+        write_atomically(folder / name, partial(figure.savefig, format="png"))
 
 
 def _shade(axes: Any, weights: Tensor, visible: Any) -> None:
@@ -306,7 +306,7 @@ def main() -> None:
         print(f"  wrong: {source!r} became {got!r}, not {wanted!r}")
     found = asdict(setting) | {"parameters": size, "seconds": round(seconds, 1), "loss": loss, "exact": share}
     text = json.dumps(found | {"wrong": wrong[:20]}, indent=1) + "\n"
-    write_whole(options.out / "translate.json", lambda beside: beside.write_text(text, "utf-8"))
+    write_text(options.out / "translate.json", text)
     source, target = written(held_out[0], "full", "en")
     try:
         draw(maps_of(model, letters, source, target), setting.mask, source, target, options.out)

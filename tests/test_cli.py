@@ -130,10 +130,10 @@ def test_usage_errors_are_one_line_and_exit_2(
         (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "lowtri: a.txt: No such file or directory\n"),
         (
             RuntimeError("first line\nsecond line"),
-            3,
+            70,
             "lowtri: stopped by an unforeseen RuntimeError: first line (LOWTRI_TRACEBACK=1 shows where)\n",
         ),
-        (AssertionError(), 3, "unforeseen AssertionError: no message"),
+        (AssertionError(), 70, "unforeseen AssertionError: no message"),
     ],
 )
 def test_every_error_is_a_line_and_a_code(

@@ -20,6 +20,7 @@ SOURCE = Path(lowtri.__file__).parent
 ROOMS = [  # the order of reading; imports run upward in this list only
     "_version",
     "errors",
+    "files",
     "masks",
     "plain",
     "ops",
@@ -144,7 +145,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_masks_know_numpy_only() -> None:
-    for path in [*(SOURCE / "masks").glob("*.py"), SOURCE / "errors.py"]:
+    for path in [*(SOURCE / "masks").glob("*.py"), SOURCE / "errors.py", SOURCE / "files.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lowtri.errors import DataError
+from lowtri.files import write_atomically
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.checkpoint import load, save, write_whole
+from lowtri.nn.checkpoint import load, save
 from lowtri.training.tokenizer import learn
 
 TEXTS = ["the cat sat on the mat", "  two  spaces\n\n\tand a tab", "naïve 你好 สวัสดี 🐈", "", " ", "1234567 don't"]
@@ -194,14 +195,14 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
-    write_whole(path, lambda beside: beside.write_text("old"))
+    write_atomically(path, lambda beside: beside.write_text("old"))
 
     def fails(beside: Path) -> None:
         beside.write_text("ne")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_whole(path, fails)
+        write_atomically(path, fails)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

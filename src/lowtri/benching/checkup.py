@@ -33,7 +33,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
     """
     import torch
 
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "versions": versions(),
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
         "threads": {"torch": torch.get_num_threads(), "team": _team(torch)},
@@ -42,14 +42,14 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "speed": None,
         "trouble": [],
     }
-    found["cpu"]["last_cache_bytes"] = last_cache_bytes()
-    trouble: list[str] = found["trouble"]
+    report["cpu"]["last_cache_bytes"] = last_cache_bytes()
+    trouble: list[str] = report["trouble"]
     if find_spec("numba") is None:
         trouble.append(
             "numba is not installed: there are no kernels, attention runs on torch's own or on the formula, correct and slower. "
             "Fix: pip install numba."
         )
-        return found
+        return report
     try:
         from lowtri.kernels import target
     except EngineError:  # LOWTRI_ISA names what this CPU does not have
@@ -59,9 +59,9 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
             f"numba cannot be loaded ({type(error).__name__}: {error}): there are no kernels, attention runs on torch's own or on "
             "the formula. Fix: pip install --upgrade numba."
         )
-        return found
+        return report
     isa = target.ISA
-    found["kernels"] = {
+    report["kernels"] = {
         "target": isa.name,
         "rows": isa.tile[0],
         "vectors": isa.tile[1],
@@ -72,17 +72,17 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "float16": target.HAS_FLOAT16,
         "features": sorted(target.features()),
     }
-    found["cache"] = _cache(trouble)
+    report["cache"] = _cache(trouble)
     if isa.name == "baseline":
         trouble.append(
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
     if measure:
-        missing = "forward float32" not in found["cache"]["compiled"]
+        missing = "forward float32" not in report["cache"]["compiled"]
         say("measuring for a second" + (", after some seconds of compiling" if missing else ""))
-        found["speed"] = _speed(torch)
-        found["cache"] = _cache([])  # what was compiled for this is there now
-    return found
+        report["speed"] = _speed(torch)
+        report["cache"] = _cache([])  # what was compiled for this is there now
+    return report
 
 
 def _cache(trouble: list[str]) -> dict[str, Any]:
@@ -148,10 +148,10 @@ def _speed(torch: Any) -> dict[str, float]:
     return {name: amount / statistics.median(taken[name]) / 1e9 for name, (_, amount) in acts.items()}
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(report: dict[str, Any]) -> str:
     """The answers, a line or two each; what is missing last."""
-    kernels, cache, speed, cpu = found["kernels"], found["cache"], found["speed"], found["cpu"]
-    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["versions"].items())
+    kernels, cache, speed, cpu = report["kernels"], report["cache"], report["speed"], report["cpu"]
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["versions"].items())
     busy = "" if cpu["load"] is None else f", load {cpu['load']}"
     lines = [
         ("versions", packages),
@@ -159,7 +159,10 @@ def as_text(found: dict[str, Any]) -> str:
             "cpu",
             f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB",
         ),
-        ("threads", f"torch computes with {found['threads']['torch']}; the kernels run on {found['threads']['team']}"),
+        (
+            "threads",
+            f"torch computes with {report['threads']['torch']}; the kernels run on {report['threads']['team']}",
+        ),
     ]
     if kernels is not None:
         tile = (
@@ -180,16 +183,16 @@ def as_text(found: dict[str, Any]) -> str:
             ),
         ]
     if speed is not None:
-        halves = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
+        bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
         share = speed["attention"] / speed["multiply"]
         lines += [
             (
                 "one core",
-                f"multiplies float32 at {speed['multiply']:.0f} GFLOP/s{halves}; reads memory at {speed['read']:.0f} GB/s",
+                f"multiplies float32 at {speed['multiply']:.0f} GFLOP/s{bf16}; reads memory at {speed['read']:.0f} GB/s",
             ),
             ("", f"causal attention, 1024 tokens, float32: {speed['attention']:.0f} GFLOP/s, {share:.0%} of that"),
         ]
-    lines += [("missing", words) for words in found["trouble"]] or [("missing", "nothing")]
+    lines += [("missing", words) for words in report["trouble"]] or [("missing", "nothing")]
     return "\n".join(f"{name:<10}{words}".rstrip() for name, words in lines)
 
 

@@ -59,10 +59,10 @@ def last_cache_bytes() -> int:
 
 def versions() -> dict[str, str | None]:
     """Python, lowtri and what it computes with; None for what is not installed."""
-    found: dict[str, str | None] = {"lowtri": __version__, "python": platform.python_version()}
+    numbers: dict[str, str | None] = {"lowtri": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            numbers[name] = None
+    return numbers

@@ -1,6 +1,6 @@
-"""Measuring in turns: ours, the next, the next, ours again, in one process, so that whatever else the machine does falls on all.
+"""Timing in turns: lowtri, the others, lowtri again, in one process, so that other load on the machine affects all alike.
 
-Of each the median counts. The ceiling takes its turn like everybody else.
+The median of each counts. The ceiling is timed in the same turns.
 """
 
 from __future__ import annotations
@@ -8,21 +8,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowtri.benching.cases import Case
 from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
 from lowtri.benching.memory import peak_bytes
-from lowtri.benching.opened import Opened
-from lowtri.benching.peers import MKL, OURS, PEERS
+from lowtri.benching.peers import OURS, PEERS
 from lowtri.benching.runs import Tensors, run, timed
 from lowtri.errors import UndecidedError
 
-__all__ = ["CEILING", "LONGEST", "Figure", "Row", "in_turns", "measure"]
+__all__ = ["CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure"]
 
 CEILING = "ceiling"
 LONGEST = 1.5
@@ -62,6 +61,16 @@ class Row:
         return other.seconds / self.figures[OURS].seconds if other and other.why_not is None else None
 
 
+class Worker(Protocol):
+    """Another process that runs cases on request, so that it can be timed in turns with this one."""
+
+    def prepare(self, case: Case) -> str | None:
+        """Set the case up there; or the reason why it cannot run."""
+
+    def seconds(self) -> float:
+        """Run it once and return the seconds that it took; NaN if the process has ended."""
+
+
 def in_turns(
     ways: Mapping[str, Callable[[], float]],
     rounds: int = _ROUNDS,
@@ -92,43 +101,46 @@ def measure(
     rounds: int = _ROUNDS,
     longest: float = LONGEST,
     say: Callable[[str], None] = lambda _: None,
+    workers: Mapping[str, Worker] | None = None,
 ) -> Iterator[Row]:
     """A row for each case.
 
     Args:
-        names: the ways beside ours, from :mod:`lowtri.benching.peers`.
+        names: what to measure besides lowtri: names in :mod:`lowtri.benching.peers`, or in ``workers``.
         longest: seconds; a way that takes longer than that for one run is left out.
         say: takes a line about what comes next.
+        workers: other processes by name; ``benchmarks/mkl_avx512.py`` has one.
 
     Raises:
         UndecidedError: if ours and another way give different outputs; a wrong answer has no speed.
     """
-    with _threads(threads), ExitStack() as stack:
-        opened = stack.enter_context(Opened(threads)) if MKL in names else None
+    with _threads(threads):
         for number, case in enumerate(cases, 1):
             say(f"{number}/{len(cases)}  {case.name}")
-            yield _row(case, [OURS, *names], threads, rounds, longest, opened)
+            yield _row(case, [OURS, *names], threads, rounds, longest, workers or {})
 
 
-def _row(case: Case, names: Sequence[str], threads: int, rounds: int, longest: float, opened: Opened | None) -> Row:
+def _row(
+    case: Case, names: Sequence[str], threads: int, rounds: int, longest: float, workers: Mapping[str, Worker]
+) -> Row:
     tensors = Tensors(case)
     ways: dict[str, Callable[[], float]] = {}
     missing: dict[str, str] = {}
     memory: dict[str, int | None] = {}
     right: torch.Tensor | None = None
     for name in names:
-        if name == MKL:
-            trouble = opened.prepare(case) if opened else None
-            if opened is None or trouble:
-                missing[name] = trouble or "it was not started"
+        if name in workers:
+            why_not = workers[name].prepare(case)
+            if why_not is None:
+                ways[name] = workers[name].seconds
             else:
-                ways[name] = opened.seconds
+                missing[name] = why_not
             continue
-        found = _first_run(case, name, tensors, longest)
-        if isinstance(found, str):
-            missing[name] = found
+        result = _first_run(case, name, tensors, longest)
+        if isinstance(result, str):
+            missing[name] = result
             continue
-        attend, output = found
+        attend, output = result
         if right is None:
             right = output
         _compare(case, name, output, right)

@@ -15,7 +15,7 @@ def peak_bytes(act: Callable[[], object]) -> int | None:
     """How far the memory in use rose during the call, in bytes; None where the system does not say."""
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back, or it would be used again uncounted
-        _RESET.write_text("5", encoding="ascii")  # the peak starts anew from here
+        _RESET.write_text("5", encoding="ascii")  # resets the peak
         before = _kilobytes("VmRSS")
     except (OSError, AttributeError, TypeError, StopIteration):  # another system, or another C library
         return None

@@ -16,28 +16,28 @@ from lowtri.benching.cases import Case
 from lowtri.dispatch.attend import attention
 from lowtri.masks import mask as read_mask
 
-__all__ = ["FLEX", "FORMULA", "MKL", "OURS", "PEERS", "SDPA", "Attend"]
+__all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend"]
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, H, N, D) each
 
-OURS, SDPA, MKL, FLEX, FORMULA = "lowtri", "torch SDPA", "torch SDPA, MKL opened", "FlexAttention", "plain formula"
+OURS, SDPA, FLEX, FORMULA = "lowtri", "torch SDPA", "FlexAttention", "plain formula"
 _MOST_PAIRS = 2**26  # of a written-out table; torch makes floats of it, one a pair
 
 
 def ours(case: Case) -> Attend:
-    """The CPU kernels, by name: where they cannot run nothing else is measured in their place."""
+    """The CPU kernels, by name: where they cannot run, no other engine is measured instead."""
     mask = read_mask(case.mask)
     return lambda q, k, v: attention(q, k, v, mask, engine="cpu")
 
 
 def formula(case: Case) -> Attend:
-    """Attention in torch as it is written on the board, tile by tile."""
+    """Attention in torch by its textbook formula, tile by tile."""
     mask = read_mask(case.mask)
     return lambda q, k, v: attention(q, k, v, mask, engine="formula")
 
 
 def sdpa(case: Case) -> Attend | str:
-    """torch's own: told causal by a flag, everything else by a table of bools."""
+    """torch's own: `is_causal=True` where the mask is causal, a boolean table for every other mask."""
     grouped = case.heads != case.kv_heads
     if case.who == "full" or case.work == "decode":  # the newest query sees the whole cache
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
@@ -57,7 +57,7 @@ def flex(case: Case) -> Attend | str:
 
     ids = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     width = read_mask(case.mask).pairs(1, case.n) if case.who == "window" else 0  # the last query sees a whole window
-    first = case.n - case.queries  # the place of the first query
+    first = case.n - case.queries  # the position of the first query
     sees: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, q, k: q + first >= k,
         "window": lambda b, h, q, k: (q >= k) & (q - k < width),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import StringIO
@@ -12,6 +11,7 @@ from typing import Any
 from lowtri.benching.measure import Figure, Row
 from lowtri.benching.peers import OURS
 from lowtri.errors import DataError
+from lowtri.files import write_atomically
 
 __all__ = ["as_json", "as_text", "check_plot", "headline", "plot"]
 
@@ -154,9 +154,5 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
         axis.set_xlabel(f"{unit}; the black line is what the CPU does with nothing else to do")
     picture.suptitle(headline(facts), fontsize=8)
     picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        picture.savefig(beside, format=path.suffix.lstrip(".").lower())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    kind = path.suffix.lstrip(".").lower()
+    write_atomically(path, lambda temporary: picture.savefig(temporary, format=kind))

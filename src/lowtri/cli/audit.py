@@ -57,8 +57,8 @@ def command(
     from lowtri.auditing.audit import audit
     from lowtri.auditing.loading import load_target
 
-    found = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
-    arguments = dict(found.arguments)
+    loaded = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
+    arguments = dict(loaded.arguments)
     if mask is not None:
         arguments.pop("layers", None)
     if layers is not None:
@@ -67,11 +67,11 @@ def command(
         arguments["length"] = length
     if vocab is not None:
         arguments["vocab_size"] = vocab
-    for name, asked in (("train", train), ("redraw", redraw), ("compile", compile)):
-        if asked:
+    for name, wanted in (("train", train), ("redraw", redraw), ("compile", compile)):
+        if wanted:
             arguments[name] = True
-    declared = mask if mask is not None else "causal" if found.mask is None else found.mask
-    report = audit(found.model, found.example, mask=declared, seed=seed, **arguments)
+    declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
+    report = audit(loaded.model, loaded.example, mask=declared, seed=seed, **arguments)
     print(report.to_json() if json else report)
     if out is not None:
         note(f"wrote {report.save(out)}")

@@ -18,9 +18,6 @@ def command(
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads to compute with.")] = 1,
     rounds: Annotated[int, typer.Option("--rounds", min=7, help="How often each way runs, at least.")] = 7,
-    mkl: Annotated[
-        bool, typer.Option("--mkl", help="Also torch with MKL's AVX-512 road opened; needs a C compiler.")
-    ] = False,
     flex: Annotated[
         bool, typer.Option("--flex", help="Also torch's FlexAttention, compiled; needs a C++ compiler.")
     ] = False,
@@ -29,10 +26,10 @@ def command(
     json: Json = False,
 ) -> None:
     """lowtri bench
-    lowtri bench --case "decode" --case "window bf16" --mkl --plot bench.png
+    lowtri bench --case "decode" --case "window bf16" --plot bench.png
 
     How fast masked attention is on this machine: lowtri's kernels, torch's attention and the plain formula in turns, in one
-    process, medians; beside what the CPU can do at most. The short table takes under two minutes on an idle machine.
+    process, medians; compared with the most that the CPU can do. The short table takes under two minutes on an idle machine.
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
     """
@@ -50,7 +47,7 @@ def command(
 
     from lowtri.benching.machine import cpus, facts
     from lowtri.benching.measure import LONGEST, measure
-    from lowtri.benching.peers import FLEX, FORMULA, MKL, SDPA
+    from lowtri.benching.peers import FLEX, FORMULA, SDPA
     from lowtri.benching.show import as_json, as_text, check_plot, headline
     from lowtri.benching.show import plot as draw
 
@@ -60,12 +57,12 @@ def command(
         )
     if plot is not None:
         check_plot(plot)
-    names = [SDPA, *[MKL] * mkl, *[FLEX] * flex, FORMULA]
-    found = facts(threads)
-    note(headline(found))
+    names = [SDPA, *[FLEX] * flex, FORMULA]
+    machine = facts(threads)
+    note(headline(machine))
     longest = 60.0 if full else LONGEST
     rows = list(measure(cases, names, threads, rounds=rounds, longest=longest, say=note))
     if plot is not None:
-        draw(rows, found, plot)
+        draw(rows, machine, plot)
         note(f"wrote {plot}")
-    print_json(as_json(rows, found)) if json else print(as_text(rows, found))
+    print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))

@@ -57,7 +57,7 @@ def command(
 
 @contextmanager
 def _watched(tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr when somebody watches: step by step takes a forward for every position."""
+    """A progress bar on stderr: step by step takes a forward pass for every position."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -67,7 +67,7 @@ def command(
     lowtri explain "The black cat" --mask "causal & window(2)" --html steps.html
 
     Every step of masked attention, with numbers: tokens, encodings, W_q^T, q, k, v, scores, scaled, masked, weights and
-    output, masked beside unmasked. Without a model the weights are random, and the result says so. A sentence is cut at
+    output, with and without the mask. Without a model the weights are random, and the result says so. A sentence is cut at
     spaces, and by characters where its script has none; with a model, by its tokenizer. A file of numbers is .json, .npy,
     or text as a table or as Python or NumPy print an array.
     """
@@ -77,23 +77,23 @@ def command(
     if layer is not None and model is None:
         _refuse("--layer is for a trained model", "add --model DIR")
     if scores is not None:
-        _refuse_beside("scores", model=model, encodings=encodings, heads=None if heads == 1 else heads)
-        found = _of_scores(scores, values, sentence, mask or "causal", head)
+        _refuse_with("scores", model=model, encodings=encodings, heads=None if heads == 1 else heads)
+        explanation = _of_scores(scores, values, sentence, mask or "causal", head)
     elif model is not None:
-        _refuse_beside("model", encodings=encodings, heads=None if heads == 1 else heads)
-        found = _of_model(model, _SENTENCE if sentence is None else sentence, mask, layer or 0, head)
+        _refuse_with("model", encodings=encodings, heads=None if heads == 1 else heads)
+        explanation = _of_model(model, _SENTENCE if sentence is None else sentence, mask, layer or 0, head)
     else:
         text = _SENTENCE if sentence is None else sentence
-        found = _without_model(text, mask or "causal", encodings, seed, heads, head)
+        explanation = _without_model(text, mask or "causal", encodings, seed, heads, head)
     if html is not None:
-        from lowtri.nn.checkpoint import write_whole
+        from lowtri.files import write_text
 
-        write_whole(html, lambda beside: beside.write_text(found.to_html(), encoding="utf-8"))
+        write_text(html, explanation.to_html())
         note(f"wrote {html}")
     if json:
-        print_json(found.as_dict())
+        print_json(explanation.as_dict())
     else:
-        _print(found)
+        _print(explanation)
 
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
@@ -108,8 +108,8 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     if not ids:
         _refuse("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    found = explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
-    return replace(found, note=f"Tokens by the model's tokenizer. {found.note}")
+    explanation = explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
+    return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
 
 
 def _of_scores(scores: Path, values: Path | None, sentence: str | None, mask: str, head: int | None) -> Explanation:
@@ -159,7 +159,7 @@ def _read(path: Path, most: int = 2) -> Any:
     return numbers
 
 
-def _refuse_beside(option: str, **given: object) -> None:
+def _refuse_with(option: str, **given: object) -> None:
     why = {"model": "is for random weights; a model has its own", "scores": "does not go with given scores"}[option]
     for name, value in given.items():
         if value is not None:
@@ -172,10 +172,10 @@ def _refuse(what: str, fix: str) -> NoReturn:
     raise DataError(f"explain: {what}. Fix: {fix}.")
 
 
-def _print(found: Explanation) -> None:
+def _print(explanation: Explanation) -> None:
     import shutil
     import sys
 
     from lowtri.explaining.show import as_text
 
-    print(as_text(found, width=shutil.get_terminal_size((100, 24)).columns, colour=sys.stdout.isatty()))
+    print(as_text(explanation, width=shutil.get_terminal_size((100, 24)).columns, colour=sys.stdout.isatty()))

@@ -42,14 +42,14 @@ def command(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be said several times.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask as the model was taught to be asked; the answer alone.")
+        bool, typer.Option("--chat", help="Apply the model's chat template; print the answer alone.")
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Tokens a second, of the prompt and of what follows.")] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="as the weights are stored"),
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compute everything anew for each token.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole prefix for each token.")] = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -78,8 +78,8 @@ def command(
     network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, note=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
-    asked = _asked(prompt, folder) if chat else prompt
-    ids = encode(tokenizer, asked, add_special_tokens=not chat)
+    text_in = _chat_prompt(prompt, folder) if chat else prompt
+    ids = encode(tokenizer, text_in, add_special_tokens=not chat)
     started = time.perf_counter()
     tokens = lowtri.generate(
         network,
@@ -96,22 +96,22 @@ def command(
     text = _until(counted, stop or [])
     if json:
         written = "".join(text)
-        found = _figures(counted, started, len(ids))
-        print_json({"prompt": prompt, "text": written, **(found if stats else _brief(found))})
+        figures = _figures(counted, started, len(ids))
+        print_json({"prompt": prompt, "text": written, **(figures if stats else _short(figures))})
         return
     if not chat:
         print(prompt, end="", flush=True)
     for piece in text:
         print(piece, end="", flush=True)
     print()
-    found = _figures(counted, started, len(ids))
+    figures = _figures(counted, started, len(ids))
     if stats:
         note(
-            f"prompt  {many(found['prompt_tokens'], 'token'):>13}, {found['prompt_tokens_per_second']:>8,.1f} a second"
+            f"prompt  {many(figures['prompt_tokens'], 'token'):>13}, {figures['prompt_tokens_per_second']:>8,.1f} a second"
         )
-        note(f"decode  {many(found['tokens'], 'token'):>13}, {found['decode_tokens_per_second']:>8,.1f} a second")
+        note(f"decode  {many(figures['tokens'], 'token'):>13}, {figures['decode_tokens_per_second']:>8,.1f} a second")
     else:
-        note(f"{many(found['tokens'], 'token')}, {found['tokens_per_second']:,.1f} a second")
+        note(f"{many(figures['tokens'], 'token')}, {figures['tokens_per_second']:,.1f} a second")
 
 
 def _prompt(given: str | None, file: Path | None) -> str:
@@ -130,7 +130,7 @@ def _prompt(given: str | None, file: Path | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _asked(prompt: str, folder: Path) -> str:
+def _chat_prompt(prompt: str, folder: Path) -> str:
     """What the model reads when the user says ``prompt``."""
     from lowtri.nn.chat import chat_text
 
@@ -169,8 +169,8 @@ def _figures(counted: _Counted, started: float, prompt: int) -> dict[str, Any]:
     }
 
 
-def _brief(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("tokens", "tokens_per_second")}
+def _short(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: figures[name] for name in ("tokens", "tokens_per_second")}
 
 
 def _until(pieces: Iterable[str], stops: list[str]) -> Iterator[str]:
@@ -179,18 +179,18 @@ def _until(pieces: Iterable[str], stops: list[str]) -> Iterator[str]:
     >>> list(_until(["a", "b", "c", "d"], ["cx", "bc"]))
     ['a']
     """
-    held, longest = "", max(map(len, stops), default=0)
+    pending, longest = "", max(map(len, stops), default=0)
     for piece in pieces:
-        held += piece
-        found = [at for stop in stops if (at := held.find(stop)) >= 0]
-        if found:
-            if min(found):
-                yield held[: min(found)]
+        pending += piece
+        figures = [at for stop in stops if (at := pending.find(stop)) >= 0]
+        if figures:
+            if min(figures):
+                yield pending[: min(figures)]
             return
         # The last characters may be the start of a stop: they wait for what follows.
-        certain = max(0, len(held) - max(0, longest - 1))
+        certain = max(0, len(pending) - max(0, longest - 1))
         if certain:
-            yield held[:certain]
-        held = held[certain:]
-    if held:
-        yield held
+            yield pending[:certain]
+        pending = pending[certain:]
+    if pending:
+        yield pending

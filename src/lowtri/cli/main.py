@@ -14,7 +14,7 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
 
         What a mask shows and hides, as a picture.
         \"\"\"
-        from lowtri import mask                              # heavy imports inside: numpy, torch, lowtri's rooms
+        from lowtri import mask                              # heavy imports inside: numpy, torch, lowtri's packages
         print(mask(text).draw(8))
 
 - The docstring is the help. Its first paragraph is two examples, one a line, kept as written; the others are wrapped.
@@ -22,8 +22,9 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
 - stdout carries the result, stderr the rest (``cli.options.note``). Bad input: raise ``DataError`` or another
   ``LowtriError``. A check that failed: print the result, then ``raise typer.Exit(1)``.
 
-Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 130 interrupted. Never a traceback:
-an error that nobody foresaw ends in one line as well, with code 3, and ``LOWTRI_TRACEBACK=1`` shows where it was.
+Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 70 an unforeseen error, 130 interrupted.
+Never a traceback:
+an unforeseen error also ends in one line, with code 70, and ``LOWTRI_TRACEBACK=1`` shows where it was.
 """
 
 from __future__ import annotations
@@ -48,14 +49,13 @@ __all__ = ["VERBS", "main"]
 
 # verb -> its line in `lowtri --help`. The module is lowtri.cli.<verb>.
 VERBS = {
-    "demo": "Everything in one run, in acts, each with a check and its files.",
     "explain": "Every step of masked attention for a sentence, with numbers.",
     "mask": "What a mask shows and hides: a picture, counts, or a file.",
     "train": "Train a decoder on text files; the folder loads in transformers.",
     "generate": "Let a trained model continue a text.",
     "eval": "Loss on text files, all at once and step by step.",
     "audit": "Does a model peek? Every leak, by position and module.",
-    "bench": "How fast attention is here, beside torch and the CPU's limit.",
+    "bench": "How fast attention is, against torch and the CPU's limit.",
     "doctor": "What this machine has, what is missing, and what follows.",
 }
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # writing fails so, and Python does not say where
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(error: BaseException) -> int:
     """Say in one line what ended the run, and give the exit code."""
-    lost = _emptied(sys.stdout)
+    lost = _flush(sys.stdout)
     if isinstance(error, typer.Exit):
         if lost is None:
             return error.exit_code
@@ -100,7 +100,7 @@ def _answer(error: BaseException) -> int:
         _say("interrupted")
         return 130
     if isinstance(error, BrokenPipeError):
-        # The reader went away (`lowtri generate ... | head`): nothing to say, and nobody to say it to.
+        # The reader went away (`lowtri generate ... | head`): there is nothing to report, and no one reads it.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
     if isinstance(error, LowtriError):
         _say(str(error))
@@ -119,18 +119,17 @@ def _answer(error: BaseException) -> int:
     # str(error) may be pages long (torch prints C++ frames): its first line says what happened.
     first_line = (str(error).strip() or "no message").splitlines()[0]
     _say(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
-    return 3
+    return 70  # EX_SOFTWARE
 
 
 def _say(message: str) -> None:
     with suppress(OSError):  # a full stderr: the exit code says it alone
         print(f"lowtri: {message}", file=sys.stderr, flush=True)
-    _emptied(sys.stderr)
+    _flush(sys.stderr)
 
 
-def _emptied(stream: TextIO) -> OSError | None:
-    """What a full disk, or a reader that went away, does not take goes to the null device, or the interpreter would complain
-    about it at its own end."""
+def _flush(stream: TextIO) -> OSError | None:
+    """Flush. After an error the rest goes to the null device, or the interpreter would report it again at exit."""
     try:
         stream.flush()
     except OSError as error:
@@ -140,7 +139,7 @@ def _emptied(stream: TextIO) -> OSError | None:
 
 
 def _survive_narrow_encodings() -> None:
-    """Pictures use block characters; a terminal that has none gets question marks instead of an error."""
+    """A terminal whose encoding lacks the block characters of pictures gets question marks instead of an error."""
     for stream in (sys.stdout, sys.stderr):
         if "utf" not in (stream.encoding or "utf").lower() and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -182,7 +181,7 @@ def _lowtri(
 
     Each verb has its own --help, which opens with two examples. The result goes to stdout, everything else to stderr.
 
-    Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 130 interrupted.
+    Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 70 an unforeseen error, 130 interrupted.
     """
 
 

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def writable(path: Path | None) -> Path | None:
-    """The callback of every option that names a file to write: what cannot be is said before the work, not after it."""
+    """The callback of every option that names a file to write: a path that cannot be written is reported before the work."""
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
     if path is not None and path.is_dir():

@@ -1,7 +1,7 @@
 """Every step of attention, with numbers.
 
 capture  what a module computes on the way into attention: encodings, maps, q, k, v
-steps    explain(): from q, k, v and a mask to scores, weights and output, masked beside unmasked
+steps    explain(): from q, k, v and a mask to scores, weights and output, with and without the mask
 explanation  what explain() returns: the steps, as text, JSON and HTML
 show     the steps as tables of text
 html     the steps as one page

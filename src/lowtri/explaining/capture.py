@@ -21,15 +21,15 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Inside:
-    """What was found, in the order of computing. Arrays with three dimensions have the heads in front."""
+    """What was captured, in the order of computation. Arrays of three dimensions have the heads in front."""
 
     # embedding, position, encoding (N, d); W_q^T and its like (H, d, D), b_q (H, 1, D), q (H, N, D); scores (H, N, N)
     arrays: dict[str, Floats]
     mask: Mask | str | None = None  # the module's own
-    head: int | None = None  # the head to show when nobody chose; None: all
+    head: int | None = None  # the head to show by default; None: all
     tokens: list[str] | None = None
     output: Floats | None = None  # (H, N, Dv), what the module itself got, to compare with
-    said: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
+    texts: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
     rows: int = 1  # of the batch that the arrays were one row of
 
     @property
@@ -55,12 +55,12 @@ def three_arrays(given: Any, batch: int | None = None) -> Inside:
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
     if q.shape[1] > k.shape[1]:
         raise CallError(f"explain: {q.shape[1]} queries and {k.shape[1]} keys: the queries are the last of the tokens.")
-    said = {
+    texts = {
         "q": ("", "What each token asks for."),
         "k": ("", "What each token answers to."),
         "v": ("", "What each token hands on when it is looked at."),
     }
-    return Inside({"q": q, "k": k, "v": v}, said=said, rows=rows)
+    return Inside({"q": q, "k": k, "v": v}, texts=texts, rows=rows)
 
 
 def given_scores(scores: Any, values: Any, batch: int | None) -> Inside:
@@ -74,12 +74,12 @@ def given_scores(scores: Any, values: Any, batch: int | None) -> Inside:
     for v in rest:
         if v.shape[1] != table.shape[2] or len(table) % len(v):
             raise CallError(f"explain: values are {v.shape} for scores {table.shape}. Fix: a row for each key.")
-    said = {
+    texts = {
         "scores": ("", "Given. How well each query (row) meets each key (column)."),
         "masked": ("scores where visible, else {hidden}", "What the mask hides can no longer win any weight."),
         "v": ("", "Given. A row for each key."),
     }
-    return Inside(dict(zip(given, (table, *rest), strict=True)), said=said, rows=rows)
+    return Inside(dict(zip(given, (table, *rest), strict=True)), texts=texts, rows=rows)
 
 
 def look_inside(
@@ -105,11 +105,11 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     arrays: dict[str, Floats] = {}
     encoding, rows = _two("inputs", inputs, batch)  # (N, d)
     if position is not None:
-        place, _ = _two("position", position, batch if np.ndim(position) == 3 and len(position) > 1 else None)
-        if place.shape != encoding.shape:
-            raise CallError(f"explain: position is {place.shape}, but inputs are {encoding.shape}; they are added.")
-        arrays |= {"embedding": encoding, "position": place}
-        encoding = encoding + place
+        offsets, _ = _two("position", position, batch if np.ndim(position) == 3 and len(position) > 1 else None)
+        if offsets.shape != encoding.shape:
+            raise CallError(f"explain: position is {offsets.shape}, but inputs are {encoding.shape}; they are added.")
+        arrays |= {"embedding": encoding, "position": offsets}
+        encoding = encoding + offsets
     maps = {name: _array(getattr(module, name).weight).T for name in ("W_q", "W_k", "W_v")}  # (d, d)
     width = len(maps["W_q"])
     if encoding.shape[1] != width:
@@ -129,9 +129,9 @@ def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | 
 
     one, rows = _two("inputs", inputs, batch)
     x = torch.as_tensor(one, dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
-    found = _watch(module, lambda: module(x[None], mask=mask), mask)
-    found.rows = rows
-    return found
+    inside = _watch(module, lambda: module(x[None], mask=mask), mask)
+    inside.rows = rows
+    return inside
 
 
 def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, batch: int | None) -> Inside:
@@ -147,18 +147,18 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
     (ids,), rows = _row({"ids": ids}, 1, batch)
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
         raise CallError(f"explain: ids are {tuple(ids.shape)} {ids.dtype}, but one sequence is (N,) whole numbers.")
-    found = _watch(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
-    found.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **found.arrays}
-    found.said["encoding"] = (
+    inside = _watch(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
+    inside.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **inside.arrays}
+    inside.texts["encoding"] = (
         "",
         f"What the attention of layer {layer} reads: the hidden states of that depth, normalised.",
     )
-    found.tokens, found.head, found.rows = [str(i) for i in ids.tolist()], 0, rows
-    return found
+    inside.tokens, inside.head, inside.rows = [str(i) for i in ids.tolist()], 0, rows
+    return inside
 
 
 def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Inside:
-    """Run, and note down what passes through one MultiHeadAttention."""
+    """Run, and record what passes through one MultiHeadAttention with hooks."""
     import torch
 
     seen: dict[str, Any] = {}
@@ -196,20 +196,20 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
             text = f"RMSNorm({text})"
         return f"rotary({text})" if name != "v" and module.rope_theta is not None else text
 
-    said = {
+    texts = {
         "q": (formula("q"), "What each token asks for."),
         "k": (formula("k"), "What each token answers to."),
         "v": (formula("v"), "What each token hands on when it is looked at."),
     }
-    return Inside(arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), said=said)
+    return Inside(arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), texts=texts)
 
 
 def _array(x: Any) -> Floats:
     """A NumPy array, a tensor or nested lists as float64."""
-    found = in_numpy("an array", plain_array("an array", x, "explain"))
-    if isinstance(found, str):
-        raise CallError(f"explain: {found}, but it takes numbers.")
-    return np.asarray(found, dtype=np.float64)
+    array = in_numpy("an array", plain_array("an array", x, "explain"))
+    if isinstance(array, str):
+        raise CallError(f"explain: {array}, but it takes numbers.")
+    return np.asarray(array, dtype=np.float64)
 
 
 def _row(arrays: dict[str, Any], dims: int, batch: int | None) -> tuple[list[Any], int]:
@@ -227,21 +227,21 @@ def _two(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
     """(N, d), from that or from a row of (B, N, d), and how many rows there are."""
     if x is None:
         raise CallError(f"explain: {name} are missing: what the module reads, (N, d_model). Fix: explain(module, x).")
-    found = _array(x)
-    if found.ndim not in (2, 3) or 0 in found.shape:
+    array = _array(x)
+    if array.ndim not in (2, 3) or 0 in array.shape:
         raise CallError(
-            f"explain: {name} are {found.shape}, but encodings are (N, d_model) or (B, N, d_model), "
+            f"explain: {name} are {array.shape}, but encodings are (N, d_model) or (B, N, d_model), "
             "with at least one token."
         )
-    (one,), rows = _row({name: found}, 2, batch)
+    (one,), rows = _row({name: array}, 2, batch)
     return one, rows
 
 
 def _heads_in_front(name: str, x: Any) -> Floats:
     """(H, N, D) or (B, H, N, D)."""
-    found = _array(x)
-    if found.ndim not in (2, 3, 4) or 0 in found.shape:
+    array = _array(x)
+    if array.ndim not in (2, 3, 4) or 0 in array.shape:
         raise CallError(
-            f"explain: {name} is {found.shape}, but expected (N, D), (H, N, D) or (B, H, N, D), with no empty side."
+            f"explain: {name} is {array.shape}, but expected (N, D), (H, N, D) or (B, H, N, D), with no empty side."
         )
-    return found[None] if found.ndim == 2 else found
+    return array[None] if array.ndim == 2 else array

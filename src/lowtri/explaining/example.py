@@ -39,19 +39,19 @@ def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = No
            [0.0722, 0.032 , 0.8959]])
     """
     encodings = np.array(_ENCODINGS)
-    place = _places(3, 2)
+    position = _positions(3, 2)
     module, _ = _draw(2, 0, SEED)
-    found = explain(
+    explanation = explain(
         module,
-        encodings - place,
+        encodings - position,
         tokens=SENTENCE.split(),
         mask=mask,
-        position=place,
+        position=position,
         heads=heads,
         head=head,
         hidden=-1e9,
     )
-    return replace(found, note=_NOTE)
+    return replace(explanation, note=_NOTE)
 
 
 def untrained(
@@ -83,12 +83,12 @@ def untrained(
     width = 2 * heads if encodings is None else encodings.shape[1]
     known = list(dict.fromkeys(tokens))
     module, rows = _draw(width, len(known), seed)
-    place = None
+    position = None
     if encodings is None:
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
-        place = _places(len(tokens), width)
-    found = explain(module, encodings, tokens=tokens, mask=mask, position=place, heads=heads, head=head)
-    return replace(found, note=f"random weights, seed {seed}: untrained; tokens {how}")
+        position = _positions(len(tokens), width)
+    explanation = explain(module, encodings, tokens=tokens, mask=mask, position=position, heads=heads, head=head)
+    return replace(explanation, note=f"random weights, seed {seed}: untrained; tokens {how}")
 
 
 def tokens_of(sentence: str) -> tuple[list[str], str]:
@@ -111,7 +111,7 @@ def _draw(width: int, tokens: int, seed: int) -> tuple[Any, NDArray[np.float64]]
         return module, torch.randn(tokens, width, dtype=torch.float64).numpy()
 
 
-def _places(n: int, d: int) -> NDArray[np.float64]:
+def _positions(n: int, d: int) -> NDArray[np.float64]:
     from lowtri.nn import sinusoidal
 
     return np.asarray(sinusoidal(n, d), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Every step of masked attention, with numbers: what goes in, what each step does to it, masked beside unmasked.
+"""Every step of masked attention, with numbers: the inputs, every intermediate result, and the output, with and without the mask.
 
 Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever stands there; a
 visible weight may be 0 too, and the two are told apart wherever they are shown.
@@ -23,7 +23,7 @@ from lowtri.ops.reference import Steps, attend
 __all__ = ["explain"]
 
 # name -> formula, sentence. The order is the order of computing.
-_SAID = {
+_TEXTS = {
     "tokens": ("", "The sentence as tokens. Each stands at a place in the sequence, counted from 0."),
     "embedding": ("", "The numbers of each token by itself, the same wherever it stands."),
     "position": ("", "The numbers of each place, the same whatever stands there."),
@@ -113,29 +113,35 @@ def explain(
         steps = {name: value[head : head + 1] if value.ndim == 3 else value for name, value in steps.items()}
         visible = visible[head : head + 1]
 
-    found, without = _attend(steps, visible), _attend(steps, visible | True)
+    masked_result, unmasked_result = _attend(steps, visible), _attend(steps, visible | True)
     if "q" in steps:
-        steps |= {"scores": found.scores[0], "scaled": found.scaled[0]}
+        steps |= {"scores": masked_result.scores[0], "scaled": masked_result.scaled[0]}
     last = steps["scaled" if "q" in steps else "scores"]
-    steps |= {"mask": visible, "masked": np.where(visible, last, hidden), "weights": found.weights[0]}  # (H, Nq, Nk)
-    unmasked = {"masked": last, "weights": without.weights[0], "output": without.output[0]}
+    steps |= {
+        "mask": visible,
+        "masked": np.where(visible, last, hidden),
+        "weights": masked_result.weights[0],
+    }  # (H, Nq, Nk)
+    unmasked = {"masked": last, "weights": unmasked_result.weights[0], "output": unmasked_result.output[0]}
     if "v" in steps:
         steps["v"] = steps.pop("v") if "q" not in steps else steps["v"]  # of given scores, the values come last
-        steps["output"] = found.output[0]  # (H, Nq, Dv)
+        steps["output"] = masked_result.output[0]  # (H, Nq, Dv)
         if len(visible) > 1:
-            steps["joined"] = np.concatenate(list(found.output[0]), axis=-1)  # (Nq, H Dv)
+            steps["joined"] = np.concatenate(list(masked_result.output[0]), axis=-1)  # (Nq, H Dv)
 
     labels = _labels(inside.tokens if tokens is None else tokens, nk)
     steps = {"tokens": np.arange(nk)[:, None], **steps}
     words = {"hidden": number(hidden), "sum": "embedding + position" * ("position" in steps)}
     words["size"] = str(steps["q"].shape[-1]) if "q" in steps else ""
-    said = {name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_SAID, **inside.said}.items()}
-    shown = tuple(_step(name, value, labels, said[name], unmasked.get(name)) for name, value in steps.items())
+    texts = {
+        name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_TEXTS, **inside.texts}.items()
+    }
+    shown = tuple(_step(name, value, labels, texts[name], unmasked.get(name)) for name, value in steps.items())
     notes = [f"Batch row {batch or 0} of {inside.rows}."] if inside.rows > 1 else []
     if inside.output is not None:
         own = inside.output if head is None else inside.output[head : head + 1]  # (H, Nq, Dv)
-        away = abs(own - steps["output"]).max()
-        notes.append(f"Computed anew in float64; the model's own output differs by {away:.0e}.")
+        difference = abs(own - steps["output"]).max()
+        notes.append(f"Computed anew in float64; the model's own output differs by {difference:.0e}.")
     return Explanation(labels, repr(allowed), _alone(visible), shown, " ".join(notes))
 
 
@@ -175,7 +181,7 @@ def _step(
     name: str,
     value: NDArray[Any],
     labels: tuple[str, ...],
-    said: tuple[str, str],
+    texts: tuple[str, str],
     unmasked: NDArray[Any] | None,
 ) -> Step:
     if name.startswith("W_"):  # a row for each number of the encoding
@@ -183,7 +189,7 @@ def _step(
     else:
         rows = ("bias",) if name.startswith("b_") else labels[len(labels) - value.shape[-2] :]
     columns = labels if name in PAIRS else ("place",) if name == "tokens" else _numbered(value.shape[-1])
-    return Step(name, *said, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
+    return Step(name, *texts, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
 
 
 def _alone(value: NDArray[Any]) -> NDArray[Any]:

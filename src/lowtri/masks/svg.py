@@ -6,8 +6,6 @@ attributes for light paper, which every program reads; the style turns them dark
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
+from lowtri.files import write_text
 from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
 from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose
@@ -48,13 +47,9 @@ def save(
     if target.suffix.lower() != ".svg":
         raise DataError(f"save: {path} does not end in .svg, the one format that is written. Fix: {target.stem}.svg.")
     text = svg(mask, nq, nk, **options)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, target)
+        write_text(target, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise DataError(
             f"save: {path} cannot be written: {error.strerror}. Fix: a folder that exists and that you may write to."
         ) from None

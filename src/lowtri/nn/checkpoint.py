@@ -19,8 +19,6 @@ Files are written atomically.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -29,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtri.errors import DataError
+from lowtri.files import write_atomically, write_text
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import check_sizes
 from lowtri.nn.decoder import Decoder, DecoderConfig
@@ -42,48 +41,11 @@ from lowtri.nn.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BEGIN", "END", "load", "load_tokenizer", "save", "write_whole"]
+__all__ = ["BEGIN", "END", "load", "load_tokenizer", "save"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
 BEGIN, END = "<|begin|>", "<|end|>"  # begin- and end-of-document tokens of tokenizers that lowtri trains
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: ``write`` fills a temporary file in the same folder, which then replaces ``path``.
-
-    Raises:
-        OSError: names ``path``, also where the writing library raises an error of its own.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # of a new file under the umask; some writers use stricter ones
-        write(temporary)
-        temporary.chmod(mode)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # before the replacement, or a power cut could leave an empty file
-        os.replace(temporary, path)
-    except Exception as error:
-        reason = _os_error(error)
-        if reason is None:
-            raise
-        raise OSError(reason.errno, reason.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind a library's error: in its chain, or quoted in its message."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error
-        if quoted := re.search(
-            r"\(os error (\d+)\)", str(error)
-        ):  # safetensors and tokenizers, which are written in Rust
-            return OSError(number := int(quoted[1]), os.strerror(number))
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
@@ -102,7 +64,7 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # it is the embedding; safetensors stores no tensor twice
     if tokenizer is not None:
-        write_whole(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(model.config, tokenizer))
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     if isinstance(model.config, RecurrentConfig):
@@ -117,7 +79,7 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
         if isinstance(model.config, GPT2Config):
             tensors = {name: tensor.contiguous() for name, tensor in to_conv1d(tensors).items()}
     _write_json(folder / "config.json", config)
-    write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
 def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
@@ -158,7 +120,7 @@ _MODELS: dict[type, Callable[[Any], Decoder | RecurrentLM]] = {
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 # config.json

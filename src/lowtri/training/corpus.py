@@ -120,13 +120,13 @@ def _read(path: Path) -> str:
 
 
 def python_text(note: Callable[[str], object] | None = None) -> list[Document]:
-    """Text that every Python brings along, about two megabytes of English: nothing is downloaded.
+    """Text that every Python ships with, about two megabytes of English: nothing is downloaded.
 
     The chapters of Python's reference (``pydoc_data/topics.py``) come first, then the docstrings of the standard library,
     a module a document, by name. Sources are parsed and never imported. The same Python gives the same text.
 
     Args:
-        note: is told when the reading, which takes some seconds, begins.
+        note: receives a line before the reading, which takes some seconds.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     if note is not None:
@@ -141,7 +141,7 @@ def python_text(note: Callable[[str], object] | None = None) -> list[Document]:
 def _parse(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an old escape in somebody's source is no concern of ours
+            warnings.simplefilter("ignore")  # outdated escapes in library sources
             return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
@@ -155,7 +155,7 @@ def _topics(path: Path) -> Iterator[Document]:
                 yield Document(f"topic {name}", text.strip() + "\n")
 
 
-# Parts of the library folder that are somebody else's, tests, or programs of their own.
+# Parts of the library folder that are third-party packages, tests, or separate programs.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowtri.nn.checkpoint import write_whole
+from lowtri.files import write_atomically
 from lowtri.training.state import History
 
 __all__ = ["plot"]
@@ -31,5 +31,5 @@ def plot(history: History, path: Path) -> bool:
     axes.set(xlabel="steps", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
-    write_whole(path, lambda beside: figure.savefig(beside, format="png"))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
     return True

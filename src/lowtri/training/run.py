@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtri.errors import DataError
+from lowtri.files import write_atomically, write_text
 from lowtri.masks import as_mask
-from lowtri.nn.checkpoint import load_tokenizer, save, write_whole
+from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.training.corpus import Packed, python_text, read_files
@@ -105,7 +106,7 @@ def run(
     """Carry out a plan, from where it stands in the folder; a finished run is only reported.
 
     Args:
-        note: is told in a line what begins.
+        note: receives a line as each stage begins.
         watch: is called after each step.
 
     Raises:
@@ -174,7 +175,7 @@ def _run(
 
 
 def _begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
-    write_whole(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
+    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     _write(folder / PLAN, {"plan": asdict(plan)})
 
 
@@ -198,4 +199,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, lambda beside: beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=1) + "\n")

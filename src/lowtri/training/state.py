@@ -1,6 +1,6 @@
 """A run so far: its losses, and its whole state on disk, so that a kill loses only the steps since the last saving.
 
-The order of the data needs no place in it: it is computed from the seed and the step (see recipe.py).
+The order of the data is not stored: it is computed from the seed and the step (see recipe.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowtri.errors import DataError
-from lowtri.nn.checkpoint import write_whole
+from lowtri.files import write_atomically
 from lowtri.training.corpus import Packed
 from lowtri.training.recipe import Recipe
 
@@ -40,7 +40,7 @@ class Run:
     done: int = 0  # steps
 
     def save(self, path: Path) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state atomically."""
         content = {
             "done": self.done,
             "model": self.model.state_dict(),
@@ -51,11 +51,11 @@ class Run:
             "corpus": self.corpus.digest(),
         }
 
-        def write(beside: Path) -> None:
-            with open(beside, "wb") as file:  # given a path, torch does not say why it cannot be written
+        def write(temporary: Path) -> None:
+            with open(temporary, "wb") as file:  # given a path, torch does not say why it cannot be written
                 torch.save(content, file)
 
-        write_whole(path, write)
+        write_atomically(path, write)
 
     def restore(self, path: Path) -> None:
         """Put everything back as it was saved.

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, clipped gradients, and a state from which it goes on after any kill.
+"""The training loop: AdamW, clipped gradients, and a state file from which it resumes after any kill.
 
 A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
 Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.
@@ -27,7 +27,7 @@ __all__ = ["Step", "train"]
 
 
 class Step(NamedTuple):
-    """What a watcher is told after each step."""
+    """What ``watch`` receives after each step."""
 
     number: int  # steps done, from 1
     loss: float  # of this step's batch, before the step; nats a token
@@ -51,8 +51,8 @@ def train(
             holds several documents is called with ``mask=mask & documents(ids)``. A model without one reads on
             across documents; no target crosses in either case.
         recipe: ``Recipe()`` if none is given.
-        state: a file that keeps the run: written every ``save_every`` steps, whole or not at all, and gone on from when
-            it is there. The model, the recipe and the corpus must be those it began with.
+        state: a file that keeps the run: written atomically every ``save_every`` steps, and resumed from if it
+            exists. The model, the recipe and the corpus must be those it began with.
         watch: is called after each step.
 
     Returns:

@@ -19,7 +19,7 @@ import torch
 
 import lowtri
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "translate.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "translate.py"
 
 
 def _loaded() -> Any:

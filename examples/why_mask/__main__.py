@@ -1,7 +1,7 @@
 """Why the mask? The same small model, trained with it and without it on text that every Python has.
 
-    python examples/why_mask.py                       # about two minutes on two cores
-    python examples/why_mask.py --out out/why-mask --steps 800
+    python examples/why_mask                          # about two minutes on two cores
+    python examples/why_mask --out out/why-mask --steps 800
 
 Prints the four consequences of a model that peeks, as they are measured, and what both models write; draws them as
 why-mask.png, and keeps every figure in why-mask.json.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from lowtri.training.consequences import as_text, draw
-from lowtri.training.experiment import Setting, why_mask
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # examples/, which holds the package why_mask
+
+from lowtri.files import write_text  # noqa: E402
+from why_mask.consequences import as_text, draw  # noqa: E402
+from why_mask.experiment import Setting, why_mask  # noqa: E402
 
 
 def main() -> None:
@@ -28,14 +32,13 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    found = why_mask(
+    experiment = why_mask(
         Setting(recipe=replace(Setting().recipe, steps=options.steps)), note=lambda line: print(line, flush=True)
     )
-    print(f"\n{as_text(found)}\n\n{time.perf_counter() - started:.0f} s")
-    (options.out / "why-mask.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
-    if not draw(found, options.out / "why-mask.png"):
+    print(f"\n{as_text(experiment)}\n\n{time.perf_counter() - started:.0f} s")
+    write_text(options.out / "why-mask.json", json.dumps(experiment.as_dict(), indent=1) + "\n")
+    if not draw(experiment, options.out / "why-mask.png"):
         print("no picture: matplotlib is not installed (pip install 'lowtri[plot]')")
 
 
-if __name__ == "__main__":
-    main()
+main()

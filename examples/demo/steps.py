@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from demo.context import Context, Result
 from lowtri import plain
-from lowtri.cli.acts.stage import Stage, Told
 from lowtri.explaining.example import worked
 from lowtri.explaining.show import as_text
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Every step, with its numbers"
 SENTENCE = "“Write a poem” under seed 42: what goes in, what comes out, and everything between."
@@ -43,21 +43,21 @@ _WEIGHTS = [
 ]
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Compute the worked example, and hold every step to its figures."""
     found = worked()
     shown = replace(found, steps=tuple(found[name] for name in ("q", "k", "v", "scaled", "weights", "output")))
-    told = Told(as_text(shown))
+    result = Result(as_text(shown))
     away = max(float(np.abs(found[name].value - np.array(rows)).max()) for name, rows in _FIGURES.items())
-    told.promise(
+    result.check(
         f"all {len(_FIGURES)} steps have the notebooks' figures: at most {away:.0e} away, printed to 1e-4", away < 6e-5
     )
     hidden = np.triu_indices(3, 1)
-    told.promise("a hidden weight is exactly 0", not found["weights"].value[hidden].any())
+    result.check("a hidden weight is exactly 0", not found["weights"].value[hidden].any())
     same = float(np.abs(found["weights"].value[2] - found["weights"].unmasked[2]).max())  # type: ignore[index]
-    told.promise(f"the last row, which sees everybody, is the same without a mask: {same:.0e} apart", same < 1e-12)
+    result.check(f"the last row, which sees everybody, is the same without a mask: {same:.0e} apart", same < 1e-12)
     weights = plain.softmax(np.array(_SCORES) + plain.make_causal_mask(4))
     away = float(np.abs(weights - np.array(_WEIGHTS)).max())
-    told.promise(f"the NumPy form has its eight digits: at most {away:.0e} away", away < 2e-8)
-    told.files = [stage.write("steps.html", found.to_html()), stage.write("steps.txt", as_text(found) + "\n")]
-    return told
+    result.check(f"the NumPy form has its eight digits: at most {away:.0e} away", away < 2e-8)
+    result.files = [context.write("steps.html", found.to_html()), context.write("steps.txt", as_text(found) + "\n")]
+    return result

@@ -7,23 +7,23 @@ from dataclasses import replace
 import torch
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
+from demo.context import Context, Result
 from lowtri.nn.decoder import Decoder
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Does a model peek?"
 SENTENCE = "The audit reads no code: it changes inputs and looks which outputs move."
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Audit the trained models: the clean one, the one without a mask, and one whose mask is the wrong way round."""
-    models = stage.experiment.models
+    models = context.experiment.models
     right = models["causal"]
     inverted = Decoder(replace(right.config, mask=repr(~lowtri.causal())))
     inverted.load_state_dict(right.state_dict())
     ids = torch.randint(2, right.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
-    told, blocks = Told(""), []
+    result, blocks = Result(""), []
     for name, title, model, peeks in (
         ("masked", "trained with the mask", right, False),
         ("unmasked", "trained without it", models["full"], True),
@@ -32,15 +32,15 @@ def play(stage: Stage) -> Told:
     ):
         report = lowtri.audit(model, ids, mask="causal", progress=False)
         blocks.append(f"{title}\n{report.message}" + (f"\n{report.draw(24)}" if report.leaks else ""))
-        told.files.append(report.save(stage.out / f"audit-{name}.html").name)
+        result.files.append(report.save(context.out / f"audit-{name}.html").name)
         first = report.first
         if peeks:
             pairs = {(leak.query, leak.key) for leak in report.leaks if leak.direct}
             found = (
                 f"{len(pairs)} pairs, the first ({first.query}, {first.key}) in {first.module}" if first else "nothing"
             )
-            told.promise(f"{title}: caught, {found}", first is not None and first.module is not None)
+            result.check(f"{title}: caught, {found}", first is not None and first.module is not None)
         else:
-            told.promise(f"{title}: {report.verdict}", report.ok)
-    told.text = "\n\n".join(blocks)
-    return told
+            result.check(f"{title}: {report.verdict}", report.ok)
+    result.text = "\n\n".join(blocks)
+    return result

@@ -61,11 +61,11 @@ def read(path: str | Path) -> Stored:
     try:
         reader = _Reader(np.memmap(path, np.uint8, "r"), path)
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise DataError(f"ctranslate2.read: {path} cannot be read: {error}") from None
+        raise DataError(f"whisper_reader.read: {path} cannot be read: {error}") from None
     version = reader.number("I")
     if version != _VERSION:
         raise DataError(
-            f"ctranslate2.read: {path} begins with {version}; a model.bin begins with its version, and {_VERSION} is read.\n"
+            f"whisper_reader.read: {path} begins with {version}; a model.bin begins with its version, and {_VERSION} is read.\n"
             "Fix: the right file, or convert the model anew with a CTranslate2 of today."
         )
     kind, revision = reader.text(), reader.number("I")
@@ -76,7 +76,7 @@ def read(path: str | Path) -> Stored:
     for _ in range(reader.number("I")):
         alias, name = reader.text(), reader.text()
         if name not in variables:
-            raise DataError(f"ctranslate2.read: {path}: {alias} is to be {name}, which is not there.")
+            raise DataError(f"whisper_reader.read: {path}: {alias} is to be {name}, which is not there.")
         variables[alias] = variables[name]
     return Stored(kind, revision, variables)
 
@@ -90,7 +90,7 @@ class _Reader:
     def raw(self, size: int, what: str) -> NDArray[np.uint8]:
         if self.at + size > len(self.content):
             raise DataError(
-                f"ctranslate2.read: {self.path} ends at byte {len(self.content):,}, within {what} that goes to byte "
+                f"whisper_reader.read: {self.path} ends at byte {len(self.content):,}, within {what} that goes to byte "
                 f"{self.at + size:,}.\nFix: the whole file."
             )
         self.at += size
@@ -107,13 +107,13 @@ class _Reader:
         dtype, size = self.number("B"), self.number("I")
         if dtype >= len(_DTYPES):
             raise DataError(
-                f"ctranslate2.read: {self.path}: {name} has the dtype {dtype}; 0 .. {len(_DTYPES) - 1} are known."
+                f"whisper_reader.read: {self.path}: {name} has the dtype {dtype}; 0 .. {len(_DTYPES) - 1} are known."
             )
         half = _DTYPES[dtype] == "bfloat16"
         kind = np.dtype("<u2" if half else _DTYPES[dtype])
         if size != kind.itemsize * int(np.prod(shape, dtype=np.int64)):
             raise DataError(
-                f"ctranslate2.read: {self.path}: {name} has {size} bytes, but is {shape} of {_DTYPES[dtype]}."
+                f"whisper_reader.read: {self.path}: {name} has {size} bytes, but is {shape} of {_DTYPES[dtype]}."
             )
         found = self.raw(size, name).view(kind).reshape(shape)
         return (found.astype(np.uint32) << 16).view(np.float32) if half else found
@@ -137,11 +137,13 @@ def whisper(folder: str | Path) -> Any:
     folder = Path(folder)
     stored = read(folder / "model.bin")
     if stored.kind != "WhisperSpec":
-        raise DataError(f"ctranslate2.whisper: {folder} holds a {stored.kind}. Fix: a folder of Whisper (WhisperSpec).")
+        raise DataError(
+            f"whisper_reader.whisper: {folder} holds a {stored.kind}. Fix: a folder of Whisper (WhisperSpec)."
+        )
     whole = [name for name, x in stored.variables.items() if x.ndim and x.dtype.kind == "i"]
     if whole:
         raise DataError(
-            f"ctranslate2.whisper: {whole[0]} is quantised to {stored.variables[whole[0]].dtype}.\n"
+            f"whisper_reader.whisper: {whole[0]} is quantised to {stored.variables[whole[0]].dtype}.\n"
             "Fix: the model converted with --quantization float16 or float32."
         )
     ends, generation = _tokens(folder)
@@ -149,13 +151,13 @@ def whisper(folder: str | Path) -> Any:
         sizes = _sizes(stored.variables)
         tensors = {name: torch.from_numpy(x.astype(np.float32)) for name, x in _renamed(stored.variables, sizes)}
     except KeyError as missing:
-        raise DataError(f"ctranslate2.whisper: {folder / 'model.bin'} has no {missing}.") from None
+        raise DataError(f"whisper_reader.whisper: {folder / 'model.bin'} has no {missing}.") from None
     with torch.device("meta"):  # no weights are drawn, and no random numbers used up
         model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **ends))
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise DataError(f"ctranslate2.whisper: {folder / 'model.bin'} is no Whisper: {error}") from None
+        raise DataError(f"whisper_reader.whisper: {folder / 'model.bin'} is no Whisper: {error}") from None
     model.tie_weights()
     longest = sizes["max_target_positions"]
     model.generation_config = GenerationConfig(**ends, **generation, max_length=longest)
@@ -194,7 +196,7 @@ def _renamed(variables: dict[str, NDArray[Any]], sizes: dict[str, Any]) -> Itera
             if name != "k":  # a bias of the keys moves all scores of a query alike, so that Whisper has none
                 yield f"{theirs}.{name}_proj.bias", biases[here]
             elif np.any(biases[here]):
-                raise DataError(f"ctranslate2.whisper: {ours} has a bias for its keys, which Whisper has not.")
+                raise DataError(f"whisper_reader.whisper: {ours} has a bias for its keys, which Whisper has not.")
         yield from both(out, f"{theirs}.out_proj")
         yield from norm(ours, f"{theirs}_layer_norm")
 
@@ -233,7 +235,7 @@ def _tokens(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"ctranslate2.whisper: config.json and tokenizer.json of {folder} cannot be read: {type(error).__name__}: {error}"
+            f"whisper_reader.whisper: config.json and tokenizer.json of {folder} cannot be read: {type(error).__name__}: {error}"
         ) from None
     ends = {"decoder_start_token_id": start, "eos_token_id": end, "pad_token_id": end, "bos_token_id": end}
     return ends, generation

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+import mkl_avx512
 from lowtri import mask
-from lowtri.benching import ceilings, checkup, measure, opened, peers, runs, show
+from lowtri.benching import ceilings, checkup, measure, peers, runs, show
 from lowtri.benching.cases import CASES, Case, choose
 from lowtri.benching.machine import facts
 from lowtri.benching.measure import CEILING, Figure, Row, in_turns
@@ -205,8 +206,7 @@ def test_the_peak_of_memory_is_seen() -> None:
 # The other process.
 
 
-def test_the_other_process_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["-c"])
+def test_the_other_process_answers_line_by_line() -> None:
     fields = {**vars(SMALL)}
     fields.pop("pairs", None)
     long = {**fields, "who": "window", "n": 65_536}
@@ -214,21 +214,21 @@ def test_the_other_process_answers_line_by_line(monkeypatch: pytest.MonkeyPatch)
     answers = StringIO()
     before = torch.get_num_threads()
     try:
-        opened.serve(StringIO("\n".join(json.dumps(one) for one in questions)), answers)
+        mkl_avx512.serve(1, StringIO("\n".join(json.dumps(one) for one in questions)), answers)
     finally:
         torch.set_num_threads(before)
     ready, timed, refused = (json.loads(line) for line in answers.getvalue().splitlines())
     assert ready == {"ready": True} and timed["seconds"] > 0 and "million pairs" in refused["why_not"]
 
 
-def test_without_a_compiler_the_road_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened.sys, "platform", "linux")
-    monkeypatch.setattr(opened.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(opened.shutil, "which", lambda name: None)
-    with opened.Opened(1) as closed:
+def test_without_a_compiler_nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mkl_avx512.sys, "platform", "linux")
+    monkeypatch.setattr(mkl_avx512.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(mkl_avx512.shutil, "which", lambda name: None)
+    with mkl_avx512.AvxWorker(1) as closed:
         assert closed.prepare(SMALL) == "no C compiler: cc was not found"
-    monkeypatch.setattr(opened.sys, "platform", "darwin")
-    assert opened.Opened(1).why_not == "the road is opened on Linux and x86-64 only"
+    monkeypatch.setattr(mkl_avx512.sys, "platform", "darwin")
+    assert mkl_avx512.AvxWorker(1).why_not == "the preloaded library works on Linux and x86-64 only"
 
 
 # What is shown.

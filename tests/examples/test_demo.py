@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lowtri.cli.acts import ACTS, page, peeking, roads, stage, steps, tables, who, why, writing
-from lowtri.cli.acts.stage import Stage, Told
-from lowtri.cli.main import main
+from demo import PARTS, context, page, paths, peeking, steps, tables, who, why, writing
+from demo.context import Context, Result
+from demo.run import main
+from lowtri.cli.main import main as lowtri_main
 from lowtri.training.corpus import Document
-from lowtri.training.experiment import Setting, why_mask
 from lowtri.training.recipe import Recipe
+from why_mask.experiment import Setting, why_mask
 
 
 def named_in(page: str) -> set[str]:
@@ -22,9 +25,9 @@ def named_in(page: str) -> set[str]:
 
 def test_cheap_acts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
-    assert main(["demo", "--out", str(out), "--act", "who", "--act", "steps"]) == 0
+    assert main(["--out", str(out), "--part", "who", "--part", "steps"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"(\d+) of \1 as promised", lines[-1])
+    assert re.fullmatch(r"(\d+) of \1 checks passed", lines[-1])
     assert lines[-2] == str(out / "index.html")
     assert lines.index("1. Every step, with its numbers") < lines.index("2. Who sees whom")  # in their order
     html = (out / "index.html").read_text(encoding="utf-8")
@@ -36,35 +39,35 @@ def test_cheap_acts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--out", str(tmp_path), "--act", "who", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [act["act"] for act in told["acts"]] == ["who"]
-    assert all(promise["kept"] for promise in told["acts"][0]["promises"])
+    assert main(["--out", str(tmp_path), "--part", "who", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [part["part"] for part in shown["parts"]] == ["who"]
+    assert all(check["passed"] for check in shown["parts"][0]["checks"])
 
 
 def test_a_broken_promise_and_an_act_that_breaks_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Stage) -> Told:
-        told = Told("nothing <b>")
-        told.promise("one is two", 1 == 2)
-        return told
+    def broken(_: Context) -> Result:
+        result = Result("nothing <b>")
+        result.check("one is two", 1 == 2)
+        return result
 
-    monkeypatch.setattr(who, "play", broken)
-    monkeypatch.setattr(roads, "play", lambda _: 1 / 0)
-    assert main(["demo", "--out", str(tmp_path), "--act", "steps", "--act", "who", "--act", "roads"]) == 1
+    monkeypatch.setattr(who, "run", broken)
+    monkeypatch.setattr(paths, "run", lambda _: 1 / 0)
+    assert main(["--out", str(tmp_path), "--part", "steps", "--part", "who", "--part", "paths"]) == 1
     out = capsys.readouterr().out
-    assert out.splitlines()[-1] == "4 of 6 as promised"
-    assert "✗ NOT AS PROMISED: one is two" in out
-    assert "✗ NOT AS PROMISED: it runs to its end: ZeroDivisionError" in out
+    assert out.splitlines()[-1] == "4 of 6 checks passed"
+    assert "✗ FAILED: one is two" in out
+    assert "✗ FAILED: it runs to its end: ZeroDivisionError" in out
     html = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert '<li class="broken">one is two</li>' in html and "nothing &lt;b&gt;" in html
+    assert '<li class="failed">one is two</li>' in html and "nothing &lt;b&gt;" in html
 
 
 def test_the_page_fits_narrow_and_dark_screens_and_shows_what_is_invisible() -> None:
-    told = Told("one\n\u202etwo\x1b[2J \ud800")
-    told.promise("kept \u2066", True)
-    html = page.as_html([page.Played("x", "X", "An act.", told, 1.0)], "1 of 1", "a machine")
+    result = Result("one\n\u202etwo\x1b[2J \ud800")
+    result.check("kept \u2066", True)
+    html = page.as_html([page.Part("x", "X", "A part.", result, 1.0)], "1 of 1", "a machine")
     assert "one\n\\u202etwo\\x1b[2J \\ud800" in html and "kept \\u2066" in html
     assert all(c == "\n" or c.isprintable() for c in html)
     style = html[html.index("<style>") : html.index("</style>")]
@@ -74,22 +77,32 @@ def test_the_page_fits_narrow_and_dark_screens_and_shows_what_is_invisible() -> 
     assert names == set(re.findall(r"(--\w+):", dark)) == set(re.findall(r"var\((--\w+)\)", style))
 
 
-def test_an_act_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["demo", "--out", str(tmp_path / "new"), "--act", "song"]) == 2
-    assert capsys.readouterr().err == f"lowtri: demo: there is no act 'song'. Fix: one of {', '.join(ACTS)}\n"
+def test_an_unknown_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", str(tmp_path / "new"), "--part", "song"])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "--part" in message and all(name in message for name in PARTS)
     assert not (tmp_path / "new").exists()
 
 
-def test_all_roads_lead_to_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roads, "_N", 160)
-    told = roads.play(Stage(tmp_path))
-    assert len(told.promises) == 9 and all(promise.kept for promise in told.promises), told.promises
-    assert "token by token with a cache" in told.text
+def test_the_folder_runs_as_a_program(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "examples" / "demo"
+    command = [sys.executable, folder, "--out", tmp_path / "out", "--part", "who"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert re.fullmatch(r"(\d+) of \1 checks passed", done.stdout.splitlines()[-1])
+
+
+def test_all_paths_lead_to_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_N", 160)
+    result = paths.run(Context(tmp_path))
+    assert len(result.checks) == 9 and all(check.passed for check in result.checks), result.checks
+    assert "token by token with a cache" in result.text
 
 
 def test_figures_that_are_not_the_notebooks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(steps._FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
-    assert not steps.play(Stage(tmp_path)).promises[0].kept
+    assert not steps.run(Context(tmp_path)).checks[0].passed
 
 
 def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,26 +110,26 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytes
         layers=2, hidden=32, rows=4, prompt=8, recipe=Recipe(steps=40, batch=8, context=48, lr=5e-3, validate_every=20)
     )
     text = [Document("rhyme", "the black cat sat on the mat and saw the dog.\n" * 400)]
-    monkeypatch.setattr(stage, "why_mask", lambda setting, note: why_mask(setting, documents=text, note=note))
+    monkeypatch.setattr(context, "why_mask", lambda setting, note: why_mask(setting, documents=text, note=note))
     said: list[str] = []
-    played = Stage(tmp_path, said.append, tiny)
-    shown = why.play(played)
+    played = Context(tmp_path, said.append, tiny)
+    shown = why.run(played)
     assert shown.pictures == ["why-mask.png"] and "Is a mask needed?" in shown.text
-    assert shown.promises[0].kept  # that much holds for any weights
+    assert shown.checks[0].passed  # that much holds for any weights
     assert any("mask full" in line for line in said)
-    wrote = writing.play(played)
-    assert all(promise.kept for promise in wrote.promises), wrote.promises
+    wrote = writing.run(played)
+    assert all(check.passed for check in wrote.checks), wrote.checks
     assert "Does it need its own output?" in wrote.text
-    caught = peeking.play(played)
-    assert all(promise.kept for promise in caught.promises), caught.promises
-    assert re.search(r"caught, \d+ pairs, the first \(0, 1\) in model\.layers", caught.promises[1].text)
-    counts = [re.search(r"(\d+) pairs", text) for text in (caught.promises[1].text, caught.text)]
+    caught = peeking.run(played)
+    assert all(check.passed for check in caught.checks), caught.checks
+    assert re.search(r"caught, \d+ pairs, the first \(0, 1\) in model\.layers", caught.checks[1].text)
+    counts = [re.search(r"(\d+) pairs", text) for text in (caught.checks[1].text, caught.text)]
     assert (
         len({count[1] for count in counts if count}) == 1
     )  # one count of the same pairs in the act and in its verdict
-    for told in (shown, wrote, caught):
-        assert all((tmp_path / name).stat().st_size for name in [*told.pictures, *told.files])
-    assert main(["generate", str(tmp_path / "with-the-mask"), "the black", "--max-new-tokens", "4"]) == 0
+    for result in (shown, wrote, caught):
+        assert all((tmp_path / name).stat().st_size for name in [*result.pictures, *result.files])
+    assert lowtri_main(["generate", str(tmp_path / "with-the-mask"), "the black", "--max-new-tokens", "4"]) == 0
 
 
 @pytest.mark.parametrize("pair", [tables.TIMES, tables.KIN], ids=["times", "kin"])
@@ -132,8 +145,8 @@ def test_the_tables_have_both_columns_whole(pair: tables.Pair) -> None:
 
 @pytest.mark.sweep
 def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--out", str(tmp_path)]) == 0
-    assert re.fullmatch(r"(\d+) of \1 as promised", capsys.readouterr().out.splitlines()[-1])
+    assert main(["--out", str(tmp_path)]) == 0
+    assert re.fullmatch(r"(\d+) of \1 checks passed", capsys.readouterr().out.splitlines()[-1])
     html = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert all((tmp_path / name).is_file() for name in named_in(html))
-    assert all(f'id="{name}"' in html for name in ACTS)
+    assert all(f'id="{name}"' in html for name in PARTS)

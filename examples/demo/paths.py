@@ -12,36 +12,40 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import lowtri
+from demo.context import Context, Result
 from lowtri import plain
-from lowtri.cli.acts.stage import Stage, Told
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
-TITLE = "One answer by all roads"
-SENTENCE = "The same causal attention by every form that notebooks show, by torch and by lowtri; the judge computes in float64."
+TITLE = "One answer by every path"
+SENTENCE = "The same causal attention by every form that notebooks show, by torch and by lowtri; the reference is computed in float64."
 
 _HEADS, _N, _SIZE = 8, 512, 64
 _MOST = 1e-5  # float32 keeps seven digits, and outputs here are below 4
 
 
-def play(stage: Stage) -> Told:
-    """Run all roads on the same numbers; hold each to float64, and time it."""
+def run(context: Context) -> Result:
+    """Run every path on the same inputs, compare each with float64, and time it."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _HEADS, _N, _SIZE, generator=generator)
     truth = lowtri.attention(q.double(), k.double(), v.double(), "causal", engine="reference")
-    told, lines = Told(""), [f"{'road':<46}{'greatest difference':>20}{'time':>12}"]
-    for name, road in _roads(q, k, v).items():
-        found = torch.as_tensor(road())  # the first call may compile
-        away = float((found.double() - truth).abs().max())
-        lines.append(f"{name:<46}{away:>20.1e}{_median(road) * 1000:>9.1f} ms")
-        told.promise(f"{name}: {away:.1e} from float64, below {_MOST:.0e}", away < _MOST)
+    result, lines = Result(""), [f"{'path':<46}{'greatest difference':>20}{'time':>12}"]
+    for name, path in _paths(q, k, v).items():
+        output = torch.as_tensor(path())  # the first call may compile
+        away = float((output.double() - truth).abs().max())
+        lines.append(f"{name:<46}{away:>20.1e}{_median(path) * 1000:>9.1f} ms")
+        result.check(f"{name}: {away:.1e} from float64, below {_MOST:.0e}", away < _MOST)
     lines.append(f"{_HEADS} heads, {_N} tokens, head size {_SIZE}, float32, {torch.get_num_threads()} threads")
-    lines += ["", "auto asks the engines in order, and each says why not:", str(lowtri.which_engine(q, k, v, "causal"))]
-    told.text = "\n".join(lines)
-    return told
+    lines += [
+        "",
+        "which_engine, with each engine's cost or the reason why it cannot run:",
+        str(lowtri.which_engine(q, k, v, "causal")),
+    ]
+    result.text = "\n".join(lines)
+    return result
 
 
-def _roads(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+def _paths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     n, scale = q.shape[2], 1 / math.sqrt(q.shape[3])
     attend = plain.create_causal_mask_bool(n)
     arrays = (q.numpy(), k.numpy(), v.numpy())
@@ -69,11 +73,11 @@ def _stepwise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(outputs, dim=2)
 
 
-def _median(road: Callable[[], object], times: int = 5) -> float:
+def _median(path: Callable[[], object], times: int = 5) -> float:
     taken = []
     for _ in range(times):
         started = time.perf_counter()
-        road()
+        path()
         taken.append(time.perf_counter() - started)
         if sum(taken) > 2:
             break

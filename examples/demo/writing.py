@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
-from lowtri.cli.acts.tables import KIN, as_text
+from demo.context import Context, Result
+from demo.tables import KIN, as_text
 from lowtri.nn.checkpoint import save
 from lowtri.nn.decoder import Decoder
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Both models write"
 SENTENCE = "The same prompts, the same draws. Each token is the next input; a cache keeps what may still be seen."
@@ -21,28 +21,28 @@ _CACHED = ("causal", "causal & window(32)", "causal & (window(32) | first(4))")
 _AFTER = (128, 2000)
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Let both models continue the same prompts, and weigh the caches."""
-    found = stage.experiment
-    told, lines = Told(""), []
+    experiment = context.experiment
+    result, lines = Result(""), []
     for mask, title in (("causal", "with the mask"), ("full", "without it")):
-        model = found.models[mask]
+        model = experiment.models[mask]
         lines.append(f"trained {title}")
         for prompt in _PROMPTS:
-            for temperature in (0.0, found.setting.temperature):
-                lines.append(f"  {temperature:g}  {prompt!r} ... {_written(model, prompt, stage, temperature)!r}")
-        save(model, stage.out / title.replace(" ", "-"), found.tokenizer)
-    model = found.models["causal"]
-    anew = [_written(model, prompt, stage, 0.0, cached=False) for prompt in _PROMPTS]
-    same = anew == [_written(model, prompt, stage, 0.0) for prompt in _PROMPTS]
-    told.promise("with the cache and without it the masked model writes the same", same)
+            for temperature in (0.0, experiment.setting.temperature):
+                lines.append(f"  {temperature:g}  {prompt!r} ... {_written(model, prompt, context, temperature)!r}")
+        save(model, context.out / title.replace(" ", "-"), experiment.tokenizer)
+    model = experiment.models["causal"]
+    anew = [_written(model, prompt, context, 0.0, cached=False) for prompt in _PROMPTS]
+    same = anew == [_written(model, prompt, context, 0.0) for prompt in _PROMPTS]
+    result.check("with the cache and without it the masked model writes the same", same)
 
     lines += ["", f"what the cache of such a model holds, in {model.config.num_hidden_layers} layers"]
     lines.append(f"  {'':<34}" + "".join(f"{f'after {n:,} tokens':>30}" for n in _AFTER))
     grown = {mask: _held(model, mask) for mask in _CACHED}
     for mask, sizes in grown.items():
         lines.append(f"  {mask:<34}" + "".join(f"{f'{held:,} tokens, {size:,} B':>30}" for held, size in sizes))
-    told.promise(
+    result.check(
         "a window's cache stops growing: " + ", ".join(f"{sizes[-1][1]:,} bytes" for sizes in grown.values()),
         all(sizes[0][1] == sizes[-1][1] for mask, sizes in grown.items() if mask != "causal"),
     )
@@ -50,21 +50,21 @@ def play(stage: Stage) -> Told:
     torch.manual_seed(0)
     lstm = lowtri.nn.RecurrentLM(config.vocab_size, config.hidden_size, cell="lstm").eval()
     tokens = list(lowtri.generate(lstm, [1, 2, 3], 8))
-    told.promise("the same loop serves a recurrent model (here an untrained LSTM)", len(tokens) == 8)
-    told.text = "\n".join(lines) + f"\n\n{as_text(KIN)}"
-    told.files = [
-        stage.write("written.txt", told.text + "\n"),
+    result.check("the same loop serves a recurrent model (here an untrained LSTM)", len(tokens) == 8)
+    result.text = "\n".join(lines) + f"\n\n{as_text(KIN)}"
+    result.files = [
+        context.write("written.txt", result.text + "\n"),
         *(
             f"{folder}/{name}"
             for folder in ("with-the-mask", "without-it")
             for name in ("config.json", "model.safetensors")
         ),
     ]
-    return told
+    return result
 
 
-def _written(model: Decoder, prompt: str, stage: Stage, temperature: float, cached: bool = True) -> str:
-    tokenizer = stage.experiment.tokenizer
+def _written(model: Decoder, prompt: str, context: Context, temperature: float, cached: bool = True) -> str:
+    tokenizer = context.experiment.tokenizer
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     new = min(80, model.config.max_position_embeddings - len(ids))
     return tokenizer.decode(list(lowtri.generate(model, ids, new, temperature=temperature, stop=(), cached=cached)))

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
+from demo.context import Context, Result
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Speed, here and now"
 SENTENCE = "Causal attention over 2,048 tokens, lowtri and torch's SDPA by turns; medians."
@@ -22,9 +22,9 @@ SENTENCE = "Causal attention over 2,048 tokens, lowtri and torch's SDPA by turns
 _HEADS, _N, _SIZE, _ROUNDS = 8, 2048, 64, 9
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Time both by turns, forward alone and with gradients, in float32 and bf16."""
-    told = Told("")
+    result = Result("")
     lines = [f"{'':<32}{'lowtri':>12}{'torch':>12}   torch's time / lowtri's"]
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 1, _HEADS, _N, _SIZE, generator=generator)
@@ -33,11 +33,11 @@ def play(stage: Stage) -> Told:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         q, k, v = (x.to(dtype) for x in numbers)
-        stage.note(f"speed: {name} (the first call may compile)")
+        context.note(f"speed: {name} (the first call may compile)")
         ours, theirs = _ours(q, k, v), _torchs(q, k, v)
         away, torchs = (float((x.double() - truth).abs().max()) for x in (ours, theirs))
         # Half the digits are gone before anything is computed: torch's own distance is the measure of what is good.
-        told.promise(
+        result.check(
             f"{name}: at most {away:.0e} from float64 on the unrounded numbers, torch {torchs:.0e}",
             away < 2 * torchs + 1e-6,
         )
@@ -50,8 +50,8 @@ def play(stage: Stage) -> Told:
     lines.append(
         f"{_HEADS} heads, size {_SIZE}; {torch.get_num_threads()} threads; engine {engine}; torch {torch.__version__}"
     )
-    told.text = "\n".join(lines)
-    return told
+    result.text = "\n".join(lines)
+    return result
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowtri.nn.checkpoint import write_whole
-from lowtri.training.experiment import Experiment, Measured
-from lowtri.training.words import Shares
+from lowtri.files import write_atomically
+from why_mask.experiment import Experiment, Measured
+from why_mask.words import Shares
 
 __all__ = ["as_text", "draw"]
 
 _MASKED, _UNMASKED, _OTHER = "#2b6cb0", "#c05621", "#718096"
 
 
-def as_text(found: Experiment, samples: int = 3) -> str:
-    """The four consequences with their figures, the roads of training and inference, and what both models write."""
-    rows = (("with the mask", found.masked), ("without it", found.unmasked))
-    positions = len(found.prompts) * found.setting.recipe.context
+def as_text(experiment: Experiment, samples: int = 3) -> str:
+    """The four consequences with their figures, the modes of training and inference, and what both models write."""
+    rows = (("with the mask", experiment.masked), ("without it", experiment.unmasked))
+    positions = len(experiment.prompts) * experiment.setting.recipe.context
     lines = [
         f"Losses in nats a byte, on the same {positions:,} held-out positions unless it says training.",
         "",
@@ -37,30 +37,32 @@ def as_text(found: Experiment, samples: int = 3) -> str:
         "",
         "3. Wrong order: how much of what is written the training text has",
         _line("", "words", "word pairs", "words counted"),
-        *(_line(name, *_shares(it)) for name, it in _texts(found)),
+        *(_line(name, *_shares(it)) for name, it in _texts(experiment)),
         "",
         "4. No generation: predicting one byte after the other, as writing does",
         _line("", "with a cache", "prefix anew"),
         *(_line(name, _f(it.stepwise), _f(it.anew)) for name, it in rows),
-        _line("letter frequencies", _f(found.unigram)),
-        _line("knows nothing", _f(found.uniform)),
+        _line("letter frequencies", _f(experiment.unigram)),
+        _line("knows nothing", _f(experiment.uniform)),
         "",
         "Training = inference? The greatest difference of a logit from training's, masked model",
         _line("", "cache, no mask", "prefix, mask", "prefix, no mask"),
         *(
-            _line(f"{layers} layer{'s' * (layers > 1)}", *(f"{figure:.1e}" for figure in road))
-            for layers, road in found.roads.items()
+            _line(f"{layers} layer{'s' * (layers > 1)}", *(f"{figure:.1e}" for figure in mode))
+            for layers, mode in experiment.modes.items()
         ),
         "",
-        f"What they write (temperature {found.setting.temperature})",
+        f"What they write (temperature {experiment.setting.temperature})",
     ]
-    for prompt, *texts in list(zip(found.prompts, found.masked.written, found.unmasked.written, strict=True))[:samples]:
+    for prompt, *texts in list(
+        zip(experiment.prompts, experiment.masked.written, experiment.unmasked.written, strict=True)
+    )[:samples]:
         lines.append(f"  prompt         {prompt!r}")
         lines += [f"  {name:<14} {text!r}" for (name, _), text in zip(rows, texts, strict=True)]
     return "\n".join(lines)
 
 
-def draw(found: Experiment, path: Path) -> bool:
+def draw(experiment: Experiment, path: Path) -> bool:
     """The four consequences as one PNG; False, and no file, when matplotlib is not installed (``lowtri[plot]``)."""
     try:
         # The figure itself, without pyplot: no window, no global state.
@@ -71,19 +73,19 @@ def draw(found: Experiment, path: Path) -> bool:
     figure = Figure(figsize=(11, 7.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     cheating, fitting, order, generation = figure.subplots(2, 2).flat
-    _cheating(cheating, found)
-    _fitting(fitting, found)
-    _order(order, found)
-    _generation(generation, found)
+    _cheating(cheating, experiment)
+    _fitting(fitting, experiment)
+    _order(order, experiment)
+    _generation(generation, experiment)
     for axes in (cheating, order, generation):
         axes.margins(y=0.12)  # room for the figures above the bars
     figure.suptitle("The same model, trained with and without the mask")
-    write_whole(path, lambda beside: figure.savefig(beside, format="png"))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
     return True
 
 
-def _cheating(axes: Any, found: Experiment) -> None:
-    for at, (it, colour) in enumerate(((found.masked, _MASKED), (found.unmasked, _UNMASKED))):
+def _cheating(axes: Any, experiment: Experiment) -> None:
+    for at, (it, colour) in enumerate(((experiment.masked, _MASKED), (experiment.unmasked, _UNMASKED))):
         bars = axes.bar([at * 3, at * 3 + 1], [it.validation, it.stepwise], color=colour, alpha=0.9)
         axes.bar_label(bars, fmt="%.3f")
     ways = ["teacher-\nforced", "step\nby step"]
@@ -92,8 +94,8 @@ def _cheating(axes: Any, found: Experiment) -> None:
     _name(axes)
 
 
-def _fitting(axes: Any, found: Experiment) -> None:
-    for it, colour in ((found.masked, _MASKED), (found.unmasked, _UNMASKED)):
+def _fitting(axes: Any, experiment: Experiment) -> None:
+    for it, colour in ((experiment.masked, _MASKED), (experiment.unmasked, _UNMASKED)):
         steps = [point.step for point in it.curve]
         for name, style in (("training", ":"), ("validation", "-"), ("stepwise", "--")):
             axes.plot(steps, [getattr(point, name) for point in it.curve], style, color=colour)
@@ -104,8 +106,8 @@ def _fitting(axes: Any, found: Experiment) -> None:
     axes.grid(alpha=0.3)
 
 
-def _order(axes: Any, found: Experiment) -> None:
-    texts = _texts(found)
+def _order(axes: Any, experiment: Experiment) -> None:
+    texts = _texts(experiment)
     colours = [_MASKED, _UNMASKED, _OTHER, _OTHER]
     for shift, which, alpha in ((0.0, "words", 0.95), (0.4, "pairs", 0.55)):
         shares = [100 * getattr(share, which) for _, share in texts]
@@ -115,10 +117,10 @@ def _order(axes: Any, found: Experiment) -> None:
     axes.set(title="3. Wrong order: words (dark) and word pairs (light)\nthat the training text has", ylabel="percent")
 
 
-def _generation(axes: Any, found: Experiment) -> None:
+def _generation(axes: Any, experiment: Experiment) -> None:
     bars = axes.bar(
         ["with the mask", "without it", "letter\nfrequencies", "knows nothing"],
-        [found.masked.stepwise, found.unmasked.stepwise, found.unigram, found.uniform],
+        [experiment.masked.stepwise, experiment.unmasked.stepwise, experiment.unigram, experiment.uniform],
         color=[_MASKED, _UNMASKED, _OTHER, _OTHER],
     )
     axes.bar_label(bars, fmt="%.2f")
@@ -131,9 +133,13 @@ def _name(axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-def _texts(found: Experiment) -> list[tuple[str, Shares]]:
-    models: list[tuple[str, Measured]] = [("with the mask", found.masked), ("without it", found.unmasked)]
-    return [*((name, it.words) for name, it in models), ("real text", found.real), ("random letters", found.letters)]
+def _texts(experiment: Experiment) -> list[tuple[str, Shares]]:
+    models: list[tuple[str, Measured]] = [("with the mask", experiment.masked), ("without it", experiment.unmasked)]
+    return [
+        *((name, it.words) for name, it in models),
+        ("real text", experiment.real),
+        ("random letters", experiment.letters),
+    ]
 
 
 def _shares(shares: Shares) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
+from demo.context import Context, Result
 from lowtri.nn.checkpoint import save
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "A model of transformers, switched over"
 SENTENCE = 'attn_implementation="lowtri": the trained model of this page as transformers loads it, and five shapes of other attention.'
@@ -31,40 +31,40 @@ _SIZE = {
 }
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Compare eager and lowtri on one trained and five random models, and audit the trained one."""
     if find_spec("transformers") is None:
-        return Told(_MISSING)
+        return Result(_MISSING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
     from lowtri.integrations.transformers import switch
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    told, found = Told(""), stage.experiment
-    folder = stage.out / "switched"
-    save(found.models["causal"], folder, found.tokenizer)
-    told.files = [f"switched/{name}" for name in ("config.json", "model.safetensors")]
+    result, experiment = Result(""), context.experiment
+    folder = context.out / "switched"
+    save(experiment.models["causal"], folder, experiment.tokenizer)
+    result.files = [f"switched/{name}" for name in ("config.json", "model.safetensors")]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    ids = torch.tensor([found.tokenizer.encode(_PROMPT).ids])
+    ids = torch.tensor([experiment.tokenizer.encode(_PROMPT).ids])
     before, text = _logits(model, ids), _written(model, ids)
     switch(model)
     away, again = float((_logits(model, ids) - before).abs().max()), _written(model, ids)
-    said = found.tokenizer.decode(again[0].tolist())
+    said = experiment.tokenizer.decode(again[0].tolist())
     lines = [f"the trained model, {type(model).__name__}, goes on from {_PROMPT!r}:", f"  {said!r}", ""]
-    told.promise(f"the trained model's logits by lowtri are eager's to {away:.1e}", away < _MOST)
-    told.promise(f"it writes the same {again.shape[1] - ids.shape[1]} tokens", torch.equal(again, text))
+    result.check(f"the trained model's logits by lowtri are eager's to {away:.1e}", away < _MOST)
+    result.check(f"it writes the same {again.shape[1] - ids.shape[1]} tokens", torch.equal(again, text))
     report = lowtri.audit(model, torch.randint(2, model.config.vocab_size, (2, 24)), mask="causal", progress=False)
-    told.files.append(report.save(stage.out / "audit-switched.html").name)
-    told.promise(f"audited on this road: {report.verdict}", report.ok)
+    result.files.append(report.save(context.out / "audit-switched.html").name)
+    result.check(f"audited with lowtri's attention: {report.verdict}", report.ok)
 
     lines.append(f"{'random weights, three rows, one padded on the left':<52}{'greatest difference':>20}")
     for name, other in _others(transformers).items():
         away = _difference(other, switch)
         lines.append(f"  {name:<50}{away:>20.1e}")
-        told.promise(f"{name}: {away:.1e} from eager, below {_MOST:.0e}", away < _MOST)
-    told.text = "\n".join(lines)
-    return told
+        result.check(f"{name}: {away:.1e} from eager, below {_MOST:.0e}", away < _MOST)
+    result.text = "\n".join(lines)
+    return result
 
 
 def _others(tf: Any) -> dict[str, Any]:

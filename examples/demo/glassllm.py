@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
+from demo.context import Context, Result
 from lowtri.errors import DataError
 from lowtri.nn.packaged import PACKAGED, load_packaged
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Weights that others trained"
 SENTENCE = (
@@ -23,20 +23,20 @@ _PROMPTS = ("The Queen said", "Alice was ", "“Off with")
 _NEW = 40
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Compare logits and texts with the package's, write, and audit."""
-    told = Told("")
+    result = Result("")
     try:
         model = load_packaged("glassllm")
         import glassllm
     except (DataError, ImportError):
-        told.text = f"Left out: its weights are not installed. {PACKAGED['glassllm'].install}"
-        return told
+        result.text = f"Left out: its weights are not installed. {PACKAGED['glassllm'].install}"
+        return result
     theirs, tokenizer = glassllm.load_pretrained("en")
     ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, model.config.max_position_embeddings))
     with torch.no_grad():
         away = float(np.abs(model(torch.from_numpy(ids)).numpy() - theirs(ids).data).max())
-    told.promise(f"logits at {ids.size} places: at most {away:.0e} from the package's, below 1e-04", away < 1e-4)
+    result.check(f"logits at {ids.size} places: at most {away:.0e} from the package's, below 1e-04", away < 1e-4)
     lines, same = [], []
     for prompt in _PROMPTS:
         started = time.perf_counter()
@@ -49,11 +49,11 @@ def play(stage: Stage) -> Told:
             f"  0    {prompt!r} ... {written!r}   ({_NEW / seconds:.0f} tokens/s)",
             f"  0.7  {prompt!r} ... {drawn!r}",
         ]
-    told.promise(
+    result.check(
         f"greedily it writes what the package writes, token by token: {sum(same)} of {len(same)} texts", all(same)
     )
     report = lowtri.audit(model, torch.from_numpy(ids[:, :16]), mask="causal", progress=False)
-    told.promise(f"the audit: {report.verdict}", report.ok)
-    told.text = "\n".join(["what it writes, at temperature 0 and 0.7", *lines, "", report.message])
-    told.files = [stage.write("glassllm.txt", told.text + "\n")]
-    return told
+    result.check(f"the audit: {report.verdict}", report.ok)
+    result.text = "\n".join(["what it writes, at temperature 0 and 0.7", *lines, "", report.message])
+    result.files = [context.write("glassllm.txt", result.text + "\n")]
+    return result

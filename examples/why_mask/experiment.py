@@ -24,10 +24,10 @@ from lowtri.generation.generate import generate
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.training.corpus import IGNORED, Document, Packed, python_text
 from lowtri.training.recipe import Recipe, split
-from lowtri.training.roads import Differences, all_at_once, differences, first_layers, prefix_anew, with_a_cache
 from lowtri.training.tokenizer import BYTES, encode_document, learn
 from lowtri.training.train import Step, train
-from lowtri.training.words import Known, Shares
+from why_mask.modes import Differences, all_at_once, differences, first_layers, prefix_anew, with_a_cache
+from why_mask.words import Known, Shares
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,7 +84,7 @@ class Experiment:
     real: Shares  # of what really follows the prompts
     letters: Shares  # of letters drawn by their frequency
     prompts: tuple[str, ...]
-    roads: dict[int, Differences]  # of the masked model's first so many layers: training against inference
+    modes: dict[int, Differences]  # of the masked model's first so many layers: training against inference
     models: dict[str, Decoder]  # "causal" and "full"
     tokenizer: Tokenizer
 
@@ -93,8 +93,8 @@ class Experiment:
         models = {name: _plain(it) for name, it in (("masked", self.masked), ("unmasked", self.unmasked))}
         against = {"unigram": self.unigram, "uniform": self.uniform}
         shares = {"real text": self.real._asdict(), "letters by frequency": self.letters._asdict()}
-        roads = {str(layers): road._asdict() for layers, road in self.roads.items()}
-        return {**models, **against, "words": shares, "roads by layers": roads, "prompts": list(self.prompts)}
+        modes = {str(layers): mode._asdict() for layers, mode in self.modes.items()}
+        return {**models, **against, "words": shares, "modes by layers": modes, "prompts": list(self.prompts)}
 
 
 def why_mask(
@@ -151,7 +151,7 @@ def why_mask(
         real=known.shares(_texts(tokenizer, unseen[:, setting.prompt :])),
         letters=known.shares(_texts(tokenizer, letters[:, setting.prompt :])),
         prompts=_texts(tokenizer, unseen[:, : setting.prompt]),
-        roads=_roads(models["causal"], unseen[:2, :-1]),
+        modes=_modes(models["causal"], unseen[:2, :-1]),
         models=models,
         tokenizer=tokenizer,
     )
@@ -227,7 +227,7 @@ def _losses(logits: Tensor, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).double(), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1)
 
 
-def _roads(model: Decoder, ids: Tensor) -> dict[int, Differences]:
+def _modes(model: Decoder, ids: Tensor) -> dict[int, Differences]:
     """Of the whole model, and of its first layer alone."""
     return {layers: differences(first_layers(model, layers), ids) for layers in (1, model.config.num_hidden_layers)}
 

@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtri
-from ctranslate2_reader import read, whisper
 from lowtri.integrations.transformers import register
+from whisper_reader import read, whisper
 
 # The layout, written.
 
@@ -264,7 +264,7 @@ def real() -> Any:
 def features() -> torch.Tensor:
     from transformers import WhisperFeatureExtractor
 
-    with wave.open(str(Path(__file__).parent / "data" / "black-cat.wav")) as file:
+    with wave.open(str(Path(__file__).parents[1] / "data" / "black-cat.wav")) as file:
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16_000, 1, 2)
         sound = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
     return WhisperFeatureExtractor()(sound, sampling_rate=16_000, return_tensors="pt").input_features  # (1, 80, 3000)

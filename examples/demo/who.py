@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import lowtri
-from lowtri.cli.acts.stage import Stage, Told
+from demo.context import Context, Result
 
-__all__ = ["SENTENCE", "TITLE", "play"]
+__all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Who sees whom"
 SENTENCE = "On the left everybody sees everybody, as in an encoder; on the right each token sees what came before it."
@@ -14,18 +14,18 @@ _SENTENCES = ("The black cat <end>", "I love Machine Learning", "I love NLP")
 _OTHERS = ("causal & window(4)", "causal | first(4)", "causal & (window(4) | first(1))", "causal & chunks(4)")
 
 
-def play(stage: Stage) -> Told:
+def run(context: Context) -> Result:
     """Draw the sentences' tables and some other masks, and read the pictures again."""
-    told, blocks = Told(""), []
+    result, blocks = Result(""), []
     for number, sentence in enumerate(_SENTENCES, start=1):
         tokens = sentence.split()
         n = len(tokens)
         blocks.append(lowtri.full().draw(n, beside=lowtri.causal(), tokens=tokens, ticks=True))
         name = f"who-{number}.svg"
-        lowtri.full().save(stage.out / name, n, beside=lowtri.causal(), tokens=tokens)
-        told.pictures.append(name)
+        lowtri.full().save(context.out / name, n, beside=lowtri.causal(), tokens=tokens)
+        result.pictures.append(name)
         drawn = [line.split()[1:] for line in lowtri.causal().draw(n, tokens=tokens, ticks=True).splitlines()[1:]]
-        told.promise(
+        result.check(
             f"“{sentence}”: token i is seen by i and all after it, {lowtri.causal().pairs(n)} of {n * n} pairs",
             drawn == [["✓"] * (q + 1) + ["✗"] * (n - q - 1) for q in range(n)],
         )
@@ -33,6 +33,6 @@ def play(stage: Stage) -> Told:
     for text in _OTHERS:
         blocks.append(f"{text}\n{lowtri.mask(text).draw(12)}")
     read = [lowtri.mask(repr(lowtri.mask(text))) == lowtri.mask(text) for text in _OTHERS]
-    told.promise("a mask and its text are one: each is read back as it was", all(read))
-    told.text = "\n\n".join(blocks)
-    return told
+    result.check("a mask and its text are one: each is read back as it was", all(read))
+    result.text = "\n\n".join(blocks)
+    return result

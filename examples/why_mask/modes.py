@@ -1,4 +1,4 @@
-"""The same positions by three roads: all at once as in training, with a cache, and the whole prefix anew for each token.
+"""The same positions in three modes: all at once as in training, with a cache, and with the prefix recomputed for each token.
 
 Masked training equals inference position by position, to rounding, when each new query reads a key/value cache (then no mask
 is needed: what is to come is not there), or when the whole prefix is recomputed *with* the mask. Recomputing the prefix
@@ -22,7 +22,7 @@ __all__ = ["Differences", "all_at_once", "differences", "first_layers", "prefix_
 
 
 class Differences(NamedTuple):
-    """How far the logits of each road lie from those of training, at most."""
+    """The greatest difference of each mode's logits from those of training."""
 
     cache: float  # a cache, and no mask at all
     prefix_with_mask: float  # the whole prefix anew for each token, with the mask
@@ -59,16 +59,16 @@ def differences(model: Decoder, ids: Tensor) -> Differences:
     >>> from lowtri.nn import DecoderConfig
     >>> _ = torch.manual_seed(0)
     >>> model = Decoder(DecoderConfig(vocab_size=20, hidden_size=32, num_hidden_layers=1))
-    >>> max(differences(model, torch.arange(12)[None])) < 1e-5  # one layer: all roads agree
+    >>> max(differences(model, torch.arange(12)[None])) < 1e-5  # one layer: all modes agree
     True
     """
     training = all_at_once(model, ids)  # (B, N, V)
-    roads = (
+    modes = (
         with_a_cache(model, ids, mask="full"),
         prefix_anew(model, ids),
         prefix_anew(model, ids, mask="full"),
     )
-    return Differences(*(float((road - training).abs().max()) for road in roads))
+    return Differences(*(float((mode - training).abs().max()) for mode in modes))
 
 
 def first_layers(model: Decoder, layers: int) -> Decoder:

@@ -1,6 +1,6 @@
-"""What becomes of a model that peeks: section E of what was asked, on trained weights, through the experiment itself.
+"""What becomes of a model that peeks: its consequences, measured on trained weights by the experiment itself.
 
-The small experiment takes seconds; the one that `examples/why_mask.py` and `lowtri demo` run is among the sweeps.
+The small experiment takes seconds; the one that `examples/why_mask` and `make demo` run is among the sweeps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.training.consequences import as_text, draw
 from lowtri.training.corpus import Document
-from lowtri.training.experiment import Experiment, Setting, why_mask
 from lowtri.training.recipe import Recipe
-from lowtri.training.roads import all_at_once, prefix_anew, with_a_cache
-from lowtri.training.words import Known
+from why_mask.consequences import as_text, draw
+from why_mask.experiment import Experiment, Setting, why_mask
+from why_mask.modes import all_at_once, prefix_anew, with_a_cache
+from why_mask.words import Known
 
 SMALL = Setting(
     layers=2,
@@ -86,13 +86,13 @@ def test_both_models_began_alike_and_differ_by_their_mask_alone(found: Experimen
 
 
 def test_c_training_is_inference_with_a_cache_or_the_prefix_and_its_mask(found: Experiment) -> None:
-    one, every = found.roads[1], found.roads[found.setting.layers]
+    one, every = found.modes[1], found.modes[found.setting.layers]
     assert max(one) < 1e-4
     assert max(every.cache, every.prefix_with_mask) < 1e-4
     assert every.prefix_without_mask > 0.1
 
 
-def test_c_the_roads_are_what_they_say(found: Experiment) -> None:
+def test_c_the_modes_compute_what_they_say(found: Experiment) -> None:
     model = found.models["causal"]
     ids = torch.randint(2, 258, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_a_text_that_is_too_short() -> None:
 
 @pytest.mark.sweep
 def test_the_example_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "examples" / "why_mask.py"
+    script = Path(__file__).parents[2] / "examples" / "why_mask"
     done = subprocess.run(
         [sys.executable, script, "--out", tmp_path, "--steps", "10"], capture_output=True, text=True, check=True
     )

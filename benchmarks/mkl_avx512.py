@@ -1,0 +1,165 @@
+"""`lowtri bench` with one more column: torch's SDPA where MKL may use AVX-512 on an AMD CPU. Linux on x86-64; needs a C compiler.
+
+    python benchmarks/mkl_avx512.py
+    python benchmarks/mkl_avx512.py --case "decode" --case "window bf16" --json
+
+torch's wheels contain Intel's MKL, which uses AVX-512 on Intel's CPUs only. This script compiles a shared library that
+overrides that check and preloads it into a second process, which runs cases on request, so that both are timed in turns.
+On Intel CPUs it changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from lowtri.benching.cases import Case, choose
+
+__all__ = ["NAME", "AvxWorker", "main", "serve"]
+
+NAME = "torch SDPA, MKL with AVX-512"
+
+_SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
+
+
+class AvxWorker:
+    """The second process, as a context manager; where ``why_not`` is a reason, none was started.
+
+    Requests and replies are JSON, one a line: {"case": {...}} gets {"ready": true} or {"why_not": "..."},
+    and {"run": true} gets {"seconds": s}.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.why_not = _missing()
+        self._process: subprocess.Popen[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> AvxWorker:
+        if self.why_not is not None:
+            return self
+        self._folder = tempfile.TemporaryDirectory()
+        source, library = (Path(self._folder.name) / name for name in ("mkl.c", "mkl.so"))
+        source.write_text(_SOURCE, encoding="ascii")
+        built = subprocess.run(
+            ["cc", "-shared", "-fPIC", "-o", str(library), str(source)], capture_output=True, text=True, check=False
+        )
+        if built.returncode:
+            self.why_not = f"cc could not build the library: {(built.stderr.strip() or 'no message').splitlines()[0]}"
+            return self
+        preload = " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(self.threads)],
+            env={**os.environ, "LD_PRELOAD": preload},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.close()  # it ends at the end of its input
+            self._process.stdout.close()
+            self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def prepare(self, case: Case) -> str | None:
+        """Set the case up there; or the reason why it cannot run."""
+        if self.why_not is not None:
+            return self.why_not
+        reply = self._request({"case": asdict(case)})
+        return reply.get("why_not")
+
+    def seconds(self) -> float:
+        """The time of one run there."""
+        return float(self._request({"run": True})["seconds"])
+
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return {"why_not": "its process ended", "seconds": float("nan")}
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def _missing() -> str | None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "the preloaded library works on Linux and x86-64 only"
+    return None if shutil.which("cc") else "no C compiler: cc was not found"
+
+
+def serve(threads: int, requests: IO[str], replies: IO[str]) -> None:
+    """The loop of the second process."""
+    import torch
+
+    from lowtri.benching.peers import sdpa
+    from lowtri.benching.runs import Tensors, timed
+
+    torch.set_num_threads(threads)
+    attend: Any = None
+    tensors: Any = None
+    for line in requests:
+        request = json.loads(line)
+        if "case" in request:
+            tensors = None  # freed before the new ones are allocated
+            case = Case(**request["case"])
+            attend = sdpa(case)
+            if isinstance(attend, str):
+                reply: dict[str, Any] = {"why_not": attend}
+            else:
+                tensors = Tensors(case)
+                timed(attend, tensors)
+                reply = {"ready": True}
+        else:
+            reply = {"seconds": timed(attend, tensors)}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the whole table")
+    parser.add_argument("--case", action="append", default=[], help="only cases with these words in their names")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", type=int, metavar="THREADS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve, sys.stdin, sys.stdout)
+        return
+
+    from lowtri.benching.machine import facts
+    from lowtri.benching.measure import measure
+    from lowtri.benching.peers import FORMULA, SDPA
+    from lowtri.benching.show import as_json, as_text
+
+    cases, machine = choose(options.full, options.case), facts(options.threads)
+    with AvxWorker(options.threads) as worker:
+        names, workers = [SDPA, NAME, FORMULA], {NAME: worker}
+        rows = list(measure(cases, names, options.threads, options.rounds, say=_note, workers=workers))
+    print(json.dumps(as_json(rows, machine), indent=2) if options.json else as_text(rows, machine))
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

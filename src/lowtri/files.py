@@ -1,0 +1,54 @@
+"""Atomic writes: a file is the old one or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["write_atomically", "write_text"]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` with a temporary path in the same folder, then rename that file to ``path``.
+
+    Raises:
+        OSError: names ``path``, whatever exception the writing library raises for a full disk.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as for any new file here; some writers make theirs unreadable for others
+        write(temporary)
+        temporary.chmod(mode)
+        with open(temporary, "rb+") as file:
+            os.fsync(
+                file.fileno()
+            )  # before the rename: a power cut could otherwise leave the new name without its bytes
+        os.replace(temporary, path)
+    except Exception as error:
+        reason = _os_error(error)
+        if reason is None:
+            raise
+        raise OSError(reason.errno, reason.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind a library's exception: in its chain, or quoted in its message."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if quoted := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors and tokenizers are written in Rust
+            return OSError(number := int(quoted[1]), os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None
