@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 import lowtri
 from attention_cases import near
-from lowtri import END, CallError, KVCache, LowtriError, MaskError, attention
+from lowtri import CallError, KVCache, LowtriError, MaskError, attention
 from lowtri.integrations import onnx
 from lowtri.integrations.transformers_dense import read_dense_mask as given_table
+from lowtri.masks import POSITION_MAX as END
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of (Masked|nested)", "ignore:Lower right causal bias", "ignore:the matrix subclass"

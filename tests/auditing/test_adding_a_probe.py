@@ -28,13 +28,15 @@ assert "| swap | exchanges" in probe_table()
 
 def test_the_recipe(tmp_path: Path) -> None:
     recipe = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Adding a probe")[1].split("\n## ")[0]
-    file, line = (textwrap.dedent(block) for block in re.findall(r"   ```python\n(.*?)   ```", recipe, re.S))
+    file, line = (textwrap.dedent(block) for block in re.findall(r"   ```(?:python|text)\n(.*?)   ```", recipe, re.S))
     package = tmp_path / "lowtri"
     shutil.copytree(Path(lowtri.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     probes = package / "auditing" / "probes"
     (probes / "swap.py").write_text(file, encoding="utf-8")
     text = (probes / "__init__.py").read_text(encoding="utf-8")
-    (probes / "__init__.py").write_text(text.replace("_FILES = (", f"_FILES = ({line}", 1), encoding="utf-8")
+    (probes / "__init__.py").write_text(
+        text.replace('    "change",\n', f'    "change",\n    {line.strip()}\n', 1), encoding="utf-8"
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

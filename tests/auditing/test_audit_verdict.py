@@ -135,7 +135,7 @@ def test_random_models_are_seeded_alike() -> None:
 
     report = lowtri.audit(dropping, vectors(2, 8, 4))
     assert report.ok, report
-    assert any("every call was seeded alike" in note for note in report.notes)
+    assert any("every call started from the same seed" in note for note in report.notes)
     wrong = lowtri.audit(lambda x: dropping(x).flip(1), vectors(2, 8, 4))
     assert wrong.first is not None and (wrong.first.query, wrong.first.key) == (0, 1)
 

@@ -219,7 +219,7 @@ def check(case: Case, steps, block: int) -> None:
         except CallError as error:
             refused = str(error)
         if refused:  # a crop further back than what was dropped is refused under any mask
-            assert "are dropped already" in refused or _at_fault(case, what, given, length), f"{case.mask!r}: {refused}"
+            assert "are evicted" in refused or _at_fault(case, what, given, length), f"{case.mask!r}: {refused}"
             return
         if what == "crop":
             for one in done:

@@ -78,7 +78,9 @@ def _of_positions(x: Any) -> Hashable | None:
         return ()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        if type(x) is not torch.Tensor or not x.is_cpu or x.requires_grad or x.layout is not torch.strided:
+        from lowtri.ops.guards import is_plain
+
+        if not is_plain(x) or x.is_floating_point() or x.is_complex():
             return None
         x = x.numpy()
     elif isinstance(x, (list, range)):

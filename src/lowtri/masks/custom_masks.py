@@ -150,7 +150,8 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
         MaskError: if there are none, or one differs by head already.
     """
     try:
-        entries = iter(() if isinstance(masks, str | Mask) else masks)
+        # No arrays: torch makes a tensor's rows all at once before the first is seen.
+        entries = iter(() if isinstance(masks, str | Mask) or hasattr(masks, "dtype") else masks)
     except TypeError:
         entries = iter(())
     given = tuple([as_mask(one) for one in entries])  # the first that is no mask ends it, however long the list
