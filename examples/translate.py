@@ -184,8 +184,8 @@ class Told(nn.Module):
         super().__init__()
         self.model, self.source = model, model.read(source)
 
-    def make_cache(self, rows: int) -> lowtri.KVCache:
-        return lowtri.KVCache(self.model.mask)
+    def make_cache(self, rows: int, allow_missing: bool = False) -> lowtri.KVCache:
+        return lowtri.KVCache(self.model.mask, allow_missing=allow_missing)
 
     def forward(self, ids: Tensor, cache: Any = None, positions: Any = None) -> Tensor:
         if positions is None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.masks.mask import Mask
+from lowtri.ops.arguments import whole_strides
 from lowtri.ops.threads import thread_count
 
 __all__ = ["signature"]
@@ -56,7 +57,7 @@ def signature(
 
 
 def _of_numpy(*arrays: Any) -> Hashable | None:
-    if any(x is not None and (type(x) is not np.ndarray or not x.flags.aligned) for x in arrays):
+    if any(x is not None and (type(x) is not np.ndarray or not whole_strides(x)) for x in arrays):
         return None
     return thread_count(is_numpy=True), *(None if x is None else (x.shape, x.strides, x.dtype) for x in arrays)
 

@@ -27,15 +27,21 @@ __all__ = [
     "dtype_name",
     "packed",
     "plain_array",
+    "whole_strides",
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+def whole_strides(x: NDArray[Any]) -> bool:
+    """Whether the numbers lie whole numbers apart, at addresses that fit their size."""
+    return x.flags.aligned and not any(step % x.itemsize for step in x.strides)
+
+
 def plain_array(name: str, x: Any, where: str = "attention") -> Any:
     """An array or tensor whose memory holds its numbers, as it is; NumPy's views across the bytes of numbers are copied."""
     if type(x) is np.ndarray:
-        return x if x.flags.aligned else x.copy()
+        return x if whole_strides(x) else x.copy()
     trouble = why_not_plain(name, x)
     if trouble is not None:
         raise CallError(f"{where}: {trouble}")
