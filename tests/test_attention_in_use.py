@@ -176,6 +176,25 @@ def test_without_gradients():
                 assert not quiet.requires_grad and near(quiet, out, "float32"), engine
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("engine", ["auto", "cpu", "sdpa", "formula"])
+def test_a_tensor_of_inference_mode_where_gradients_are_recorded(name, engine):
+    """torch cannot save it for the backward; the same shapes ran before, so the prepared call is not taken either."""
+    inputs = dict(zip("qkv", draw(nq=8, nk=8), strict=True), bias=torch.zeros(8, 8), sinks=torch.zeros(4))
+    inputs = {x: inputs[x] for x in ("q", "k", "v", name)}
+    engine = "auto" if name in ("bias", "sinks") else engine
+    other = inputs["k" if name == "q" else "q"].requires_grad_()
+    attention(**inputs, mask="causal", engine=engine).sum().backward()
+    with torch.inference_mode():
+        inputs[name] = inputs[name].clone()
+    with pytest.raises(lowtri.CallError, match=rf"{name} was made under torch.inference_mode[\s\S]*{name}.clone"):
+        attention(**inputs, mask="causal", engine=engine)
+    with torch.no_grad():
+        attention(**inputs, mask="causal", engine=engine)
+    attention(**(inputs | {name: inputs[name].clone()}), mask="causal", engine=engine).sum().backward()
+    assert other.grad is not None
+
+
 class Block(nn.Module):
     def __init__(self, mask: lowtri.Mask) -> None:
         super().__init__()

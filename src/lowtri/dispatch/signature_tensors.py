@@ -23,5 +23,5 @@ def of_tensors(*tensors: Any) -> Hashable | None:
             continue
         if not is_plain(x):
             return None
-        parts += (x.shape, x.stride(), x.dtype, x.requires_grad)
+        parts += (x.shape, x.stride(), x.dtype, x.requires_grad, x.is_inference())
     return tuple(parts)

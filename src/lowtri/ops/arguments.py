@@ -23,6 +23,7 @@ __all__ = [
     "check_bias",
     "check_numbers",
     "check_positions",
+    "check_recorded",
     "check_sinks",
     "dtype_name",
     "packed",
@@ -160,6 +161,18 @@ def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
             f"floats, ({heads},)."
         )
     return packed(sinks)
+
+
+def check_recorded(tensors: dict[str, Any]) -> None:
+    """No tensor from inference mode takes part where gradients are recorded: torch cannot save one for the backward."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    if any(x.requires_grad for x in given.values()):
+        for name, x in given.items():
+            if x.is_inference():
+                raise CallError(
+                    f"attention: {name} was made under torch.inference_mode(), but gradients are recorded.\n"
+                    f"Fix: {name}.clone(), or call attention under torch.no_grad()."
+                )
 
 
 def packed(x: Any) -> Any:

@@ -30,6 +30,7 @@ from lowtri.ops.arguments import (
     check_bias,
     check_numbers,
     check_positions,
+    check_recorded,
     check_sinks,
     dtype_name,
     packed,
@@ -220,6 +221,8 @@ def describe(
     is_numpy = isinstance(q, np.ndarray)
     inputs = Inputs(q, k, v, bias, sinks)
     records = not is_numpy and _records_gradients()
+    if records:
+        check_recorded(inputs._asdict())
     call = Call(
         q=_info(q, records),
         k=_info(k, records),
