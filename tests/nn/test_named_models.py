@@ -2,7 +2,7 @@
 
 Decoder self-attention is masked; the encoder and cross-attention are not. Outputs, gradients and generated tokens are those of
 transformers' eager attention, cached decoding is the whole forward, and the audit finds nothing. What registering can do in
-general is in integrations/test_transformers.py; what these four are for is in test_what_was_asked.py.
+general is in integrations/test_transformers.py; what these four are for is in docs/test_taught_forms.py.
 """
 
 from __future__ import annotations

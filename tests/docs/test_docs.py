@@ -10,7 +10,7 @@ import lowtri
 import lowtri.nn
 import lowtri.plain
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)]
 

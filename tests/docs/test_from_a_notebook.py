@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[1] / "docs" / "from-a-notebook.md"
+PAGE = Path(__file__).parents[2] / "docs" / "from-a-notebook.md"
 CODE = re.compile(r"```python\n(.*?)\n```", re.S)
 ROW = re.compile(
     r'<tr><td colspan="2">\n\n(.+?)\n\n</td></tr>\n<tr><td>\n\n(.*?)\n\n</td><td>\n\n(.*?)\n\n</td></tr>', re.S

@@ -1,8 +1,7 @@
-"""What was asked for, row by row and with its figures, through public names only.
+"""The forms in which masked self-attention is taught, with their figures, through public names only.
 
-The sections bear the letters of the document that lists what was asked. A: the plain module and its worked numbers. B: the
-NumPy form. C: the concept. D: the decoder in its family. Section E is about learning; it is held to trained weights, in a
-place of its own at the end.
+A: the plain module and its worked numbers. B: the NumPy form. C: the concept. D: the decoder in its family. E: what a model
+learns, on trained weights.
 """
 
 from __future__ import annotations
