@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtri.backends.base import Selective
 from lowtri.dispatch.choose import load
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import one_by_one
@@ -21,10 +20,15 @@ from lowtri.ops.guards import active_mode, is_plain
 if TYPE_CHECKING:
     from lowtri.dispatch.prepared import PreparedCall
 
-__all__ = ["Differentiable"]
+__all__ = ["differentiable"]
 
 
-class Differentiable(torch.autograd.Function):
+def differentiable(ready: PreparedCall, *inputs: Tensor | None) -> Result:
+    """The result of a prepared call, with gradients."""
+    return Result(*_Differentiable.apply(ready, *inputs))
+
+
+class _Differentiable(torch.autograd.Function):
     """Output, weights and log-sum-exp of a prepared call, the latter two None where there are none."""
 
     @staticmethod
@@ -55,7 +59,7 @@ def _needs_formula(ready: PreparedCall, inputs: Inputs, d_result: Result) -> boo
         return True
     if not all(x is None or is_plain(x) for x in (d_result.output, d_result.weights, d_result.lse)):
         return True
-    return isinstance(ready.prepared, Selective) and not ready.prepared.accepts(inputs, d_result.output)
+    return ready.selective and not ready.prepared.accepts(inputs, d_result.output)  # type: ignore[attr-defined]
 
 
 def _by_formula(ready: PreparedCall, inputs: Inputs, d_result: Result, wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -23,12 +24,14 @@ class PreparedCall:
     call: Call
     backend: str
     prepared: Prepared
-    looks_at_numbers: bool
+    by_name: bool  # the user named the backend, which then keeps its own contract for numbers that are not ordinary
+    # Found once: a check against a protocol takes longer than a small call.
+    selective: bool
     differentiates: bool
 
     def instead(self, inputs: Inputs) -> PreparedCall | None:
         """What runs instead, where the numbers rule this backend out: the cheapest other one."""
-        if not self.looks_at_numbers or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
+        if self.by_name or not self.selective or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
             return None
         return prepare(self.call, choose(self.call, "auto", but=self.backend))
 
@@ -37,9 +40,7 @@ class PreparedCall:
         if other is not None:
             return other.run(inputs)
         if self.differentiates:
-            from lowtri.dispatch.autograd import Differentiable
-
-            return Result(*Differentiable.apply(self, *inputs))
+            return _differentiable()(self, *inputs)
         return self.prepared.run(inputs)
 
 
@@ -47,10 +48,18 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     """Choose the backend and let it lay the call out."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
-    # A backend that is asked for by name keeps its own contract; numbers inside a transform or on another device are not looked at.
-    looks = engine == "auto" and call.opaque is None and isinstance(prepared, Selective)
-    own = call.needs_grad and not call.dropout and call.opaque is None and isinstance(prepared, Differentiates)
-    return PreparedCall(call, name, prepared, looks, own)
+    readable = call.opaque is None  # numbers inside a transform or on another device are not looked at
+    selective = readable and isinstance(prepared, Selective)
+    differentiates = readable and call.needs_grad and not call.dropout and isinstance(prepared, Differentiates)
+    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates)
+
+
+@cache
+def _differentiable() -> Callable[..., Result]:
+    """Loaded with torch."""
+    from lowtri.dispatch.autograd import differentiable
+
+    return differentiable
 
 
 def prepared_call(
@@ -107,15 +116,18 @@ class PreparedCalls:
     def __init__(self, most: int = 256, most_bytes: int = 64 * 2**20) -> None:
         self.most, self.most_bytes = most, most_bytes
         self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()
+        self._newest: PreparedCall | None = None
         self._bytes = 0
         self._lock = Lock()
 
     def get(self, signature: Hashable) -> PreparedCall | None:
-        with self._lock:
-            call = self._calls.get(signature)
-            if call is not None:
-                self._calls.move_to_end(signature)
-            return call
+        call = self._calls.get(signature)
+        if call is not None and call is not self._newest:  # the layers of a model repeat one call
+            with self._lock:
+                if signature in self._calls:  # no other thread has evicted it
+                    self._calls.move_to_end(signature)
+                    self._newest = call
+        return call
 
     def put(self, signature: Hashable, call: PreparedCall) -> None:
         size = call.prepared.nbytes
@@ -124,7 +136,7 @@ class PreparedCalls:
         with self._lock:
             if signature in self._calls:  # another thread was faster
                 return
-            self._calls[signature] = call
+            self._calls[signature] = self._newest = call
             self._bytes += size
             while len(self._calls) > self.most or self._bytes > self.most_bytes:
                 _, oldest = self._calls.popitem(last=False)
@@ -133,7 +145,7 @@ class PreparedCalls:
     def clear(self) -> None:
         with self._lock:
             self._calls.clear()
-            self._bytes = 0
+            self._newest, self._bytes = None, 0
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 
-from lowtri.ops.guards import active_mode, is_plain
+from lowtri.ops.guards import active_mode, dispatch_keys
 
 __all__ = ["of_tensors"]
 
 
-def of_tensors(*tensors: Any) -> Hashable | None:
-    """Shapes, strides, dtypes and what torch is set to; None where the numbers do not lie in the CPU's memory as they are."""
+def of_tensors(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Hashable | None:
+    """Shapes, strides, dtypes and torch's settings; None where the numbers do not lie in the CPU's memory as they are."""
     if active_mode() is not None:
         return None
-    parts: list[Hashable] = [torch.get_num_threads(), torch.is_grad_enabled()]
-    for x in tensors:
-        if x is None:
-            parts.append(None)
-            continue
-        if not is_plain(x):
+    q_keys, k_keys, v_keys = dispatch_keys(q), dispatch_keys(k), dispatch_keys(v)
+    if q_keys is None or k_keys is None or v_keys is None:
+        return None
+    settings = torch.get_num_threads(), torch.is_grad_enabled()
+    of_q = q_keys, q.shape, q.stride(), q.dtype, q.requires_grad
+    of_k = k_keys, k.shape, k.stride(), k.dtype, k.requires_grad
+    of_v = v_keys, v.shape, v.stride(), v.dtype, v.requires_grad
+    if bias is None and sinks is None:
+        return settings, of_q, of_k, of_v
+    others: list[Hashable] = []
+    for x in (bias, sinks):
+        keys = 0 if x is None else dispatch_keys(x)
+        if keys is None:
             return None
-        parts += (x.shape, x.stride(), x.dtype, x.requires_grad, x.is_inference())
-    return tuple(parts)
+        others.append(None if x is None else (keys, x.shape, x.stride(), x.dtype, x.requires_grad))
+    return settings, of_q, of_k, of_v, *others

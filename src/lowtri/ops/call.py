@@ -62,8 +62,7 @@ class Inputs(NamedTuple):
     sinks: Any  # None or (Hq,)
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
+class Result(NamedTuple):
     """What a backend computes, in four dimensions; ``weights`` and ``lse`` where the call returns them."""
 
     output: Any  # (B, Hq, Nq, Dv), the dtype of q

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["FORWARD_MODE", "active_mode", "is_plain", "transformation"]
+__all__ = ["FORWARD_MODE", "active_mode", "dispatch_keys", "is_plain", "transformation"]
 
 FORWARD_MODE = "inside forward-mode differentiation"
 
@@ -23,14 +23,22 @@ _IN_INFERENCE_MODE = _keys("AutocastCPU")
 _ORDINARY = (_keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), _IN_INFERENCE_MODE)
 
 
-def is_plain(x: Any) -> bool:
-    """Whether the numbers of a tensor lie in the CPU's memory as they are.
+def dispatch_keys(x: Any) -> int | None:
+    """The dispatcher's keys of a tensor whose numbers lie in the CPU's memory as they are, else None.
 
-    The dispatcher's keys of a tensor name all that would happen on the way: another device or layout, negated views, zeros that
-    lie nowhere, wrappers of torch.func. So a tensor whose keys are those of an ordinary one is an ordinary one.
+    The keys name everything that torch would do to the tensor on the way: another device or layout, negated views, zeros that
+    lie nowhere, wrappers of torch.func. So a tensor with the keys of an ordinary one is an ordinary one.
     """
-    ordinary = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return ordinary and torch._C._dispatch_keys(x).raw_repr() in _ORDINARY
+    kind = type(x)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return None
+    keys: int = torch._C._dispatch_keys(x).raw_repr()
+    return keys if keys in _ORDINARY else None
+
+
+def is_plain(x: Any) -> bool:
+    """Whether the numbers of a tensor lie in the CPU's memory as they are."""
+    return dispatch_keys(x) is not None
 
 
 def active_mode() -> str | None:

@@ -1,4 +1,4 @@
-"""torch's fused attention: what its function gets besides the arrays, laid out before they are known."""
+"""torch's fused attention: the arguments of its function besides the arrays, prepared before the arrays are known."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.ops.call import Call, Inputs, Result, seen_keys
+from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
 __all__ = ["Fused"]
 
 # torch's own function by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 
+# The kernel that torch's function takes on a CPU, and its gradients. Called by themselves they need no graph inside of ours.
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
+_flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
 _FEW_QUERIES = 16
 
 
 class _Arguments(NamedTuple):
-    """What torch's function gets."""
+    """The arrays that torch's function gets."""
 
     q: Tensor
     k: Tensor
@@ -32,31 +36,34 @@ class _Arguments(NamedTuple):
 class Fused:
     """A call of torch's function.
 
-    ``is_causal``, or no mask at all, or a table that is cut to the keys that anybody sees. A query that sees nothing sees all for
-    torch, and gives 0 after it; keys that nobody sees are set to 0 before, so that 0 * NaN never happens.
+    It passes ``is_causal``, or no mask, or a table that is cut to the keys that any query sees. A query that sees nothing sees all
+    for torch, and its output is set to 0 afterwards; keys that no query sees are set to 0 before, so that 0 * NaN never happens.
     """
 
     formula_dtype = None
     from_output = False
 
     def __init__(self, call: Call, is_causal: bool, with_table: bool) -> None:
-        self.scale, self.huge = call.scale, _HUGE[call.dtype]
-        self.options: dict[str, Any] = {
-            "scale": call.scale,
-            "dropout_p": call.dropout,
-            "enable_gqa": call.group > 1,
-            "is_causal": is_causal,
-        }
+        self.scale, self.huge, self.dv = call.scale, _HUGE[call.dtype], call.v.shape[3]
+        self.is_causal = is_causal
+        self.options: dict[str, Any] = {"scale": call.scale, "is_causal": is_causal}
+        if call.dropout:
+            self.options["dropout_p"] = call.dropout
+        if call.group > 1:
+            self.options["enable_gqa"] = True
         self.keys: slice | None = None
         self.blind: Tensor | None = None
         self.unseen: Tensor | None = None
         self.table: Tensor | None = None
         if with_table:
-            self._lay_out_table(call)
+            self._prepare_table(call)
+        # Without mask arrays the inputs go to torch unchanged.
+        self.direct = not with_table and call.bias is None
+        self.flash = self.direct and _takes_flash(call)
         kept: list[Any] = [self.blind, self.unseen, self.table]
         self.nbytes = 512 + sum(x.nbytes for x in kept if x is not None)
 
-    def _lay_out_table(self, call: Call) -> None:
+    def _prepare_table(self, call: Call) -> None:
         visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
         self.keys = seen_keys(visible)
         visible = visible if self.keys is None else visible[..., self.keys]
@@ -68,48 +75,56 @@ class Fused:
         self.table = None if visible.all() else _tensor(np.logical_or(visible, blind), call)
 
     def run(self, inputs: Inputs) -> Result:
+        if self.direct:
+            return Result(scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, **self.options))
         q, k, v, table, blind = self._arguments(inputs)
         output = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
         return Result(output if blind is None else output.masked_fill(blind, 0))
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
-        """The output, and as torch records it: with the leaves that its graph begins with."""
+        """The output, and what the gradients need: the log-sum-exp, or the graph that torch records with its leaves."""
+        if self.flash:
+            output, lse = _flash(inputs.q, inputs.k, inputs.v, 0.0, self.is_causal, scale=self.scale)
+            return Result(output), lse
         with torch.enable_grad():
             leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
             output = self.run(Inputs(*leaves)).output
         return Result(output.detach()), (output, leaves)
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
-        output, leaves = recorded or self.record(inputs)[1]
-        wanted = [x is not None and x.requires_grad for x in leaves]
-        found = iter(
-            torch.autograd.grad(output, [x for x, want in zip(leaves, wanted, strict=True) if want], d_result.output)
-        )
-        return Inputs(*(next(found) if want else None for want in wanted))
+        recorded = self.record(inputs)[1] if recorded is None else recorded
+        if self.flash:
+            causal, scale = self.is_causal, self.scale
+            saved = (*inputs[:3], result.output, recorded)
+            dq, dk, dv = _flash_gradients(d_result.output, *saved, 0.0, causal, scale=scale)
+            return Inputs(dq, dk, dv, None, None)
+        output, leaves = recorded
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        grads = iter(torch.autograd.grad(output, wanted, d_result.output))
+        return Inputs(*(None if x is None or not x.requires_grad else next(grads) for x in leaves))
 
     def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
         """Whether torch's function keeps to the mask for these numbers.
 
-        Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not tell: torch
+        Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not show it: torch
         may also drop a NaN that a query does see.
         """
-        q, _, v, bias, _ = inputs
+        q, k, v, bias, _ = inputs
         if d_output is not None:
-            return self._tame(d_output, d_output, v, d_output) or self._tame(
-                d_output, d_output, self._arguments(inputs).v, d_output
-            )
+            most = self.dv * _magnitude(d_output)
+            return most * _magnitude(v) < self.huge or most * _magnitude(self._arguments(inputs).v) < self.huge
         # Few queries may see little of a large cache: then only that is looked at.
-        if q.shape[2] >= _FEW_QUERIES and self._tame(*inputs[:4]):
+        if q.shape[2] >= _FEW_QUERIES and self._is_tame(q, k, v, bias):
             return True
-        if q.shape[2] >= _FEW_QUERIES and self.table is None:
-            return False
-        arguments = self._arguments(inputs)  # without what nobody sees
-        return self._tame(*arguments[:3], None if bias is None else arguments.table)
+        if self.direct or (q.shape[2] >= _FEW_QUERIES and self.table is None):
+            return q.shape[2] < _FEW_QUERIES and self._is_tame(q, k, v, bias)
+        arguments = self._arguments(inputs)  # without what no query sees
+        return self._is_tame(*arguments[:3], None if bias is None else arguments.table)
 
-    def _tame(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    def _is_tame(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         """Whether neither a number nor a product of these is NaN, infinite or near overflow (-inf in a bias hides)."""
-        of_q, of_k, of_v = (torch.linalg.vector_norm(x.detach(), torch.inf).item() for x in (q, k, v))
-        of_bias = 0.0 if bias is None else max(bias.detach().amax().item(), 0.0) if bias.numel() else 0.0
+        of_q, of_k, of_v = _magnitude(q), _magnitude(k), _magnitude(v)
+        of_bias = 0.0 if bias is None or bias.numel() == 0 else max(bias.detach().amax().item(), 0.0)
         score = q.shape[3] * of_q * of_k * max(1.0, abs(self.scale))  # at most
         return bool(score + of_q + of_k + of_v + of_bias < self.huge)
 
@@ -130,6 +145,23 @@ class Fused:
             blind = hidden if blind is None else hidden | blind
             table = table.masked_fill(blind, 0)
         return _Arguments(q, k, v, table, blind)
+
+
+def _takes_flash(call: Call) -> bool:
+    """Whether torch's function would take its flash kernel on the CPU: no groups, one head size, rows without gaps, no dropout."""
+
+    def has_rows(x: ArrayInfo) -> bool:
+        return x.strides[3] == 1 and x.shape[3] == call.v.shape[3]
+
+    return (
+        call.device == "cpu" and call.group == 1 and not call.dropout and all(map(has_rows, (call.q, call.k, call.v)))
+    )
+
+
+def _magnitude(x: Tensor) -> float:
+    """The greatest absolute value, NaN where there is a NaN. (torch's norm for it takes twenty times as long.)"""
+    least, greatest = torch.aminmax(x.detach())
+    return max(-least.item(), greatest.item())
 
 
 def _tensor(table: Any, call: Call) -> Tensor:
