@@ -22,7 +22,7 @@ from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import abi, select, target, threads
 from lowtri.kernels.simd import write
-from lowtri.ops.call import describe
+from lowtri.ops.describe import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
 FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bf16"})

@@ -9,7 +9,8 @@ from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.prepared import PreparedCall, prepare, prepared_call
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
-from lowtri.ops.call import Inputs, Result, describe
+from lowtri.ops.call import Inputs, Result
+from lowtri.ops.describe import describe
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

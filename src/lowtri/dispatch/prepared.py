@@ -12,7 +12,8 @@ from typing import Any
 from lowtri.backends.base import Differentiates, Prepared, Selective
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import signature
-from lowtri.ops.call import Call, Inputs, Result, arrange, describe
+from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.describe import arrange, describe
 
 __all__ = ["PREPARED", "PreparedCall", "PreparedCalls", "prepare", "prepared_call"]
 

@@ -1,0 +1,176 @@
+"""From a user's arguments to a checked :class:`~lowtri.ops.call.Call` and its arrays in four dimensions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks.formulas import full
+from lowtri.masks.text import as_mask
+from lowtri.masks.tile import default_positions
+from lowtri.ops.arguments import (
+    bias_in_four,
+    check_arrays,
+    check_batch,
+    check_bias,
+    check_numbers,
+    check_positions,
+    check_recorded,
+    check_sinks,
+    dtype_name,
+    packed,
+    plain_array,
+)
+from lowtri.ops.call import ArrayInfo, Call, Inputs
+from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
+from lowtri.ops.memory_limit import check_weights
+from lowtri.ops.threads import thread_count
+
+__all__ = ["arrange", "describe"]
+
+
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> tuple[Call, Inputs]:
+    """Check the arguments of a call; returns its description and its arrays in four dimensions.
+
+    Raises:
+        CallError: where they do not fit together, or the weights do not fit into memory; the message names the argument,
+            what came, and the fix.
+        MaskError: where the mask is none.
+    """
+    diagonal = None  # who may see whom by order, as torch says it
+    if is_causal_bias(mask):
+        diagonal, mask = ("mask", mask), full()
+    elif is_causal_bias(bias):
+        diagonal, bias = ("bias", bias), None
+    mask = as_mask(mask, "attention: mask")
+    q, k, v = plain_array("q", q), plain_array("k", k), plain_array("v", v)
+    rank, lead = check_arrays(q, k, v)
+    q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
+    (rows, heads, nq, size), nk = q.shape, k.shape[2]
+    check_batch(mask, rank, rows, heads)
+    if bias is not None:
+        bias = check_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
+    if sinks is not None:
+        sinks = check_sinks(plain_array("sinks", sinks), q, heads)
+    check_numbers(scale, softcap, dropout)
+    if return_weights and (isinstance(q, np.ndarray) or q.is_cpu):
+        check_weights((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
+    given = q_positions is not None or k_positions is not None
+    keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
+    start = max(nk - nq, 0)
+    if q_positions is not None:
+        queries = check_positions("q_positions", q_positions, rows, nq)
+    elif nq > nk and mask.asks_query:
+        default_positions(mask, nq, nk)  # raises with the fix
+    elif k_positions is not None and mask.asks_query:
+        queries = keys[:, start:]  # the positions of the last nq keys, be they shifted, padded or a batch of both
+    else:
+        queries = _counted(start, start + nq)
+    if diagonal is not None:
+        if given:
+            raise CallError(
+                f"attention: {diagonal[0]} is a CausalBias, which counts queries and keys by order, but positions came.\n"
+                'Fix: the mask "causal", which compares positions.'
+            )
+        by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
+        mask = by_order if mask == full() else mask & by_order
+        given = nq > nk  # no other call takes these places unless they are given
+    is_numpy = isinstance(q, np.ndarray)
+    inputs = Inputs(q, k, v, bias, sinks)
+    records = not is_numpy and _records_gradients()
+    if records:
+        check_recorded(inputs._asdict())
+    call = Call(
+        q=_info(q, records),
+        k=_info(k, records),
+        v=_info(v, records),
+        bias=None if bias is None else _info(bias, records),
+        sinks=None if sinks is None else _info(sinks, records),
+        is_numpy=is_numpy,
+        device="cpu" if is_numpy or q.is_cpu else str(q.device.type),
+        mask=mask,
+        scale=1 / math.sqrt(size) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        dropout=float(dropout),
+        q_positions=queries,
+        k_positions=keys,
+        positions_given=given,
+        return_weights=return_weights,
+        return_lse=return_lse,
+        threads=thread_count(is_numpy),
+        opaque=None if is_numpy else _opaque(inputs),
+        transformation=None if is_numpy else _transformation(),
+        lead=lead,
+        rank=rank,
+    )
+    return call, inputs
+
+
+def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
+    """The arrays of a call with the signature of one that was described before, in four dimensions."""
+    rank, lead = call.rank, call.lead
+    if rank != 4:
+        q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
+    bias = None if bias is None else bias_in_four(bias, lead)
+    return Inputs(q, k, v, bias, None if sinks is None else packed(sinks))
+
+
+def _as_rows(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
+    """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
+    if rank == 4:
+        return x
+    return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _records_gradients() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+def _info(x: Any, records: bool) -> ArrayInfo:
+    if isinstance(x, np.ndarray):
+        return ArrayInfo(x.shape, tuple(n // x.itemsize for n in x.strides), dtype_name(x.dtype), False)
+    return ArrayInfo(tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype), records and x.requires_grad)
+
+
+def _transformation() -> str | None:
+    from lowtri.ops.guards import transformation
+
+    return transformation()
+
+
+def _opaque(inputs: Inputs) -> str | None:
+    """Why a kernel may not read the tensors' memory by itself, or None."""
+    from lowtri.ops.guards import active_mode, is_plain
+
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        if x is not None and not is_plain(x):
+            return f"{name} is a {type(x).__name__}, or a view, whose numbers do not lie in memory as they are"
+    return active_mode()
+
+
+def _counted(start: int, stop: int) -> NDArray[np.int64]:
+    """start .. stop - 1 as positions, (1, N)."""
+    positions = np.arange(start, stop)[None]
+    positions.setflags(write=False)
+    return positions
