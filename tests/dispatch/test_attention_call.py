@@ -32,7 +32,7 @@ REFUSED = {
     "a foreign type": (
         (*[np.zeros((5, 8), ml_dtypes.bfloat16)] * 3,),
         {},
-        r"q is NumPy's foreign bfloat16\. Fix: a torch tensor, or q\.astype\(np\.float32\)",
+        r"q is bfloat16 in NumPy.*\. Fix: a torch tensor, or q\.astype\(np\.float32\)",
     ),
     "complex numbers": ((X.astype(complex), X, X), {}, "q is complex128, but attention takes"),
     "bools": ((T.bool(), T, T), {}, "q is bool, but attention takes"),
@@ -156,7 +156,7 @@ REFUSED = {
         (X, X, X),
         {"q_positions": [0, 1]},
         r"q_positions is int64 \(2,\), but it holds whole numbers, \(5,\) or \(2, 5\): "
-        r"the (place|position) of each in the sequence, -1 where there is no token",
+        r"the position of each token in the sequence, -1 for padding",
     ),
     "positions of another batch": (
         (X, X, X),
@@ -306,7 +306,7 @@ def test_the_whole_message_of_an_engine_that_cannot():
     with pytest.raises(EngineError) as caught:
         attention(T, T, T, "causal & window(3)", sinks=torch.zeros(4), return_weights=True, engine="sdpa")
     lines = str(caught.value).splitlines()
-    assert lines[0] == 'attention: engine "sdpa" cannot run this call, and it was asked for by name.'
+    assert lines[0] == 'attention: engine "sdpa" cannot run this call, and it was requested by name.'
     assert lines[1] == "  q (2, 4, 5, 8)   k (2, 4, 5, 8)   float32   cpu   mask causal & window(3)"
     assert "  sdpa       no: it has no sinks" in lines and "  formula    yes" in lines and "  reference  yes" in lines
     assert lines[-1] == 'Fix: drop engine="sdpa", or change what it names.'

@@ -273,8 +273,8 @@ def test_a_hidden_nan_at_any_size(n, dtype):
         assert choice.engine == "formula" and "an input holds NaN, infinity" in choice.weighed
         assert str(choice).startswith("formula runs: sdpa is cheaper, but an input holds NaN, infinity or huge numbers")
         clean = lowtri.which_engine(q, k, v.nan_to_num(), "causal")
-        assert clean.engine == "sdpa" and clean.weighed == "the cheapest that can"
-    assert lowtri.which_engine(q, k, v, "causal", engine="formula").weighed == "asked for by name"
+        assert clean.engine == "sdpa" and clean.weighed == "the cheapest that supports the call"
+    assert lowtri.which_engine(q, k, v, "causal", engine="formula").weighed == "requested by name"
 
 
 def test_a_gradient_that_is_not_finite_stays_with_its_query():
@@ -504,7 +504,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 def test_an_engine_by_name_runs_or_raises():
     q, k, v = draw()
     with pytest.raises(
-        EngineError, match=r'(?s)engine "sdpa" cannot run this call, and it was asked for by name.*it has no softcap'
+        EngineError, match=r'(?s)engine "sdpa" cannot run this call, and it was requested by name.*it has no softcap'
     ):
         attention(q, k, v, "causal", softcap=1.0, engine="sdpa")
     with pytest.raises(EngineError, match=r"there is no engine 'fast'\. There are: auto, .*formula, reference"):
@@ -590,7 +590,7 @@ def test_weights_that_cannot_fit_are_refused_at_once(engine):
     x = np.zeros((3_000_000, 8), np.float32)
     for one in (x, torch.from_numpy(x)):
         with pytest.raises(
-            CallError, match=r"return_weights=True makes an array .*33,528 GiB.*\nFix: ask for some queries at a time"
+            CallError, match=r"return_weights=True makes an array .*33,528 GiB.*\nFix: a part of the queries at a time"
         ):
             attention(one, one, one, "window(4)", return_weights=True, engine=engine)
     some = attention(x[:10], x[:900], x[:900], "window(4)", q_positions=range(10), return_weights=True, engine=engine)

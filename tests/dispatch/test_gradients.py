@@ -291,7 +291,7 @@ def test_documents_do_not_mix_in_gradients():
 
 
 def test_no_gradient_is_dropped_in_silence():
-    """auto takes an engine with gradients; one asked for by name either gives them or raises."""
+    """auto takes an engine with gradients; one requested by name either gives them or raises."""
     q, k, v = (x.requires_grad_() for x in draw())
     assert attention(q, k, v, "causal").requires_grad
     for engine in ENGINES:

@@ -97,9 +97,9 @@ def test_errors():
         merge([], [])
     with pytest.raises(CallError, match="merge: 2 outputs and 1 lses"):
         merge([out, out], [lse])
-    with pytest.raises(CallError, match=r"merge: an output \(4, 2\) stands beside an lse \(3,\); shapes differ"):
+    with pytest.raises(CallError, match=r"merge: an output is \(4, 2\) and its lse \(3,\)"):
         merge([out], [lse[:3]])
-    with pytest.raises(CallError, match=r"merge: an output \(4, 1\) stands beside an lse \(4,\); shapes differ"):
+    with pytest.raises(CallError, match=r"merge: an output is \(4, 1\) and its lse \(4,\)"):
         merge([out, out[:, :1]], [lse, lse])
     with pytest.raises(
         CallError, match="merge: Tensor and ndarray came, but it takes NumPy arrays or torch tensors, all of one"

@@ -223,7 +223,7 @@ def test_a_step_of_training_compiled(backend: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_what_is_no_operator_runs_outside_of_the_program() -> None:
+def test_calls_without_an_operator_run_outside_of_the_graph() -> None:
     """Weights, dropout and Python formulas: a graph break, and an error where the program must be whole."""
     x = inputs()
     asked: dict[str, dict[str, Any]] = {
@@ -236,7 +236,7 @@ def test_what_is_no_operator_runs_outside_of_the_program() -> None:
         def fn(q: Any, k: Any, v: Any, options: Any = options) -> Any:
             return attention(q, k, v, **options)
 
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="no operator; it runs outside"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="runs outside of the graph"):
             compiled(fn)(*x)
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -245,7 +245,7 @@ def test_what_is_no_operator_runs_outside_of_the_program() -> None:
         torch.testing.assert_close(found, fn(*x), msg=name)
 
 
-def test_wrong_arguments_are_told_as_outside() -> None:
+def test_wrong_arguments_raise_as_in_eager_mode() -> None:
     x = inputs()
     with pytest.raises(MaskError, match="there is no mask 'casual'"):
         compiled(lambda q, k, v: attention(q, k, v, "casual"))(*x)

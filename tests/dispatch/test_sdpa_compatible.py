@@ -213,7 +213,7 @@ REFUSED = {  # what torch refuses -> our words
     "whole numbers as query": (lambda f: f(Q.int(), K.int(), V.int()), "q is int32, but attention takes float16"),
     "batches": (
         lambda f: f(Q, K[[0, 0, 0]], V[[0, 0, 0]]),
-        r"the dimensions in front do not broadcast: query \(2, 3, 5, 8\), key \(3,",
+        r"the leading dimensions do not broadcast: query \(2, 3, 5, 8\), key \(3,",
     ),
     "heads": (lambda f: f(Q, K[:, :2], V[:, :2]), r"the heads do not broadcast: .*Fix: enable_gqa=True"),
     "heads in no groups": (lambda f: f(Q, K[:, :2], V[:, :2], enable_gqa=True), "serves a whole number of query heads"),

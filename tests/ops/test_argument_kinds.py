@@ -269,7 +269,7 @@ def test_causal_bias_that_does_not_fit() -> None:
     ):
         with pytest.raises(CallError, match=r"is a CausalBias of \(5, 6\), but there are 6 queries and 6 keys"):
             run(causal_upper_left(5, 6))
-    with pytest.raises(CallError, match=r"bias is a CausalBias, .* positions came\.\nFix: the mask \"causal\""):
+    with pytest.raises(CallError, match=r"bias is a CausalBias, .* positions were given\.\nFix: the mask \"causal\""):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6), q_positions=range(6))
     with pytest.raises(
         CallError, match="bias is a CausalBias, but subclasses"
@@ -292,7 +292,7 @@ def test_causal_bias_in_a_program() -> None:
     )
     assert near(twin(q, bias), attention(q, q, q, "causal"), "float32")
     for call_it in (lambda q, bias: attention(q, q, q, "full", bias=bias), lambda q, bias: attention(q, q, q, bias)):
-        with pytest.raises(Exception, match="a CausalBias has no numbers that a program could hold"):
+        with pytest.raises(Exception, match="a CausalBias has no data that a graph could hold"):
             torch.compile(call_it, backend="eager", fullgraph=True)(q, bias)
 
 

@@ -1,9 +1,9 @@
-"""Ways to run a call of attention, blind to one another; :mod:`lowtri.backends.base` says what each one is.
+"""The backends that run a call of attention, independent of one another; :mod:`lowtri.backends.base` defines the interface.
 
 cpu        the CPU kernels
 sdpa       torch's own fused attention
-formula    the formula in torch, query tile by query tile: every option, any device, gradients to any order
-reference  NumPy, float64, the definition itself
+formula    the formula in torch, in tiles of queries: every option, any device, gradients to any order
+reference  the definition, in NumPy and float64
 """
 
 __all__ = ["BACKENDS"]

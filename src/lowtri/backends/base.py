@@ -1,11 +1,11 @@
-"""What a backend is: three functions in a module of its own, which imports no other backend.
+"""The interface of a backend: a module with a name and three functions, which imports no other backend.
 
     name             as users write it in ``engine=``
-    supports(call)   None where it can run the call, or the reason why not, in the few words that users read
-    cost(call)       an estimate in microseconds on a nominal core; loads nothing heavy, since it is asked for every call
-    prepare(call)    lays out whatever can be laid out before the numbers are known
+    supports(call)   None if it can run the call, else the reason, in a few words for users
+    cost(call)       an estimate in microseconds on a nominal core; it imports nothing heavy, since every new call needs it
+    prepare(call)    computes everything that does not depend on the arrays' data
 
-All three read the call's description alone, so equal calls always run on the same backend and give the same bits.
+All three depend on the call's description only, so equal calls run on the same backend and give the same bits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Backend", "Differentiates", "Prepared", "Selective"]
 
 
 class Prepared(Protocol):
-    """A call laid out, which runs on any arrays of the same signature, on several threads at once."""
+    """A prepared call: runs on any arrays of the same signature, also from several threads at once."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that is kept between runs."""
+        """Memory that it holds between runs."""
         ...
 
     def run(self, inputs: Inputs) -> Result:
@@ -32,25 +32,27 @@ class Prepared(Protocol):
 
 @runtime_checkable
 class Differentiates(Prepared, Protocol):
-    """A prepared call that computes first gradients itself, where torch cannot look inside."""
+    """A prepared call that computes first gradients itself, since torch records no graph of it."""
 
-    from_output: bool  # the gradients need the output and log-sum-exp, and nothing else of what ran
-    formula_dtype: str | None  # in which the formula computes further derivatives; None: that of the inputs
+    from_output: bool  # the gradients need nothing of the forward but its output and log-sum-exp
+    formula_dtype: str | None  # of the formula that computes higher derivatives; None: the inputs' dtype
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
-        """The result, and what else the gradients need."""
+        """The result, and any other state that the gradients need."""
         ...
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
-        """The gradients of the inputs, None where none is wanted; ``recorded`` is None where ``record`` ran elsewhere."""
+        """The gradients of the inputs, None where none is needed; ``recorded`` is None if ``record`` has to run again."""
         ...
 
 
 @runtime_checkable
 class Selective(Prepared, Protocol):
-    """A prepared call that keeps to the mask for ordinary numbers only: ``engine="auto"`` asks it to look at them."""
+    """A prepared call that keeps to the mask for finite, moderate numbers only; ``engine="auto"`` has it inspect its inputs."""
 
-    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool: ...
+    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
+        """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
+        ...
 
 
 class Backend(Protocol):

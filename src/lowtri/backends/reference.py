@@ -1,6 +1,6 @@
 """The backend ``reference``: the definition in NumPy float64, for NumPy arrays and torch tensors, with gradients.
 
-Gradients of gradients are those of the formula in float64.
+Higher derivatives are those of the formula in float64.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ name = "reference"
 
 
 def supports(call: Call) -> str | None:
-    """What has more than one answer, and what torch does not let NumPy read."""
+    """Reject dropout, and tensors that NumPy cannot read."""
     return "dropout draws at random, and the definition does not" if call.dropout else call.transformation
 
 
 def cost(call: Call) -> float:
-    """The first choice for small NumPy arrays, since it does not load torch; the last one for tensors."""
+    """Cheapest for small NumPy arrays, since it does not import torch; the last choice for tensors."""
     batch, heads, _, nq, nk, *_ = call.sizes
     return (100 if call.is_numpy else 1e9) + batch * heads * nq * nk / 20
 
@@ -44,7 +44,7 @@ class _Prepared:
         return self.record(inputs)[0]
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
-        """Results in the dtype of q, log-sum-exp in float64 or float32; and every step on the way."""
+        """Results in the dtype of q, log-sum-exp in float64 or float32; and every intermediate step."""
         call = self.call
         q, k, v, bias, sinks = map(_wide, inputs)
         steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)

@@ -1,10 +1,11 @@
-"""From the user's arguments to a backend: check once, choose by cost, prepare, keep what was prepared, run.
+"""From the user's arguments to a backend: check, choose by cost, prepare, cache the prepared call, run.
 
 attend            attention() and which_engine()
-signature         everything about a call but where its numbers lie: the key of prepared calls
-prepared          the one cache of prepared calls
+signature         everything about a call but the data of its arrays: the key of the cache
+prepared          the cache of prepared calls
+autograd          gradients of prepared calls
 choose            which backend runs a call
-programs          attention() in a program that torch.compile or torch.export writes down
-merge             attention over disjoint keys, joined
+programs          attention() under torch.compile and torch.export: two operators
+merge             partial results over disjoint keys, merged
 sdpa_compatible   torch's scaled_dot_product_attention, with torch's meanings
 """

@@ -1,4 +1,4 @@
-"""``attention``: look the call up among the prepared ones, or check it, choose a backend and prepare it; then run it."""
+"""``attention``: find the prepared call in the cache, or check the call, choose a backend and prepare it; then run it."""
 
 from __future__ import annotations
 
@@ -199,26 +199,26 @@ def which_engine(
 
 
 def is_traced() -> bool:
-    """Whether this call is being written into a program, by torch.compile or torch.export, and not run."""
+    """Whether torch.compile or torch.export is tracing this call."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
 
 def _autocast_device(q: Any) -> str | None:
-    """The kind of q's device, where torch.autocast is on for it."""
+    """The type of q's device if torch.autocast is on for it, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return None
-    if type(q) is not torch.Tensor and why_not_plain("q", q):  # refused when the call is checked
+    if type(q) is not torch.Tensor and why_not_plain("q", q):  # rejected when the call is checked
         return None
-    if q.is_cpu:  # asked before each token of each layer
+    if q.is_cpu:  # the common case, in every layer for every token
         return "cpu" if torch.is_autocast_enabled("cpu") else None
     kind = q.device.type
     return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
 
 def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
-    """Under torch.autocast float32 inputs are cast as torch casts those of its own attention."""
+    """Cast float32 inputs as torch.autocast does for torch's own attention."""
     import torch
 
     kind = torch.get_autocast_dtype(device)
@@ -226,7 +226,7 @@ def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
 
 
 def _without_autocast(device: str, ready: PreparedCall, inputs: Inputs) -> Result:
-    """The cast has been made; what a backend computes in float32 stays in float32."""
+    """Run after the cast, so that a backend's own float32 arithmetic stays in float32."""
     import torch
 
     with torch.autocast(device, enabled=False):

@@ -1,7 +1,7 @@
 """Gradients of prepared calls: the first by the backend, all further ones by the formula.
 
-A kernel, NumPy and torch's fused attention give numbers without a graph. Where torch needs the graph (``create_graph=True``), or
-transforms the backward, the call is computed again by the formula, tile by tile, and differentiated there.
+Kernels, NumPy and torch's fused attention return gradients without a graph. Where torch needs one (``create_graph=True``) or
+transforms the backward, the formula computes the call again, tile by tile, and is differentiated.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _Differentiable(torch.autograd.Function):
         d_result = Result(d_output, *d_results[1:])
         if _needs_formula(ready, inputs, d_result):
             return None, *_by_formula(ready, inputs, d_result, ctx.needs_input_grad[1:])
-        # The first backward takes what was recorded, so that its memory is free after it; a second one records again.
+        # The first backward consumes the recorded state, which frees its memory; a second one records again.
         recorded = ctx.recorded.pop() if ctx.recorded else None
         return None, *ready.prepared.gradients(inputs, result, recorded, d_result)
 
 
 def _needs_formula(ready: PreparedCall, inputs: Inputs, d_result: Result) -> bool:
-    """Whether torch records a graph of the gradients, or hands over tensors without numbers, or numbers that would spread."""
+    """Whether torch records a graph of the gradients, or passes tensors without data, or numbers that would spread."""
     if torch.is_grad_enabled() or active_mode() is not None:
         return True
     if not all(x is None or is_plain(x) for x in (d_result.output, d_result.weights, d_result.lse)):
@@ -69,7 +69,7 @@ def _by_formula(ready: PreparedCall, inputs: Inputs, d_result: Result, wanted: S
     dtype = None if name is None else getattr(torch, name)
     recording = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, since one tensor may be several inputs, or one input the source of another: each has a gradient of its own.
+        # Views: one tensor may be several inputs, or one input may derive from another, and each needs its own gradient.
         views = [None if x is None else x.view_as(x) for x in inputs]
         result = (
             load("formula")

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the cheapest of those that support it; one that is asked for by name runs or raises."""
+"""The choice of the backend: the cheapest one that supports the call; one that is requested by name runs or raises."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Choice", "choose", "load", "weigh"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`lowtri.which_engine` returns: the engine that would run, why, and what each one answered."""
+    """The result of :func:`lowtri.which_engine`: the engine that would run, why, and the answer of each engine."""
 
     engine: str
     weighed: str
     answers: dict[str, str]  # "yes", or "no: " and the reason
-    costs: dict[str, float]  # estimated microseconds, of those that can run the call
+    costs: dict[str, float]  # estimated microseconds of the engines that can run the call
 
     def __str__(self) -> str:
         lines = [f"{self.engine} runs: {self.weighed}"]
@@ -34,12 +34,12 @@ class Choice:
 
 @cache
 def load(name: str) -> Backend:
-    """The backend of that name; loaded late, since what it needs is."""
+    """The backend of that name; loaded late, since its dependencies are heavy."""
     return cast(Backend, importlib.import_module(f"lowtri.backends.{name}"))
 
 
 def choose(call: Call, name: str, *, but: str | None = None) -> str:
-    """The name of the backend that runs the call, where ``name`` is one or "auto", which may be any ``but`` one."""
+    """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``but``."""
     if name == "auto":
         by_cost = sorted((one for one in BACKENDS if one != but), key=lambda one: load(one).cost(call))
         return next(one for one in by_cost if load(one).supports(call) is None)
@@ -49,18 +49,18 @@ def choose(call: Call, name: str, *, but: str | None = None) -> str:
         return name
     listed = "\n".join(f"  {one:<10} {answer}" for one, answer in _answers(call).items())
     raise EngineError(
-        f'attention: engine "{name}" cannot run this call, and it was asked for by name.\n  {call}\n{listed}\n'
+        f'attention: engine "{name}" cannot run this call, and it was requested by name.\n  {call}\n{listed}\n'
         f'Fix: drop engine="{name}", or change what it names.'
     )
 
 
 def weigh(call: Call, name: str, instead_of: str | None, by_name: bool) -> Choice:
-    """The choice of ``name``, explained; ``instead_of`` a cheaper one that the numbers rule out."""
+    """The choice of ``name`` with its reason; ``instead_of`` is a cheaper backend that the inputs rule out."""
     answers = _answers(call)
     costs = {one: load(one).cost(call) for one, answer in answers.items() if answer == "yes"}
-    weighed = "asked for by name" if by_name else "the cheapest that can"
+    weighed = "requested by name" if by_name else "the cheapest that supports the call"
     if instead_of is not None:
-        trouble = "an input holds NaN, infinity or huge numbers, which it may spread to other queries, or drop"
+        trouble = "an input holds NaN, infinity or huge numbers, which it may spread to other queries or drop"
         weighed = f"{instead_of} is cheaper, but {trouble}"
     return Choice(name, weighed, answers, costs)
 

@@ -1,4 +1,4 @@
-"""Attention over disjoint sets of keys, joined into attention over all of them."""
+"""Merges attention over disjoint sets of keys into attention over all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
         outputs: list of (..., Nq, Dv), one for each set of keys.  lses: list of (..., Nq), from ``return_lse=True``.
 
     Returns:
-        (output, lse) over all keys, so that joins can be joined again. Without sinks, which would be counted twice.
+        (output, lse) over all keys, which can be merged again. Compute the parts without sinks: they would be counted twice.
 
     Source: the split softmax of FlashAttention (Dao et al. 2022) and ring attention (Liu et al. 2023).
     """
@@ -53,12 +53,13 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
     for out, lse in zip(outputs, lses, strict=True):
         if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:
             raise CallError(
-                f"merge: an output {tuple(out.shape)} stands beside an lse {tuple(lse.shape)}; shapes differ."
+                f"merge: an output is {tuple(out.shape)} and its lse {tuple(lse.shape)}, "
+                "but outputs share one shape (..., Nq, Dv), and each has an lse (..., Nq)."
             )
     if isinstance(outputs[0], np.ndarray):
         stacked, lse = np.stack(outputs), np.stack(lses)  # (parts, ..., Nq, Dv), (parts, ..., Nq)
-        greatest = lse.max(axis=0)
-        shift = np.where(np.isneginf(greatest), 0, greatest)
+        row_max = lse.max(axis=0)
+        shift = np.where(np.isneginf(row_max), 0, row_max)
         with np.errstate(divide="ignore"):
             total = np.exp(lse - shift).sum(axis=0)
             joined = shift + np.log(total)

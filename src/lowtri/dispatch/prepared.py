@@ -1,4 +1,4 @@
-"""The one cache of prepared calls: bounded in number and in bytes, shared by all threads, and clearable."""
+"""The cache of prepared calls: bounded in number and in bytes, shared by all threads, and clearable."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["PREPARED", "PreparedCall", "PreparedCalls", "prepare", "prepared_cal
 
 @dataclass(frozen=True, eq=False)
 class PreparedCall:
-    """A call, the backend that was chosen for it, and what that backend laid out."""
+    """A call, the backend chosen for it, and the backend's preparation."""
 
     call: Call
     backend: str
     prepared: Prepared
-    by_name: bool  # the user named the backend, which then keeps its own contract for numbers that are not ordinary
+    by_name: bool  # requested by name: inputs with NaN, inf or huge numbers are then not sent to another backend
     # Found once: a check against a protocol takes longer than a small call.
     selective: bool
     differentiates: bool
 
     def instead(self, inputs: Inputs) -> PreparedCall | None:
-        """What runs instead, where the numbers rule this backend out: the cheapest other one."""
+        """The cheapest other backend, prepared, if the inputs rule this one out; else None."""
         if self.by_name or not self.selective or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
             return None
         return prepare(self.call, choose(self.call, "auto", but=self.backend))
@@ -46,10 +46,10 @@ class PreparedCall:
 
 
 def prepare(call: Call, engine: str) -> PreparedCall:
-    """Choose the backend and let it lay the call out."""
+    """Choose the backend and prepare the call."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
-    readable = call.opaque is None  # numbers inside a transform or on another device are not looked at
+    readable = call.opaque is None  # data inside a transform or on another device is not inspected
     selective = readable and isinstance(prepared, Selective)
     differentiates = readable and call.needs_grad and not call.dropout and isinstance(prepared, Differentiates)
     return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates)
@@ -80,7 +80,7 @@ def prepared_call(
     return_lse: bool = False,
     engine: str = "auto",
 ) -> tuple[PreparedCall, Inputs]:
-    """The prepared call for these arguments, from the cache where one with the same signature came before, else checked and made."""
+    """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
     options = (scale, softcap, dropout, q_positions, k_positions, return_weights, return_lse, engine)
     key = signature(q, k, v, mask, bias, sinks, *options)
     ready = None if key is None else PREPARED.get(key)
@@ -108,10 +108,10 @@ def prepared_call(
 
 
 class PreparedCalls:
-    """The newest prepared calls by signature.
+    """The most recently used prepared calls by signature.
 
     Args:
-        most: how many are kept.  most_bytes: the memory that they may hold together.
+        most: the number of calls kept.  most_bytes: the memory that they may hold together.
     """
 
     def __init__(self, most: int = 256, most_bytes: int = 64 * 2**20) -> None:
@@ -135,7 +135,7 @@ class PreparedCalls:
         if size > self.most_bytes:
             return
         with self._lock:
-            if signature in self._calls:  # another thread was faster
+            if signature in self._calls:  # another thread prepared it first
                 return
             self._calls[signature] = self._newest = call
             self._bytes += size

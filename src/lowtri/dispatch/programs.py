@@ -1,10 +1,10 @@
-"""attention as two torch operators, for programs that torch.compile or torch.export writes down.
+"""attention as two torch operators, for torch.compile and torch.export.
 
     lowtri::attention            q, k, v and the rest -> output, log-sum-exp
-    lowtri::attention_backward   -> the gradients of q, k, v, bias and sinks, as far as they are wanted
+    lowtri::attention_backward   -> the gradients of those of q, k, v, bias and sinks that need them
 
-Such a program holds one node for a call: nothing of masks and plans is traced into it. The mask goes in as a text and a list of
-tensors for the arrays that it holds, so another batch of documents runs the same program. A call on plain tensors never comes here.
+The graph has one node for a call; masks and plans are not traced. The mask is passed as a text and a list of tensors, its arrays,
+so the same graph runs other batches of documents. Eager calls on plain tensors do not use these operators.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ARGUMENTS = (
 
 
 def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights: bool, **options: Any) -> Any:
-    """A call of attention while a program is traced: the operator; what it does not do runs outside of the program.
+    """A call of attention under tracing: the operator, or a graph break for what the operator does not support.
 
-    Weights, dropout and masks with a Python formula (``where``) are left to a graph break.
+    Weights, dropout and masks with a Python function (``where``) run outside of the graph.
     """
     if is_causal_bias(mask) or is_causal_bias(options["bias"]):
-        raise CallError('attention: a CausalBias has no numbers that a program could hold. Fix: the mask "causal".')
+        raise CallError('attention: a CausalBias has no data that a graph could hold. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
@@ -71,15 +71,13 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
     return (output, lse) if options["return_lse"] else output
 
 
-_REASON = {
-    "reason": "lowtri.attention with dropout=, return_weights= or a mask of where() is no operator; it runs outside"
-}
+_REASON = {"reason": "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"}
 _SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
 _outside: Callable[..., Any] = torch.compiler.disable(attention, **(_REASON if _SAYS else {}))
 
 
 def _strictly_exporting() -> bool:
-    """Whether torch.export traces by the compiler; a program then holds tensors without numbers in place of NumPy arrays."""
+    """Whether torch.export traces with the compiler, which replaces NumPy arrays by tensors without data."""
     return (
         torch.compiler.is_dynamo_compiling()
         and hasattr(torch.compiler, "is_exporting")
@@ -96,9 +94,9 @@ def _tensor(array: Any) -> Any:
 
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where nobody asks for it or will."""
+    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where neither the caller nor the backward needs it."""
     ready, inputs = _prepared(q, k, v, *rest)
-    if _from_output(ready) and not ready.call.return_lse:  # the gradients begin there
+    if _from_output(ready) and not ready.call.return_lse:  # the gradients need it
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
     with _without_autocast(q):
@@ -121,7 +119,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    """The gradients of those of q, k, v, bias and sinks that are ``wanted``. Engines without a kernel for it run forward again."""
+    """The gradients of those of q, k, v, bias and sinks that are ``wanted``. Some backends run forward again."""
     inputs: Any = [
         None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
     ]
@@ -153,7 +151,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """What the gradients need: all arguments, the output and its log-sum-exp."""
+    """Save what the gradients need: all arguments, the output and its log-sum-exp."""
     q, k, v, bias, sinks, mask, arrays, q_positions, k_positions, *options = inputs
     ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *arrays, *output)
     ctx.mask, ctx.options = mask, options
@@ -163,9 +161,9 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sinks, q_positions, k_positions, *arrays, output, lse = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:5])
     arguments = (q, k, v, bias, sinks, ctx.mask, arrays, q_positions, k_positions, *ctx.options)
-    found = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
+    grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
     of_mask = (None, [None] * len(arrays))
-    return (*(next(found) if want else None for want in wanted), *of_mask, *[None] * 6)
+    return (*(next(grads) if want else None for want in wanted), *of_mask, *[None] * 6)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
@@ -190,7 +188,7 @@ def _prepared(
     return_lse: bool,
     engine: str,
 ) -> tuple[PreparedCall, Inputs]:
-    """The prepared call that the operator's arguments say."""
+    """The prepared call for the operator's arguments."""
     return prepared_call(
         q,
         k,
@@ -213,7 +211,7 @@ def _wide(q: Tensor) -> torch.dtype:
 
 @contextmanager
 def _without_autocast(q: Tensor) -> Iterator[None]:
-    """The cast has been at the program's door; what an engine computes in float32 stays in float32."""
+    """Run after the cast, so that a backend's own float32 arithmetic stays in float32."""
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
@@ -224,7 +222,7 @@ def _without_autocast(q: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Autograd inside an operator, where torch has switched it off for the thread."""
+    """Record gradients inside an operator, where torch has disabled autograd for the thread."""
     key, off = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
     for one in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
         off = off.remove(one)

@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """torch's function with torch's meanings exactly, on lowtri's engines; for code that cannot be changed yet.
+    """torch's function with torch's meanings exactly, on lowtri's engines; for existing code.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -64,19 +64,19 @@ def scaled_dot_product_attention(
     True
 
     Args:
-        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The dimensions in front broadcast.
+        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast.
         attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
             ``causal_upper_left`` or ``causal_lower_right``.
         dropout_p: the probability with which a weight is dropped, whether or not a module trains.
         is_causal: query i sees keys 0 .. i: aligned at the top left, also where L and S differ.
         scale: factor on the scores; 1 / sqrt(E) by default.
-        enable_gqa: the third dimension from the end is heads, and each of key's serves neighbouring ones of query's.
+        enable_gqa: dimension -3 is heads, and each key/value head serves neighbouring query heads.
 
     Returns:
         (..., L, Ev), an array of query's kind and dtype. One difference: a query that sees nothing gives 0 on every device.
 
     Raises:
-        CallError: where torch raises, too; it is a RuntimeError as torch's own.
+        CallError: where torch raises, too. It is also a RuntimeError, as in torch.
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
@@ -100,9 +100,9 @@ def scaled_dot_product_attention(
     most = heads[0] if enable_gqa else 0 if 0 in heads else max(heads)
     batch = _broadcast(*(tuple(x.shape[:-3]) for x in (q, k, v)))
     if batch is None:
-        raise _error(f"the dimensions in front do not broadcast: {_shapes(query, key, value)}.")
+        raise _error(f"the leading dimensions do not broadcast: {_shapes(query, key, value)}.")
     (nq, nk), rows = (q.shape[-2], k.shape[-2]), math.prod(batch)
-    # One head that serves all is a group; only unequal ones must be spread out.
+    # A single key/value head is a group; other unequal heads are expanded.
     shared = heads[1:] if enable_gqa or heads[1:] == [1, 1] else [most, most]
     q, k, v = (
         _spread(x, (*batch, n, *x.shape[-2:])).reshape(rows, n, *x.shape[-2:])
@@ -111,13 +111,13 @@ def scaled_dot_product_attention(
     lead = (*batch, most) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
     if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
         q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
-    places = np.arange(nq) if is_causal and nq != nk else None  # index is place: what torch means by is_causal
+    positions = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if is_causal_bias(attn_mask):
         mask, bias = causal(), None
-        places = np.arange(nq) + ahead(f"{_NAME}: attn_mask", attn_mask, nq, nk)
+        positions = np.arange(nq) + ahead(f"{_NAME}: attn_mask", attn_mask, nq, nk)
     else:
         mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
-    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=places)
+    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=positions)
     return output.reshape(*lead, nq, value.shape[-1])
 
 
@@ -135,20 +135,20 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     padded = (1,) * (len(shape) - len(came)) + came
     if len(came) < 2 or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
         raise _error(f"attn_mask is {came}, which does not broadcast to {shape}.")
-    if math.prod(padded[:-3]) > 1:  # dimensions in front become rows, as those of query do
+    if math.prod(padded[:-3]) > 1:  # leading dimensions are flattened, as those of query are
         padded = (*shape[:-3], *padded[-3:])
         attn_mask = _spread(attn_mask, padded)
     attn_mask = attn_mask.reshape(math.prod(padded[:-3]), *padded[-3:])
     if kind != "bool":
         return full(), attn_mask
     if 0 in shape:
-        return full(), None  # nobody is there to be hidden
+        return full(), None  # there are no pairs
     wide = _spread(attn_mask, (*attn_mask.shape[:2], *shape[-2:]))
     return table(wide[0, 0] if wide.shape[:2] == (1, 1) else wide), None
 
 
 def _broadcast(*fronts: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The one size of all dimensions in front, as np.broadcast_shapes, which knows no sizes that a compiler leaves open."""
+    """The broadcast shape of the leading dimensions, or None. np.broadcast_shapes rejects the symbolic sizes of a trace."""
     longest = max(len(front) for front in fronts)
     out = []
     for sizes in zip(*((1,) * (longest - len(front)) + front for front in fronts), strict=True):
@@ -162,7 +162,7 @@ def _broadcast(*fronts: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _of_zeros(x: Any) -> Any:
-    """(..., 0) to (..., 1), which still carries the gradient of x."""
+    """(..., 0) -> (..., 1), zeros that keep the gradient of x."""
     if isinstance(x, np.ndarray):
         return np.zeros((*x.shape[:-1], 1), x.dtype)
     import torch

@@ -1,8 +1,7 @@
-"""The signature of a call: everything that its checks, its backend and its preparation depend on: all but where the numbers lie.
+"""The signature of a call: everything that its checks, its backend and its preparation depend on, which is all but the data.
 
-Two calls with equal signatures pass the same checks and run alike, so a prepared call is looked up by the signature before
-anything is checked again. Calls on unusual arguments (tensor subclasses, options that are not plain numbers) have none: they
-are checked each time.
+Calls with equal signatures pass the same checks and run on the same backend, so the cache is searched before anything is checked.
+Calls with unusual arguments (tensor subclasses, options that are not plain numbers) have no signature and are checked each time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def signature(
     return_lse: bool,
     engine: str,
 ) -> Hashable | None:
-    """A hashable signature, or None for a call on unusual arguments."""
+    """A hashable signature, or None for a call with unusual arguments."""
     if not (isinstance(mask, Mask) or type(mask) is str):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(dropout) not in _NUMBERS:

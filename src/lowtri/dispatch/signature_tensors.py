@@ -1,4 +1,4 @@
-"""The part of a signature that tensors make. A file of its own, since it is loaded with torch; and short, since every call runs it."""
+"""The tensors' part of a signature. It is a file of its own because it imports torch, and unrolled because every call runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["of_tensors"]
 
 
 def of_tensors(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Hashable | None:
-    """Shapes, strides, dtypes and torch's settings; None where the numbers do not lie in the CPU's memory as they are."""
+    """Shapes, strides, dtypes and torch's settings; None for tensors whose data does not lie in CPU memory as it is."""
     if active_mode() is not None:
         return None
     q_keys, k_keys, v_keys = dispatch_keys(q), dispatch_keys(k), dispatch_keys(v)

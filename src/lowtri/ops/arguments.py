@@ -1,6 +1,6 @@
-"""The arguments of a call of attention, checked: each that does not fit raises and names what came, what was expected, the fix.
+"""Checks of the arguments of attention. Each error names the argument, what came, what was expected, and the fix.
 
-Many calls take microseconds, so that what fits passes with few comparisons; words are found only for what does not.
+Small calls take microseconds, so valid arguments pass with few comparisons; messages are composed only for invalid ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def whole_strides(x: NDArray[Any]) -> bool:
-    """Whether the numbers lie whole numbers apart, at addresses that fit their size."""
+    """Whether the data is aligned and the strides are multiples of the item size."""
     return x.flags.aligned and not any(step % x.itemsize for step in x.strides)
 
 
@@ -46,14 +46,14 @@ def plain_array(name: str, x: Any, where: str = "attention") -> Any:
     trouble = why_not_plain(name, x)
     if trouble is not None:
         raise CallError(f"{where}: {trouble}")
-    if isinstance(x, np.ndarray):  # a file's memory is memory
+    if isinstance(x, np.ndarray):  # a memory-mapped file
         return plain_array(name, np.asarray(x), where)
-    # Zeros that lie nowhere are written out: some of torch's own kernels read the memory that such a tensor does not have.
+    # Zero tensors without memory are materialised: some of torch's own kernels read the memory that they do not have.
     return x.clone() if is_tensor(x) and x._is_zerotensor() else x
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
-    """The rank of q, k and v, which they have in common, and the dimensions before (H, N, D)."""
+    """The common rank of q, k and v, and their dimensions before (H, N, D)."""
     if not isinstance(q, np.ndarray) and not is_tensor(q):
         raise CallError(
             f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
@@ -63,14 +63,16 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         raise CallError(
             f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
-    numpys = isinstance(q, np.ndarray)
+    is_numpy = isinstance(q, np.ndarray)
     rank = q.ndim
-    if numpys and kind == "bfloat16":  # another library's type, which NumPy multiplies one number at a time
-        raise CallError("attention: q is NumPy's foreign bfloat16. Fix: a torch tensor, or q.astype(np.float32).")
+    if is_numpy and kind == "bfloat16":
+        raise CallError(
+            "attention: q is bfloat16 in NumPy, which is slow there. Fix: a torch tensor, or q.astype(np.float32)."
+        )
     if rank < 2:
         raise CallError(f"attention: q is {tuple(q.shape)}, but it is (N, D), (H, N, D) or (..., H, N, D).")
     for name, x in (("k", k), ("v", v)):
-        if type(x) is type(q) and x.dtype == q.dtype and x.ndim == rank and (numpys or x.device == q.device):
+        if type(x) is type(q) and x.dtype == q.dtype and x.ndim == rank and (is_numpy or x.device == q.device):
             continue
         _check_kind(name, x, q)
         if x.dtype != q.dtype:
@@ -98,11 +100,11 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def _check_kind(name: str, x: Any, q: Any) -> None:
-    """x is of the same library as q, and on the same device."""
-    numpys = isinstance(q, np.ndarray)
-    if not (isinstance(x, np.ndarray) if numpys else type(x) is type(q) or is_tensor(x)):
+    """Raise unless x comes from the same library as q and is on the same device."""
+    is_numpy = isinstance(q, np.ndarray)
+    if not (isinstance(x, np.ndarray) if is_numpy else type(x) is type(q) or is_tensor(x)):
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
-    if not numpys and x.device != q.device:
+    if not is_numpy and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
     if is_fake(x) != is_fake(q):
         mode = getattr(x if is_fake(x) else q, "fake_mode", None)
@@ -113,7 +115,7 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
 
 
 def check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
-    """The mask differs for no more rows and heads than there are."""
+    """Raise unless the batch shape of the mask fits the rows and heads of q."""
     if not mask.batch:
         return
     if rank < 4 and mask.batch[0] > 1:
@@ -141,7 +143,7 @@ def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...])
 
 
 def bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
-    """A bias in four dimensions: its leading dimensions become rows as those of q do."""
+    """A bias in four dimensions: its leading dimensions are flattened as those of q are."""
     if bias.ndim <= 4:
         return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
     tail = tuple(bias.shape[-3:])
@@ -152,7 +154,7 @@ def bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
 
 
 def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
-    """A logit for each query head, side by side in memory, where kernels read them."""
+    """One logit for each query head, contiguous, since kernels read them so."""
     _check_kind("sinks", sinks, q)
     kind = _dtype(sinks)
     if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
@@ -164,7 +166,7 @@ def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
 
 
 def check_recorded(tensors: dict[str, Any]) -> None:
-    """No tensor from inference mode takes part where gradients are recorded: torch cannot save one for the backward."""
+    """Raise if gradients are recorded and a tensor was made in inference mode: torch cannot save it for the backward."""
     given = {name: x for name, x in tensors.items() if x is not None}
     if any(x.requires_grad for x in given.values()):
         for name, x in given.items():
@@ -176,12 +178,12 @@ def check_recorded(tensors: dict[str, Any]) -> None:
 
 
 def packed(x: Any) -> Any:
-    """The array with its numbers side by side in memory."""
+    """The array, contiguous."""
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
 def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
-    """The options that are one plain number each."""
+    """Check the options that are one number each."""
     if scale is not None and not math.isfinite(_number("scale", scale)):
         raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
     if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
@@ -200,7 +202,7 @@ def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.
     if array.shape not in ((n,), (rows, n), (1, n)):
         raise CallError(
             f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
-            "the place of each in the sequence, -1 where there is no token."
+            "the position of each token in the sequence, -1 for padding."
         )
     array = np.array(array, ndmin=2)  # a copy: a prepared call outlives the caller's array
     array.setflags(write=False)
@@ -208,7 +210,7 @@ def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.
 
 
 def _number(name: str, value: Any) -> float:
-    """A plain number; a tensor would lose its gradient here in silence."""
+    """A Python number; a tensor is rejected, since its gradient would be lost in silence."""
     if type(value) is float:
         return value
     if isinstance(value, float | int | np.floating | np.integer):

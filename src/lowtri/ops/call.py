@@ -1,7 +1,7 @@
 """A call of attention: its description without the numbers, its arrays in four dimensions, and its result.
 
-A :class:`Call` says everything about a call except where its numbers lie. Backends read it to answer whether they support the
-call, what it would cost them, and to prepare it; the arrays come when a prepared call runs, so equal calls are prepared once.
+A :class:`Call` holds everything about a call but the data of its arrays. Backends read it to decide whether they support the call,
+to estimate its cost, and to prepare it; the arrays are passed when a prepared call runs, so equal calls are prepared once.
 
 Whatever rank the user passed, ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has
 four dimensions that broadcast against (B, Hq, Nq, Nk), and positions are NumPy integers, (1, N) or (B, N).
@@ -24,16 +24,16 @@ __all__ = ["ArrayInfo", "Call", "Inputs", "Result", "seen_keys"]
 
 
 class ArrayInfo(NamedTuple):
-    """An array without its numbers."""
+    """The properties of an array without its data."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in numbers, not bytes
+    strides: tuple[int, ...]  # in elements, not bytes
     dtype: str
     requires_grad: bool  # and gradients are recorded
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call: NumPy arrays or torch tensors, all of one kind and device."""
+    """The arrays of a call: all NumPy arrays, or all torch tensors on one device."""
 
     q: Any  # (B, Hq, Nq, D)
     k: Any  # (B, Hkv, Nk, D)
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a backend computes, in four dimensions; ``weights`` and ``lse`` where the call returns them."""
+    """The result of a call, in four dimensions; ``weights`` and ``lse`` where the call returns them."""
 
     output: Any  # (B, Hq, Nq, Dv), the dtype of q
     weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked call without its numbers."""
+    """A checked call without the data of its arrays."""
 
     q: ArrayInfo
     k: ArrayInfo
@@ -71,7 +71,7 @@ class Call:
     return_weights: bool
     return_lse: bool
     threads: int
-    opaque: str | None  # why the numbers cannot be read from memory, or None
+    opaque: str | None  # why the data cannot be read from memory, or None
     transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
     lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def group(self) -> int:
-        """How many neighbouring query heads one key/value head serves."""
+        """The number of neighbouring query heads that share one key/value head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @cached_property
@@ -97,11 +97,11 @@ class Call:
 
     @cached_property
     def shows_all(self) -> bool:
-        """Whether every query sees every key, by one question about the box of positions around them."""
+        """Whether every query sees every key; decided from the bounds of the positions, so it may be False without need."""
         q, k = self.q_positions, self.k_positions
         if self.mask.batch or 0 in (q.size, k.size):
             return False
-        if not self.positions_given:  # consecutive: the ends are the box
+        if not self.positions_given:  # consecutive: the first and the last are the bounds
             return self.mask.tile(int(q[0, 0]), int(q[0, -1]) + 1, 0, k.shape[1]) is FULL
         if q.min() < 0 or k.min() < 0:
             return False
@@ -112,7 +112,7 @@ class Call:
         return plan(self.mask, self.q_positions, self.k_positions, tile_k=tile_k)
 
     def visible(self, start: int = 0, stop: int | None = None, k0: int = 0, k1: int | None = None) -> NDArray[np.bool_]:
-        """Who sees whom among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
+        """The table of visible pairs among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
         q, k, mask = self.q_positions[:, start:stop], self.k_positions[:, k0:k1], self.mask
         if len(q) == len(k) == 1 and not mask.batch:
             return np.asarray(mask(q[0][:, None], k[0][None, :]))[None, None]
@@ -137,7 +137,7 @@ class Call:
 
 
 def seen_keys(visible: NDArray[np.bool_]) -> slice | None:
-    """The keys from the first to the last that anybody sees in a table (B|1, Hq|1, Nq, Nk), where that leaves some out."""
+    """The keys from the first to the last that anybody sees in a table (B|1, Hq|1, Nq, Nk), or None where that is all of them."""
     some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
     if not 0 < len(some) < visible.shape[3]:
         return None

@@ -54,9 +54,9 @@ def describe(
     Raises:
         CallError: where they do not fit together, or the weights do not fit into memory; the message names the argument,
             what came, and the fix.
-        MaskError: where the mask is none.
+        MaskError: where ``mask`` is not a mask.
     """
-    diagonal = None  # who may see whom by order, as torch says it
+    diagonal = None  # torch's CausalBias, given as mask or as bias
     if is_causal_bias(mask):
         diagonal, mask = ("mask", mask), full()
     elif is_causal_bias(bias):
@@ -75,25 +75,27 @@ def describe(
     if return_weights and (isinstance(q, np.ndarray) or q.is_cpu):
         check_weights((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
     given = q_positions is not None or k_positions is not None
-    keys = _counted(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
+    keys = _consecutive(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
     start = max(nk - nq, 0)
     if q_positions is not None:
         queries = check_positions("q_positions", q_positions, rows, nq)
     elif nq > nk and mask.asks_query:
         default_positions(mask, nq, nk)  # raises with the fix
     elif k_positions is not None and mask.asks_query:
-        queries = keys[:, start:]  # the positions of the last nq keys, be they shifted, padded or a batch of both
+        queries = keys[
+            :, start:
+        ]  # the positions of the last nq keys, also where they are shifted, padded or differ by row
     else:
-        queries = _counted(start, start + nq)
+        queries = _consecutive(start, start + nq)
     if diagonal is not None:
         if given:
             raise CallError(
-                f"attention: {diagonal[0]} is a CausalBias, which counts queries and keys by order, but positions came.\n"
+                f"attention: {diagonal[0]} is a CausalBias, which refers to queries and keys by index, but positions were given.\n"
                 'Fix: the mask "causal", which compares positions.'
             )
         by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
         mask = by_order if mask == full() else mask & by_order
-        given = nq > nk  # no other call takes these places unless they are given
+        given = nq > nk  # the default positions would reject more queries than keys
     is_numpy = isinstance(q, np.ndarray)
     inputs = Inputs(q, k, v, bias, sinks)
     records = not is_numpy and _records_gradients()
@@ -126,7 +128,7 @@ def describe(
 
 
 def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
-    """The arrays of a call with the signature of one that was described before, in four dimensions."""
+    """The arrays of another call with the same signature, in four dimensions."""
     rank, lead = call.rank, call.lead
     if rank != 4:
         q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
@@ -165,11 +167,11 @@ def _opaque(inputs: Inputs) -> str | None:
 
     for name, x in zip(inputs._fields, inputs, strict=True):
         if x is not None and not is_plain(x):
-            return f"{name} is a {type(x).__name__}, or a view, whose numbers do not lie in memory as they are"
+            return f"{name} is a {type(x).__name__} or a view whose data does not lie in memory as it is"
     return active_mode()
 
 
-def _counted(start: int, stop: int) -> NDArray[np.int64]:
+def _consecutive(start: int, stop: int) -> NDArray[np.int64]:
     """start .. stop - 1 as positions, (1, N)."""
     positions = np.arange(start, stop)[None]
     positions.setflags(write=False)

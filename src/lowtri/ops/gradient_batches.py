@@ -1,6 +1,6 @@
 """A backward under ``is_grads_batched=True`` (also ``torch.autograd.functional.jacobian(vectorize=True)``), one gradient at a time.
 
-torch then passes tensors that stand for many gradients at once, and few of its own operations accept them.
+torch then passes batched tensors, one for many gradients, which few operations accept.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def one_by_one(backward: Backward) -> Backward:
             return backward(ctx, *grads)
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
-        opened = [torch._remove_batch_dim(x, level, 0, 0) if _is_batched(x) else None for x in grads]  # (many, ...)
-        many = next(len(x) for x in opened if x is not None)
+        unbatched = [torch._remove_batch_dim(x, level, 0, 0) if _is_batched(x) else None for x in grads]  # (count, ...)
+        count = next(len(x) for x in unbatched if x is not None)
         once = _Once(ctx)
         each = [
-            backward(once, *(grad if x is None else x[i] for grad, x in zip(grads, opened, strict=True)))
-            for i in range(many)
+            backward(once, *(grad if x is None else x[i] for grad, x in zip(grads, unbatched, strict=True)))
+            for i in range(count)
         ]
         columns = zip(*(one if isinstance(one, tuple) else (one,) for one in each), strict=True)
         return tuple(None if x[0] is None else torch._add_batch_dim(torch.stack(x), 0, level) for x in columns)
@@ -39,7 +39,7 @@ def one_by_one(backward: Backward) -> Backward:
 
 
 class _Once:
-    """The context of a backward that runs several times; a checkpoint gives back what it saved only once."""
+    """The context of a backward that runs several times: saved tensors can be unpacked only once under checkpointing."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""Whether a kernel may read a tensor's memory: kernels bypass torch's dispatcher, so it must have nothing to do on the way."""
+"""Kernels read raw memory and bypass torch's dispatcher: lazily negated views, subclasses and active dispatch modes are rejected."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ORDINARY = (_keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), _IN_INFEREN
 def dispatch_keys(x: Any) -> int | None:
     """The dispatcher's keys of a tensor whose numbers lie in the CPU's memory as they are, else None.
 
-    The keys name everything that torch would do to the tensor on the way: another device or layout, negated views, zeros that
-    lie nowhere, wrappers of torch.func. So a tensor with the keys of an ordinary one is an ordinary one.
+    The keys stand for everything that the dispatcher would do: other devices and layouts, negated views, zero tensors without
+    memory, wrappers of torch.func. A tensor with exactly the keys of an ordinary dense tensor is one.
     """
     kind = type(x)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
@@ -42,14 +42,14 @@ def is_plain(x: Any) -> bool:
 
 
 def active_mode() -> str | None:
-    """A mode of torch that must see every operation, and so rules kernels out; None where there is none."""
+    """The torch mode that must see every operation, which rules kernels out; None where there is none."""
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return transformation() or "a program is being recorded, or what it does is being watched"
+        return transformation() or "inside a trace or under a dispatch mode of torch"
     return transformation()
 
 
 def transformation() -> str | None:
-    """Whether torch differentiates or maps the call from outside, on tensors that do not show their numbers."""
+    """The function transform of torch (forward mode, vmap, ...) around the call, whose tensors have no readable memory, or None."""
     if forward_ad._current_level >= 0:
         return FORWARD_MODE
     return "inside a transform of torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None

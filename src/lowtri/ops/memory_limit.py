@@ -1,4 +1,4 @@
-"""What cannot fit into this machine's memory is refused before anything is computed."""
+"""Rejects results that cannot fit into this machine's memory before anything is computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["check_weights"]
 
 
 def check_weights(shape: tuple[int, int, int, int], itemsize: int, dtype: str) -> None:
-    """The weights (B, Hq, Nq, Nk) fit into this machine's memory."""
+    """Raise a CallError if the weights (B, Hq, Nq, Nk) do not fit into this machine's memory."""
     size, available = math.prod(shape) * itemsize, _memory_bytes()
     if available is not None and size > available:
         raise CallError(
             f"attention: return_weights=True makes an array {shape} of {dtype}: {size / 2**30:,.0f} GiB, and this machine has "
             f"{available / 2**30:,.0f} GiB.\n"
-            "Fix: ask for some queries at a time, attention(q[..., a:b, :], k, v, mask, q_positions=range(a, b), return_weights=True)."
+            "Fix: a part of the queries at a time, attention(q[..., a:b, :], k, v, mask, q_positions=range(a, b), return_weights=True)."
         )
 
 

@@ -1,7 +1,7 @@
 """The definition of attention: NumPy, float64, one step a line, every step kept; and its gradients.
 
-Slow on purpose, and the oracle for everything else. Hidden pairs are never multiplied: 0 * NaN is NaN, and what a mask hides
-must leave no trace.
+Slow on purpose, and the oracle for everything else. Hidden pairs are never multiplied: 0 * NaN is NaN, and hidden values must not
+reach any result.
 
 Source: Vaswani et al. 2017, section 3.2.1; the softcap of Gemma 2 (2024); sinks as in gpt-oss (2025).
 """
@@ -24,7 +24,7 @@ class Steps:
     """Every step of one attention, all float64."""
 
     q: Floats  # (B, Hq, Nq, D)
-    k: Floats  # (B, Hq, Nk, D), each key head written out for every query head it serves
+    k: Floats  # (B, Hq, Nk, D), key heads repeated for the query heads of their group
     v: Floats  # (B, Hq, Nk, Dv)
     visible: NDArray[np.bool_]  # (B, Hq, Nq, Nk)
     scores: Floats  # (B, Hq, Nq, Nk), q k^T
@@ -63,20 +63,20 @@ def attend(
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     visible = np.broadcast_to(visible, (*q.shape[:3], k.shape[2]))
-    with np.errstate(all="ignore"):  # what is hidden may hold anything
+    with np.errstate(all="ignore"):  # hidden values may be NaN or infinite
         scores = q @ k.swapaxes(2, 3)
         scaled = scores * scale
         capped = scaled if softcap is None else softcap * np.tanh(scaled / softcap)
         masked = np.where(visible, capped if bias is None else capped + bias, -np.inf)
-        # A row that bias hides whole is a row that sees nothing.
+        # A row whose bias is -inf everywhere sees nothing.
         visible = visible & (masked.max(axis=3, keepdims=True, initial=-np.inf) != -np.inf)
         row = masked if sinks is None else np.concatenate([masked, _column(sinks, masked)], axis=3)
-        greatest = row.max(axis=3, keepdims=True, initial=-np.inf)
-        greatest = np.where(greatest == -np.inf, 0, greatest)  # a query that sees nothing: all weights come out 0
-        exps = np.exp(row - greatest)
-        total = exps.sum(axis=3, keepdims=True)
-        weights = np.where(visible, (exps / np.where(total == 0, 1, total))[..., : k.shape[2]], 0)
-        lse = (greatest + np.log(total))[..., 0]
+        row_max = row.max(axis=3, keepdims=True, initial=-np.inf)
+        row_max = np.where(row_max == -np.inf, 0, row_max)  # a query that sees nothing gets weights of 0
+        exps = np.exp(row - row_max)
+        row_sum = exps.sum(axis=3, keepdims=True)
+        weights = np.where(visible, (exps / np.where(row_sum == 0, 1, row_sum))[..., : k.shape[2]], 0)
+        lse = (row_max + np.log(row_sum))[..., 0]
         output = _sum_visible(weights, v, visible)
     return Steps(q, k, v, visible, scores, scaled, capped, masked, weights, lse, output, scale, softcap)
 
@@ -89,7 +89,7 @@ def gradients(
     *,
     sinks: Floats | None = None,
 ) -> tuple[Floats, Floats, Floats, Floats, Floats | None]:
-    """What each input moves: d q, d k, d v (for each *query* head), d bias (not yet summed over what it broadcast), d sinks.
+    """The gradients dq, dk, dv (for each *query* head), d_bias (not yet summed over broadcast dimensions) and d_sinks.
 
     Args:
         d_output: (B, Hq, Nq, Dv), the gradient of the output; ``d_weights`` (B, Hq, Nq, Nk) and ``d_lse`` (B, Hq, Nq) likewise.
@@ -100,15 +100,15 @@ def gradients(
         d_w = np.where(visible, d_output @ steps.v.swapaxes(2, 3), 0)
         if d_weights is not None:
             d_w = np.where(visible, d_w + d_weights, 0)
-        # Softmax: a weight moves its own score, and all scores of its row share what the row must give up.
-        shared = np.where(visible, weights * d_w, 0).sum(axis=3, keepdims=True)
+        # The gradient of softmax: dS = P * (dP - delta), where delta is the row's sum of P * dP.
+        delta = np.where(visible, weights * d_w, 0).sum(axis=3, keepdims=True)
         if d_lse is not None:
-            shared = shared - d_lse[..., None]
-        d_masked = np.where(visible, weights * (d_w - shared), 0)
+            delta = delta - d_lse[..., None]
+        d_masked = np.where(visible, weights * (d_w - delta), 0)
         d_sinks = None
         if sinks is not None:
             sink_weight = np.exp(sinks[None, :, None] - steps.lse)
-            d_sinks = np.where(np.isneginf(steps.lse), 0, -sink_weight * shared[..., 0]).sum(axis=(0, 2))
+            d_sinks = np.where(np.isneginf(steps.lse), 0, -sink_weight * delta[..., 0]).sum(axis=(0, 2))
         d_scaled = d_masked
         if steps.softcap is not None:
             d_scaled = np.where(visible, d_masked * (1 - (steps.capped / steps.softcap) ** 2), 0)
@@ -119,18 +119,18 @@ def gradients(
 
 
 def _sum_visible(weights: Floats, x: Floats, visible: NDArray[np.bool_]) -> Floats:
-    """``weights @ x`` over visible pairs only: rows of x that hold NaN or inf reach exactly those who see them.
+    """``weights @ x`` over visible pairs only: a row of x with NaN or inf reaches exactly the queries that see it.
 
     weights, visible: (B, H, M, N).  x: (B, H, N, D).  Returns (B, H, M, D).
     """
-    broken = np.logical_not(np.isfinite(x).all(axis=3))  # (B, H, N)
-    out = weights @ np.where(broken[..., None], 0, x)
-    for j in np.flatnonzero(broken.any(axis=(0, 1))):
-        here = visible[..., j, None] & broken[:, :, j, None, None]  # (B, H, M, 1)
-        out = out + np.where(here, weights[..., j, None] * x[:, :, None, j], 0)
+    non_finite = np.logical_not(np.isfinite(x).all(axis=3))  # (B, H, N)
+    out = weights @ np.where(non_finite[..., None], 0, x)
+    for j in np.flatnonzero(non_finite.any(axis=(0, 1))):
+        affected = visible[..., j, None] & non_finite[:, :, j, None, None]  # (B, H, M, 1)
+        out = out + np.where(affected, weights[..., j, None] * x[:, :, None, j], 0)
     return out
 
 
 def _column(sinks: Floats, masked: Floats) -> Any:
-    """One more key that everybody of a head sees: (Hq,) -> (B, Hq, Nq, 1)."""
+    """The sinks as one more key that every query sees: (Hq,) -> (B, Hq, Nq, 1)."""
     return np.broadcast_to(sinks[None, :, None, None], (*masked.shape[:3], 1))

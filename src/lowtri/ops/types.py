@@ -9,11 +9,11 @@ from torch import Tensor
 
 __all__ = ["Array", "Options"]
 
-Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call are of one kind, and so are its results
+Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call come from one library, and so do its results
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of :func:`lowtri.attention` that change neither what it returns nor where it runs."""
+    """The keyword arguments of :func:`lowtri.attention` that change neither the return type nor the backend."""
 
     scale: float | None
     softcap: float | None

@@ -1,6 +1,6 @@
 """The backend ``cpu``: the kernels, on CPU tensors and NumPy arrays.
 
-Numba is loaded late, and where it is missing ``supports`` says so.
+Numba is imported late; where it is missing, ``supports`` gives the reason.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["FEW_QUERIES", "cost", "name", "prepare", "supports"]
 
 name = "cpu"
 
-FEW_QUERIES = 16  # below, reading the keys and values is the work
-_FIRST_COMPILE = 5e6  # a call that is over in a millisecond anywhere must not wait seconds for a compiler
+FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
+_FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
-_LARGE_CAST = 2**24  # keys and values in a half type: 64 MB in float32, more than is written and read again in a cache
+_LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, more than the CPU's caches hold
 _NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
 
 
 def supports(call: Call) -> str | None:
-    """What the kernels cannot do."""
+    """Reject what the kernels do not implement."""
     if call.device != "cpu":
         return f"the tensors are on {call.device}"
     reason = _numba_missing() or call.opaque
@@ -40,7 +40,7 @@ def supports(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """Of the keys and values that few queries read, or of multiplications; small calls are left to backends without a compiler."""
+    """The keys and values to read for few queries, else the multiplications; small calls go to backends without a compiler."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     if nq < FEW_QUERIES:
         numbers = batch * kv_heads * nk * (d + dv)
@@ -58,9 +58,9 @@ def cost(call: Call) -> float:
 
 
 def _torch_is_faster(call: Call, numbers: int) -> bool:
-    """Where torch's function beat the kernel on tensors: dense bf16 on AMX, and caches in float16 that must be cast.
+    """Whether torch's function was measured faster: dense bf16 on a CPU with AMX, and float16 caches that have to be cast.
 
-    Windows, documents and other masks that hide much stay with the kernel, since torch computes what they hide.
+    Windows, documents and other masks that hide much stay with the kernel, since torch computes hidden pairs.
     """
     if call.is_numpy or call.dtype not in ("bfloat16", "float16") or _numba_missing():
         return False
@@ -80,7 +80,7 @@ def prepare(call: Call) -> Prepared:
 
 @cache
 def _numba_missing() -> str | None:
-    """Numba trails new Pythons and NumPys: it may be missing, or refuse the NumPy that is here."""
+    """Why Numba is not usable, or None. New releases of Python and NumPy are supported late, so it may be missing or refuse them."""
     if find_spec("numba") is None:
         return "numba is not installed"
     try:

@@ -13,11 +13,11 @@ from lowtri.ops.call import Call
 __all__ = ["Fields", "address", "broadcast", "of_call", "of_plan", "packed", "strides"]
 
 Fields: TypeAlias = dict[str, Any]
-Strides: TypeAlias = tuple[int, ...]  # in numbers
+Strides: TypeAlias = tuple[int, ...]  # in elements
 
 
 def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fields:
-    """What every kernel reads of a call: sizes, strides, options."""
+    """The fields that every kernel reads: sizes, strides, options."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     return {
         **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
@@ -28,7 +28,7 @@ def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fi
 
 
 def of_plan(plan: Plan) -> Fields:
-    """What the kernels that follow a plan read of it."""
+    """The fields of the plan."""
     masks_b, masks_h = plan.sheet.shape
     return {
         "rows": plan.rows,
@@ -43,12 +43,12 @@ def of_plan(plan: Plan) -> Fields:
 
 
 def strides(of: Strides) -> Fields:
-    """Those of an array (B, H, N, D)."""
+    """The strides of an array (B, H, N, D)."""
     return dict(zip("bhnd", of, strict=True))
 
 
 def packed(shape: tuple[int, ...]) -> Strides:
-    """Those of an array of this shape without gaps."""
+    """The strides of a contiguous array of this shape."""
     steps = [1]
     for size in reversed(shape[1:]):
         steps.append(steps[-1] * size)
@@ -56,14 +56,14 @@ def packed(shape: tuple[int, ...]) -> Strides:
 
 
 def broadcast(shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
-    """Those of a bias, 0 along the axes where it has one entry for all; all 0 where there is none."""
+    """The strides of a bias, 0 along broadcast axes; all 0 without a bias."""
     if shape is None:
         return dict.fromkeys(axes, 0)
     return {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
 
 
 def address(x: Any) -> int:
-    """Where an array's first number lies, 0 where there is none."""
+    """The address of an array's first element, 0 for None."""
     if x is None:
         return 0
     pointer: int = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()

@@ -1,7 +1,6 @@
 """A kernel's launch: its record, its scratch memory, and the team of threads.
 
-A launch is prepared from everything about a call but where its numbers lie, and can run again and again, from several threads at
-once.
+A launch is prepared from everything about a call but its addresses. It can run many times, also from several threads at once.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ __all__ = ["PreparedLaunch", "kernel_file"]
 
 
 def kernel_file(name: str) -> Any:
-    """A file of the kernels: loaded late, since Numba is."""
+    """A module of the kernels, imported late because it imports Numba."""
     return importlib.import_module(f"lowtri.kernels.{name}")
 
 
 class PreparedLaunch:
-    """A kernel laid out to run. Safe among threads: a run has a record of its own.
+    """A kernel ready to run. Thread-safe: each run has a record of its own.
 
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
-        scratch, shared: bytes of the parts of the scratch memory, of each thread and for all together.
-        zeros: the part of ``shared`` that begins as 0.
-        keep: what owns the memory that fields point to.
+        scratch, shared: bytes of the parts of the scratch memory, for each thread and shared by all.
+        zeros: the part of ``shared`` that starts at 0.
+        keep: the owner of the memory that the fields point to.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class PreparedLaunch:
         self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
         self._code = threads_file.compiled(getattr(kernel_file(abi.name), abi.name), abi, spec)
         self._team = threads_file
-        self._records: list[Any] = []  # as many as ever ran at once; each is in one run at a time
+        self._records: list[Any] = []  # a pool; a record is used by one run at a time
 
     def run(self, **addresses: int) -> None:
-        """Run it on arrays at these addresses, one for each name of the ABI; 0 for an array that the call does not have.
+        """Run the kernel on arrays at these addresses, one for each name of the ABI; 0 for an absent array.
 
         Raises:
-            KeyError: if an address is missing, or its name is no array of the kernel.
+            KeyError: if an address is missing or its name is unknown.
         """
         values = self._pick(addresses)
         if len(addresses) != len(values):
@@ -76,20 +75,20 @@ class PreparedLaunch:
             ctypes.memset(scratch.address + offset, 0, size)
         self._team.run_team(self._code, ctypes.addressof(record), self.threads)
         self._records.append(record)
-        if scratch.size <= _KEPT:
+        if scratch.size <= _POOLED_BYTES:
             _scratch.append(scratch)
 
 
 class _Scratch:
-    """Memory that one run works in and a later one can use again; it begins at a whole cache line."""
+    """Scratch memory of one run, reused by later ones; it starts at a cache line."""
 
     def __init__(self, size: int) -> None:
         self._memory, self.size = np.empty(size + 64, np.uint8), size
         self.address = aligned(self._memory.ctypes.data)
 
 
-_KEPT = 2**24  # bytes that are worth keeping
-_scratch: list[_Scratch] = []  # as many as ever were in use at once
+_POOLED_BYTES = 2**24  # larger blocks are freed after the run
+_scratch: list[_Scratch] = []  # a pool
 
 
 def _take_scratch(size: int) -> _Scratch:

@@ -1,4 +1,4 @@
-"""A call laid out for the kernels: which spec reads its arrays, the plan, and the launches."""
+"""A call prepared for the kernels: the spec that reads its arrays, the plan, and the launches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["PreparedKernels", "is_decoded", "spec_of"]
 
 
 class PreparedKernels:
-    """One launch for the output, and one for the gradients where there are any.
+    """One launch for the output, and one for the gradients.
 
-    Half types are read as they are, or cast to float32 where this CPU has no instructions for them. Few queries need no plan:
-    one question, or a table of few rows.
+    Half types are read directly, or cast to float32 if the CPU lacks the instructions. Few queries need no plan: all keys are
+    visible, or a table of few rows says which.
     """
 
     formula_dtype = None
@@ -43,12 +43,12 @@ class PreparedKernels:
         return Result(output, None, lse)
 
     def record(self, inputs: Inputs) -> tuple[Result, None]:
-        """The gradients begin at the output and the log-sum-exp, and need nothing else."""
+        """The result with its log-sum-exp; the gradients need no other state."""
         output, lse = self._forward(inputs, True)
         return Result(output, None, lse), None
 
     def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) where it is wanted."""
+        """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) if requested."""
         q, k, v, bias, sinks = self._readable(inputs)
         output = _empty(q, (*q.shape[:3], v.shape[3]))
         lse = _empty(q, q.shape[:3], self.compute_dtype) if want_lse else None
@@ -64,7 +64,7 @@ class PreparedKernels:
         return (_to(output, self.call.dtype) if self.cast else output), lse
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
-        """From those of the output and the log-sum-exp."""
+        """The gradients of the inputs from those of the output and the log-sum-exp."""
         import torch
 
         call, (q, k, v, bias, sinks) = self.call, self._readable(inputs)
@@ -98,7 +98,7 @@ class PreparedKernels:
         to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk, d_values))
         to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
         to_sinks = None
-        if sinks is not None:  # a sink takes its share of what every row must give up
+        if sinks is not None:  # d_sink = -sum over rows of P_sink * delta
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
             to_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
         return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
@@ -110,13 +110,13 @@ class PreparedKernels:
 
     @property
     def parts(self) -> int:
-        """One task owns a key/value head; where that leaves threads idle its queries are dealt out, each part with sums of its own."""
+        """A task owns a key/value head; if that leaves threads idle, its queries are split into parts with separate sums."""
         batch, _, kv_heads, *_ = self.call.sizes
         threads, rows = self.call.threads, self._planned().rows
         return min(1 if batch * kv_heads % threads == 0 or batch * kv_heads >= 4 * threads else threads, rows)
 
     def _planned(self) -> Any:
-        if self.plan is None:  # few queries, whose gradients are computed from a known output
+        if self.plan is None:  # a decode call whose gradients are computed from a given output
             self.plan = self.call.plan(kernel_file("forward").KEYS)
         return self.plan
 
@@ -132,31 +132,35 @@ class PreparedKernels:
         return PreparedLaunch(FORWARD, spec, fields, call.threads, kernel.scratch(spec, d, dv), keep=plan)
 
     def _launch_backward(self, d_output: Any, d_bias: Any) -> PreparedLaunch:
-        lies = d_output.stride()
-        launch = self._backward.get(lies)
+        d_strides = d_output.stride()
+        launch = self._backward.get(d_strides)
         if launch is None:
             call, kernel, spec, plan = self.call, kernel_file("backward"), self.spec, self._planned()
             batch, _, kv_heads, *_, d, dv = call.sizes
             fields = self._fields() | {"plan": of_plan(plan)}
-            fields |= {"parts": self.parts, "tasks": self.parts * batch * kv_heads, "d_output_strides": strides(lies)}
+            fields |= {
+                "parts": self.parts,
+                "tasks": self.parts * batch * kv_heads,
+                "d_output_strides": strides(d_strides),
+            }
             shape, steps = (None, ()) if d_bias is None else (d_bias.shape, d_bias.stride())
             fields["d_bias_strides"] = broadcast(shape, steps, ("part", "b", "h", "q", "k"))
             scratch = kernel.scratch(spec, d, dv)
             launch = PreparedLaunch(BACKWARD, spec, fields, call.threads, scratch, keep=plan)
             if len(self._backward) >= _MOST_LAYOUTS:
                 self._backward.clear()
-            self._backward[lies] = launch
+            self._backward[d_strides] = launch
         return launch
 
     def _prepare_decode(self) -> PreparedLaunch:
         call, kernel = self.call, kernel_file("decode")
         batch, _, kv_heads, nq, nk, d, dv = call.sizes
-        self.arrays[0] = _packed(self.arrays[0])  # queries are few: they are packed for each run
+        self.arrays[0] = _packed(self.arrays[0])  # the few queries are made contiguous in each run
         spec = _spec("decode", "float32" if self.cast else call.dtype, self.arrays)
         visible, first_key = None, 0
         if not call.shows_all:
             visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
-            seen = seen_keys(visible)  # only the keys between the first and the last that any query sees: a window
+            seen = seen_keys(visible)  # a window: only the keys from the first to the last visible one
             if seen is not None:
                 visible, first_key, nk = visible[..., seen], seen.start, seen.stop - seen.start
             visible = None if visible.all() else np.ascontiguousarray(visible)
@@ -175,7 +179,7 @@ class PreparedKernels:
         return bias.dtype != self.compute_dtype
 
     def _readable(self, inputs: Inputs) -> Inputs:
-        """The arrays in dtypes that the kernels read, without gaps where they are cast."""
+        """The arrays in dtypes that the kernels read."""
         q, k, v, bias, sinks = inputs
         if self.cast:
             q, k, v = (_to(x, "float32") for x in (q, k, v))
@@ -186,11 +190,11 @@ class PreparedKernels:
         return Inputs(q, k, v, bias, None if sinks is None else _to(sinks, self.compute_dtype))
 
 
-_MOST_LAYOUTS = 8  # of the output's gradient
+_MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the output's gradient
 
 
 def is_decoded(call: Call) -> bool:
-    """Whether there are so few queries that reading the cache is the work, and its rows can be read a vector at a time."""
+    """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
     if call.q.shape[2] >= FEW_QUERIES:
         return False
     cast = spec_of("forward", call) is None
@@ -199,7 +203,7 @@ def is_decoded(call: Call) -> bool:
 
 
 def spec_of(family: str, call: Call) -> Any:
-    """The spec of the kernel that reads a call's arrays as they are, or None."""
+    """The spec of the kernel that reads the call's arrays without a cast, or None."""
     return _spec(family, call.dtype, [call.q, call.k, call.v])
 
 
@@ -213,7 +217,7 @@ def _packed(x: ArrayInfo) -> ArrayInfo:
 
 
 def _to(x: Any, dtype: str) -> Any:
-    """An array in another dtype, without gaps; one that has it already as it is."""
+    """The array in this dtype: itself, or a contiguous copy."""
     if isinstance(x, np.ndarray):
         return x if x.dtype == dtype else np.ascontiguousarray(x, dtype)
     import torch

@@ -1,10 +1,10 @@
-"""The backend ``formula``: attention in torch as it is written on the board, query tile by query tile.
+"""The backend ``formula``: the formula of attention in torch, in tiles of queries.
 
-It takes every option, any device, and gradients to any order; memory grows with Nq x tile, since each tile is computed again
-for its gradient. It is *the* plain formula of the precision contract: for half types it rounds inputs, weights and output.
+It supports every option, any device, and gradients to any order. Each tile is recomputed for its gradient, so memory grows with
+the tile and not with Nq x Nk. It is the plain formula of the precision contract: half types round inputs, weights and output.
 
 tiles             the tiles of queries
-visible_products  two products that keep to the mask: what it hides leaves no trace, forward and backward
+visible_products  two products over visible pairs, forward and backward
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ name = "formula"
 
 
 def supports(call: Call) -> str | None:
-    """None: the formula runs everything."""
+    """Every call."""
     return None
 
 
 def cost(call: Call) -> float:
-    """Every pair is computed; NumPy arrays wait for torch to load."""
+    """All pairs; for NumPy arrays also the time to import torch."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     computing, reading = batch * heads * nq * nk * (d + dv + 64) / 8_000, batch * kv_heads * nk * (d + dv) / 400
     return (14_000 if call.is_numpy else 400) + max(computing, reading)

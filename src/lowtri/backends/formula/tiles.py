@@ -1,4 +1,4 @@
-"""Attention in torch, query tile by query tile, each with the keys that it may see."""
+"""Attention in torch, one tile of queries after another, each with the keys that it may see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtri.ops.guards import transformation
 
 __all__ = ["Tiles"]
 
-_TABLE_BYTES = 2**20  # a table that is worth keeping
+_TABLE_BYTES = 2**20  # the largest table that is kept
 _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
 
 
@@ -52,10 +52,10 @@ class Tiles:
         return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
 
     def _run(self, inputs: Inputs) -> Result:
-        # A tile is computed again for its gradient, not kept; torch.func cannot do so.
+        # Tiles are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
         parts = []
-        # Last tile first: under a causal mask it has the most keys, and each later one fits into the memory that it gave back.
+        # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):
             arguments: Any = (self, tile, *_slices(inputs, *tile))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
@@ -93,8 +93,8 @@ def _attend(
     bias: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One tile of queries and the keys that they may see; the query heads of a group stand below one another as rows."""
-    # Made here and not outside, so that a tile that is computed again does not keep its table meanwhile.
+    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows."""
+    # Made here, so that a tile that will be recomputed does not hold its table meanwhile.
     call, visible = prepared.call, prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     kv_heads, group, n = k.shape[1], call.group, q.shape[2]
@@ -116,7 +116,7 @@ def _attend(
     s = s.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.to(wide)[None, :, None, None].expand(*s.shape[:3], 1)], dim=3)
-    # A query that sees nothing gets scores of 0 for the softmax, and weights of 0 after it: no NaN, no gradient.
+    # A query that sees nothing gets scores of 0 before the softmax and weights of 0 after it: no NaN, no gradient.
     nothing = (s == -torch.inf).all(dim=3, keepdim=True)
     s = s.masked_fill(nothing, 0)
     if s.shape[3]:
@@ -125,7 +125,7 @@ def _attend(
     else:
         lse, weights = s.new_full(s.shape[:3], -torch.inf), s.to(dtype)
     used = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
-    if bias is not None:  # a row that bias hides whole sees nothing
+    if bias is not None:  # a row whose bias is -inf everywhere sees nothing
         hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
         shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
     output = heads(VisibleSum.apply(rows(used.to(wide)), v.to(wide), shown)).to(dtype)
@@ -138,5 +138,5 @@ def _attend(
 
 def _as_tensor(array: Any) -> Tensor:
     if not array.flags.writeable or min(array.strides, default=0) < 0:
-        array = array.copy()  # torch warns of the one and refuses the other
+        array = array.copy()  # torch warns about read-only arrays and rejects negative strides
     return torch.from_numpy(array)

@@ -1,7 +1,7 @@
-"""Two products that keep to the mask, each the other's gradient: what is hidden leaves no trace, forward and backward.
+"""Two products over visible pairs, each the gradient of the other: hidden values reach no result, forward and backward.
 
 VisibleScores(q, k)  q k^T at visible pairs, 0 at hidden ones
-VisibleSum(w, x)     w x summed over visible pairs only: a row of x that holds NaN reaches the queries that see it and no others
+VisibleSum(w, x)     w x over visible pairs only: a row of x with NaN reaches exactly the queries that see it
 
 Both are linear in each argument, so their derivatives, forward and backward and to any order, are the two products again.
 """
@@ -54,13 +54,13 @@ class VisibleSum(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-        broken = ~x.isfinite().all(dim=3)  # (B, H, N)
-        if not broken.any():
+        non_finite = ~x.isfinite().all(dim=3)  # (B, H, N)
+        if not non_finite.any():
             return _product(w, x)
-        out = _product(w, x.masked_fill(broken[..., None], 0))
-        for j in broken.any(dim=0).any(dim=0).nonzero()[:, 0].tolist():
-            here = visible[..., j, None] & broken[:, :, j, None, None]  # (B, H, M, 1)
-            out = out + (w[..., j, None] * x[:, :, None, j]).masked_fill(~here, 0)
+        out = _product(w, x.masked_fill(non_finite[..., None], 0))
+        for j in non_finite.any(dim=0).any(dim=0).nonzero()[:, 0].tolist():
+            affected = visible[..., j, None] & non_finite[:, :, j, None, None]  # (B, H, M, 1)
+            out = out + (w[..., j, None] * x[:, :, None, j]).masked_fill(~affected, 0)
         return out
 
     @staticmethod
@@ -100,19 +100,19 @@ def _product_rule(function: Any, saved: tuple[Tensor, ...], da: Tensor | None, d
 
 
 def _in_one_batch(function: Any, size: int, dims: tuple[int | None, ...], inputs: tuple[Tensor, ...]) -> Tensor:
-    """The dimension that torch.vmap maps over, joined with the batch, so that a product runs once: (size, B, ...)."""
+    """Apply the function once, with the dimension that torch.vmap maps over joined to the batch; returns (size, B, ...)."""
     first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, dims, strict=True)]
     rows = max(x.shape[0 if dim is None else 1] for x, dim in zip(first, dims, strict=True))
     joined = []
     for x, dim in zip(first, dims, strict=True):
         each = x[None] if dim is None else x  # (size | 1, B | 1, ...)
         joined.append(each.expand(size, rows, *each.shape[2:]).flatten(0, 1))
-    found: Tensor = function.apply(*joined)
-    return found.unflatten(0, (size, rows))
+    product: Tensor = function.apply(*joined)
+    return product.unflatten(0, (size, rows))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their own dtype: autocast would round both to half, forward and backward."""
+    """a @ b in their own dtype: autocast would round both to a half type."""
     if not torch.is_autocast_enabled(a.device.type):
         return a @ b
     with torch.autocast(a.device.type, enabled=False):

@@ -1,9 +1,9 @@
-"""The backend ``sdpa``: torch's own fused attention, with ``is_causal`` or no mask where that says exactly the same, else a table.
+"""The backend ``sdpa``: torch's own fused attention, with ``is_causal`` or no mask where that is equivalent, else with a table.
 
-torch multiplies hidden pairs by a weight of 0, so a NaN that is hidden from *some* queries spreads to them, and it may drop a
-NaN or an infinity that a query does see. So under ``engine="auto"`` the numbers are looked at, and where they are not ordinary
-ones the formula runs instead. What is hidden from *everyone* (pads, cache tails) is set to 0 before the call; queries that see
-nothing give 0.
+torch multiplies hidden values by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; it may also drop a
+NaN or an infinity that a query does see. Under ``engine="auto"`` the inputs are inspected, and where they are not finite and
+moderate the formula runs instead. Keys hidden from *every* query (padding, cache tails) are set to 0 before the call; queries that
+see nothing give 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["cost", "name", "prepare", "supports"]
 
 name = "sdpa"
 
-_NEVER = 1e9  # while anything else can
+_NEVER = 1e9  # while another backend supports the call
 _TABLE_PAIRS = 2**24  # above, a table costs more than the formula's tiles
 
 
 def supports(call: Call) -> str | None:
-    """What torch's function has no argument for."""
+    """Reject what torch's function has no argument for."""
     missing = {
         "the arrays are NumPy's": call.is_numpy,
         f"{call.transformation}, which it does not have": call.transformation == "inside forward-mode differentiation",
@@ -37,7 +37,7 @@ def supports(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """It computes every pair, but half of them where the mask is causal and needs no table; few queries wait for memory."""
+    """All pairs, or half of them under ``is_causal``; for few queries the time to read the keys and values."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     pairs: float = batch * heads * nq * nk
     table = 0.0
@@ -48,13 +48,13 @@ def cost(call: Call) -> float:
     elif _is_torch_causal(call):
         pairs /= 2
     reading = batch * kv_heads * nk * (d + dv) / 800
-    if call.transformation:  # the numbers cannot be looked at
+    if call.transformation:  # the inputs cannot be inspected
         table += _NEVER
     return 50 + table + max(pairs * (d + dv) / 25_000, reading)
 
 
 def prepare(call: Call) -> Prepared:
-    """``is_causal`` or no mask where that says exactly the same, else a table."""
+    """Prepare ``is_causal`` or no mask where that is equivalent, else a table."""
     from lowtri.backends.sdpa.fused import Fused
 
     is_causal = call.bias is None and _is_torch_causal(call)
@@ -62,5 +62,5 @@ def prepare(call: Call) -> Prepared:
 
 
 def _is_torch_causal(call: Call) -> bool:
-    """torch's is_causal means key index <= query index: ours, when both stand at the same positions."""
+    """Whether torch's is_causal (key index <= query index) is equivalent: queries and keys at the same positions."""
     return not call.positions_given and call.q.shape[2] == call.k.shape[2] and call.mask == causal()
