@@ -3,12 +3,12 @@
     python benchmarks/transformers_models.py --out benchmarks/transformers_models.md       # all of them; goes on where it stopped
     python benchmarks/transformers_models.py --only llama t5 --show                        # a few, with every check
 
-Each type is made with a tiny random config in a process of its own with a time limit, and run with eager, sdpa and lowtri (and
-with lowtri's kernels and its formula alone): the forward, with padding on either side, the gradients of all weights, and
-generating: greedy, by beams, with a left-padded batch and with a static cache. *Equal* means: nearer to eager or to sdpa than
-four times what the outputs move when each weight is rounded to the next number up or down, and 8 ulps of the greatest number (of
-all of them, for gradients; there what sdpa is from eager at most counts as rounding, too, below 1e-4 of that number). A type counts
-as reached only if lowtri's attention was called. What eager itself does not run is left out.
+Each type is created with a tiny random config in a process of its own with a time limit. It runs with eager, sdpa and lowtri (and
+with lowtri's kernels alone and its formula alone): the forward, padding on either side, the gradients of all weights, and
+generation: greedy, beams, a left-padded batch and a static cache. *Equal* means that the difference from eager or from sdpa is
+below four times the change of the outputs when each weight is rounded to the next number up or down, plus 8 ulps of the greatest
+number (of all gradients, for gradients; there the difference between sdpa and eager counts as rounding, too, if it is below 1e-4
+of that number). A type is reached only if lowtri's attention was called. What eager itself does not run is left out.
 """
 
 from __future__ import annotations
@@ -603,9 +603,7 @@ def limited(kind: str, classes: list[str], limit: float) -> dict[str, Any]:
 
 
 # Why lowtri's attention was never called; read in the source of transformers 5.23.0.
-_BY_NAME = (
-    "it takes its attention class from a table of its own when it is made; made with another name it raises KeyError"
-)
+_BY_NAME = "its constructor takes the attention class from a table of its own; another name raises KeyError"
 UNDERSTOOD = dict.fromkeys(("data2vec-vision", "falcon", "sam_vision_model", "sam_hq_vision_model"), _BY_NAME)
 
 ORDER = ("differs", "refused", "not reached", "not made", "equal")
@@ -621,11 +619,11 @@ def as_table(results: list[dict[str, Any]], version: str) -> str:
         "",
         *(line.strip() for line in (__doc__ or "").split("\n\n")[2].splitlines()),
         "",
-        "Made by `python benchmarks/transformers_models.py --out ...` "
+        "Produced by `python benchmarks/transformers_models.py --out ...` "
         + time.strftime("on %d %B %Y")
         + ": float32 on CPU. "
-        "*Not made* is a config that",
-        "our tiny sizes do not fit, inputs that the script does not know, or a missing package: it says nothing of the model.",
+        "*Not made* means a config that",
+        "our tiny sizes do not fit, inputs that the script does not know, or a missing package; it says nothing about the model.",
         "",
         "| type | class | verdict | what |",
         "|---|---|---|---|",

@@ -3,15 +3,15 @@
     python examples/translate.py                      # about a minute on two cores
     python examples/translate.py --mask full --steps 300
 
-The three kinds of attention of the original Transformer, and who may see whom in each:
+The three attentions of the original Transformer, and the mask of each:
 
-    encoder    self-attention, full: every letter of the source sees every letter of it
-    decoder    self-attention, causal: a letter of the translation sees itself and what is written so far
-    cross      from the translation to the source, full: all of the source is there before the first letter is written
+    encoder    self-attention, full: every letter of the source sees every other
+    decoder    self-attention, causal: a letter of the translation sees itself and the letters before it
+    cross      from the translation to the source, full: the source is complete before the first letter is written
 
-Both sides come from the Unicode locale data that Babel carries. Prints how many held-out dates are translated exactly, and
-draws the three maps of the trained model as maps.png, every head of them as heads.png; keeps the figures in translate.json.
-`--mask full` lets the decoder see what it is to predict: the loss falls faster, and no translation is right.
+Both sides come from the Unicode locale data in Babel. Prints how many held-out dates are translated exactly, draws the three
+maps of the trained model (maps.png, and every head in heads.png), and writes the figures to translate.json. With `--mask full`
+the decoder sees the letter that it must predict: the loss falls faster, and no translation is right.
 
 Needs `pip install "lowtri[translate]"`. Source of the architecture: Vaswani et al. 2017; norms in front, Xiong et al. 2020.
 """

@@ -14,16 +14,16 @@ TIMES: Pair = (
     "Training and inference",
     ("training", "inference"),
     (
-        ("Do future tokens exist?", "yes: the whole text is there", "no: they are not written yet"),
+        ("Do future tokens exist?", "yes: the whole text is there", "no: they are not generated yet"),
         (
             "Is a mask needed?",
             "yes",
-            "not with a cache of keys and values; yes where the prefix is computed anew, from two layers on",
+            "not with a key/value cache; yes if the prefix is recomputed, from two layers on",
         ),
         (
             "Why?",
-            "all positions are computed at once, and without it position i reads the token that it is to predict",
-            "a cache holds the past alone; computed anew without a mask, old tokens see newer ones, and the next layer reads that",
+            "all positions are computed at once, and without the mask position i reads the token that it must predict",
+            "a cache has only earlier tokens; a prefix recomputed without a mask lets old tokens see newer ones",
         ),
     ),
 )
@@ -36,19 +36,19 @@ KIN: Pair = (
             "attention in which token i sees tokens 1 to i",
             "a model that predicts each token from those before it",
         ),
-        ("What for?", "to keep the future out while all positions are computed at once", "to write, token after token"),
+        ("What for?", "to hide later tokens while all positions are computed at once", "to generate, token by token"),
         (
             "Where is it used?",
             "in GPT, and in the decoders of T5, BART and Whisper",
-            "the same models when they write; recurrent (RNN, LSTM) language models too",
+            "the same models when they generate; also recurrent (RNN, LSTM) language models",
         ),
-        ("Does it hide the future?", "yes, by its mask", "it has none: what is to come is not there yet"),
+        ("Does it hide the future?", "yes, by its mask", "there is none: later tokens do not exist yet"),
         (
             "Does it need its own output?",
             "no: in training it reads the true text",
             "yes: each output is the next input",
         ),
-        ("How does it run?", "in parallel over the tokens", "one token after the other"),
+        ("How does it run?", "in parallel over the tokens", "one token at a time"),
     ),
 )
 

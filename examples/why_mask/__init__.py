@@ -1,4 +1,4 @@
-"""Why the mask? The same small model trained with it and without it, and what follows. Run it: python examples/why_mask
+"""Why the mask? The same small model trained with and without it, and the consequences. Run it: python examples/why_mask
 
 experiment    trains both models and measures them
 modes         the same positions computed in parallel, with a cache, and from the recomputed prefix

@@ -1,10 +1,10 @@
-"""Why the mask? The same small model, trained with it and without it on text that every Python has.
+"""Why the mask? The same small model, trained with and without it on text that every Python installation has.
 
     python examples/why_mask                          # about two minutes on two cores
     python examples/why_mask --out out/why-mask --steps 800
 
-Prints the four consequences of a model that peeks, as they are measured, and what both models write; draws them as
-why-mask.png, and keeps every figure in why-mask.json.
+Prints four measured consequences of training without the mask and a sample from both models; draws why-mask.png, and writes
+all figures to why-mask.json.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""lowtri: say once who may see whom, and get the attention, the cache, the check and the picture that follow.
+"""lowtri: masked attention from one definition of the mask, with caches, audits and pictures.
 
-The packages, in the order of reading (imports run upward in this list only):
+The packages, in reading order; a package imports only packages above it:
 
-    errors        the family of errors
-    masks         who may see whom: formulas over positions, the three-answer tile question, plans, pictures
-    plain         attention as it is taught, under the names that notebooks use
-    ops           what attention is: one checked call, and its float64 definition
+    errors        the error classes
+    files         atomic writes
+    masks         masks as formulas over positions, the tile question with three answers, plans, pictures
+    plain         the textbook formulas, under the names that notebooks use
+    ops           one checked call of attention, and its definition in float64
     kernels       the CPU kernels
-    backends      ways to run a call
+    backends      the implementations of attention
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
-    nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
-    training      from text files to a folder that transformers can load
-    auditing      does a model read what its mask hides?
+    nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
+    training      from text files to a folder that transformers loads
+    auditing      does a model see what its mask hides?
     explaining    every step of attention, with numbers
-    benching      how fast attention is on this machine, and how near to what the machine can do
-    integrations  other libraries' formats and entry points
-    cli           the command `lowtri`, one file a verb
+    benching      benchmarks against torch and the CPU's limit
+    integrations  transformers, ONNX
+    cli           the command `lowtri`, one file per verb
 
-Everything public is found here, and loaded when it is first used: `import lowtri` imports neither torch nor Numba.
+`import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtri._version import __version__
 
-if TYPE_CHECKING:  # what type checkers and editors read; at run time `__getattr__` imports the same names
+if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the same names
     from lowtri import nn as nn, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.report import AuditReport as AuditReport
@@ -66,7 +67,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; at run time `__getattr
         window as window,
     )
 
-# Module -> the public names it holds.
+# Module -> its public names.
 _NAMES = {
     "lowtri.masks": (
         *("Mask", "Tile", "mask", "causal", "full", "window", "band", "first", "documents", "chunks", "strided"),
@@ -90,7 +91,7 @@ _PACKAGES = ("nn", "plain")
 __all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-if not TYPE_CHECKING:  # else every misspelt name would pass
+if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:

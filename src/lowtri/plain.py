@@ -1,17 +1,17 @@
-"""Attention as it is taught: short formulas under the names that notebooks use, in NumPy and torch.
+"""The textbook formulas of attention, under the names that notebooks use, in NumPy and torch.
 
-Notebooks disagree about what ``True`` means, so the first line of every docstring says it:
+Notebooks disagree about what ``True`` means, so the first line of every docstring defines it:
 
-    name                       the mask it makes or takes
-    make_causal_mask           a number that is added: 0 where visible, -1e9 where hidden        (NumPy)
-    create_causal_mask         a number that is added: 0 where visible, -inf where hidden        (torch)
+    name                       the mask that it returns or takes
+    make_causal_mask           added to the scores: 0 where visible, -1e9 where hidden           (NumPy)
+    create_causal_mask         added to the scores: 0 where visible, -inf where hidden           (torch)
     create_causal_mask_bool    True = attend                                                     (torch)
     masked_attention_bool      True = attend                                                     (torch)
-    masked_self_attention      numbers are added; True = attend                                  (NumPy and torch)
+    masked_self_attention      numbers: added to the scores; booleans: True = attend             (NumPy and torch)
     MaskedSelfAttention        True = hidden                                                     (torch)
 
-Nothing here is fast, and nothing here is guarded: a query that sees nothing gives the mean of all values with -1e9 and
-NaN with -inf. ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has lowtri's own words for each of these.
+These functions are neither fast nor checked: a query that sees nothing gives the mean of all values with -1e9, and NaN with
+-inf; ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has the equivalent call of lowtri for each of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = TypeVar("Array", NDArray[Any], Tensor)
 
 
 def make_causal_mask(T: int, neg_large: float = -1e9) -> NDArray[np.float64]:
-    """A number to add to the scores: 0 where a token may look, ``neg_large`` above the diagonal. (T, T), NumPy.
+    """A number to add to the scores: 0 where visible, ``neg_large`` above the diagonal. (T, T), NumPy.
 
     >>> print(make_causal_mask(3, neg_large=-9.0))
     [[ 0. -9. -9.]
@@ -55,20 +55,20 @@ def make_causal_mask(T: int, neg_large: float = -1e9) -> NDArray[np.float64]:
 
 
 def softmax(x: NDArray[Any], axis: int = -1) -> NDArray[Any]:
-    """No mask here: a score of -inf, or far below the others, gets weight 0. Weights along ``axis`` sum to 1. NumPy.
+    """No mask: a score of -inf, or far below the others, gets weight 0. Weights along ``axis`` sum to 1. NumPy.
 
-    The row's maximum is subtracted first: ``exp`` then never overflows, and the result is the same.
+    The row's maximum is subtracted first, so that ``exp`` never overflows; the result is the same.
 
     >>> print(softmax(np.array([1000.0, 1000.0, -1e9])))
     [0.5 0.5 0. ]
     """
-    raised = np.exp(x - x.max(axis=axis, keepdims=True))
-    weights: NDArray[Any] = raised / raised.sum(axis=axis, keepdims=True)
+    exponentials = np.exp(x - x.max(axis=axis, keepdims=True))
+    weights: NDArray[Any] = exponentials / exponentials.sum(axis=axis, keepdims=True)
     return weights
 
 
 def create_causal_mask(size: int, device: torch.device | str | None = None) -> Tensor:
-    """A number to add to the scores: 0 where a token may look, -inf above the diagonal. (size, size), torch.
+    """A number to add to the scores: 0 where visible, -inf above the diagonal. (size, size), torch.
 
     >>> create_causal_mask(3)
     tensor([[0., -inf, -inf],
@@ -79,7 +79,7 @@ def create_causal_mask(size: int, device: torch.device | str | None = None) -> T
 
 
 def create_causal_mask_bool(size: int, device: torch.device | str | None = None) -> Tensor:
-    """True = attend: the lower triangle with its diagonal. (size, size), torch.
+    """True = attend: the lower triangle and its diagonal. (size, size), torch.
 
     >>> create_causal_mask_bool(3).int()
     tensor([[1, 0, 0],
@@ -90,7 +90,7 @@ def create_causal_mask_bool(size: int, device: torch.device | str | None = None)
 
 
 def masked_attention_bool(scores: Tensor, mask: Tensor) -> Tensor:
-    """True = attend: scores (..., Nq, Nk) and a boolean mask to the weights (..., Nq, Nk); hidden ones are 0. torch.
+    """True = attend: the weights (..., Nq, Nk) of scores (..., Nq, Nk) under a boolean mask; 0 where hidden. torch.
 
     >>> masked_attention_bool(torch.zeros(2, 2), create_causal_mask_bool(2))
     tensor([[1.0000, 0.0000],
@@ -100,11 +100,11 @@ def masked_attention_bool(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_self_attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> tuple[Array, Array]:
-    """Numbers are added to the scores (0 = visible); in a boolean mask True = attend; with no mask all see all.
+    """Numbers are added to the scores (0 = visible); booleans: True = attend; without a mask every token sees every token.
 
-    Q, K (..., T, d_h) and V (..., T, d_v), usually with (batch, heads) in front, NumPy or torch; the mask broadcasts to
-    (..., T, T). Returns the output (..., T, d_v) and the weights (..., T, T). The formula is that of Vaswani et al.
-    2017, "Attention Is All You Need", section 3.2.1.
+    Q, K (..., T, d_h) and V (..., T, d_v), usually with leading dimensions (batch, heads), NumPy or torch; the mask
+    broadcasts to (..., T, T). Returns the output (..., T, d_v) and the weights (..., T, T). Source: Vaswani et al. 2017,
+    "Attention Is All You Need", section 3.2.1.
 
     >>> Q = K = np.zeros((2, 1)); V = np.array([[1.0], [3.0]])
     >>> output, weights = masked_self_attention(Q, K, V, make_causal_mask(2))
@@ -122,7 +122,7 @@ def masked_self_attention(Q: Array, K: Array, V: Array, mask: Array | None = Non
 
 
 def self_attention(x: Array) -> tuple[Array, Array]:
-    """No mask: every token sees every token. Q = K = V = x, without learned maps; (..., T, d) to output and weights.
+    """No mask: every token sees every token. Q = K = V = x (..., T, d), without projections; returns output and weights.
 
     The masked form is ``masked_self_attention(x, x, x, mask)``.
 
@@ -135,18 +135,18 @@ def self_attention(x: Array) -> tuple[Array, Array]:
 
 
 class MaskedSelfAttention(nn.Module):
-    """True = hidden: where the mask is True the score becomes -1e9. With ``mask=None`` all see all. torch.
+    """True = hidden: the score becomes -1e9 where the mask is True. With ``mask=None`` every token sees every token. torch.
 
-    Three linear maps without bias, W_q, W_k and W_v, made in this order, so that a seed gives the notebooks' figures.
-    ``embed_dim`` is another name for ``d_model``. Notebooks have two classes of this name, and the input decides:
+    Three linear layers without bias, W_q, W_k and W_v, created in this order, so that a seed gives the notebooks' figures.
+    ``embed_dim`` is another name for ``d_model``. Notebooks have two classes of this name; the input selects one:
 
-        encodings               row_dim, col_dim    ``module(x)`` sees    it returns
-        (T, d_model)            0, 1 (default)      everything            the output (T, d_model)
-        (batch, T, d_model)     1, 2                everything            the output (batch, T, d_model)
+        encodings               row_dim, col_dim    ``module(x)`` uses    returns
+        (T, d_model)            0, 1 (default)      no mask               the output (T, d_model)
+        (batch, T, d_model)     1, 2                no mask               the output (batch, T, d_model)
         (batch, T, d_model)     not given           the causal mask       output and weights (batch, T, T)
 
-    The last one has no mask argument in its notebook and makes the causal mask itself; here ``mask=None``, written out,
-    turns it off.
+    In its notebook, the last one has no mask argument and applies the causal mask; here an explicit ``mask=None`` turns
+    it off.
 
     >>> _ = torch.manual_seed(42)
     >>> module = MaskedSelfAttention(d_model=2)
@@ -179,12 +179,12 @@ class MaskedSelfAttention(nn.Module):
         self.W_q = nn.Linear(size, size, bias=False)
         self.W_k = nn.Linear(size, size, bias=False)
         self.W_v = nn.Linear(size, size, bias=False)
-        self.returns_pair = row_dim is None and col_dim is None  # for a batch: the dimensions were left to the input
+        self.returns_pair = row_dim is None and col_dim is None  # for a batch
         self.row_dim = 0 if row_dim is None else row_dim
         self.col_dim = self.row_dim + 1 if col_dim is None else col_dim
 
     def forward(self, encodings: Tensor, mask: Tensor | EllipsisType | None = ...) -> Tensor | tuple[Tensor, Tensor]:
-        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the class says what is returned."""
+        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the class documents the result."""
         pair = self.returns_pair and encodings.ndim == 3
         row_dim, col_dim = (1, 2) if pair else (self.row_dim, self.col_dim)
         if isinstance(mask, EllipsisType):
@@ -205,7 +205,7 @@ class MaskedSelfAttention(nn.Module):
 
 
 class AutoRegressiveModel(nn.Module):
-    """No mask here: the step from hidden states to the next token, the argmax of softmax(linear(hidden)). torch.
+    """No mask: the step from hidden states to the next token, the argmax of softmax(linear(hidden)). torch.
 
     >>> model = AutoRegressiveModel(embed_dim=4, vocab_size=10_000)
     >>> model(torch.zeros(1, 1, 4)).shape
@@ -217,9 +217,9 @@ class AutoRegressiveModel(nn.Module):
         self.linear = nn.Linear(embed_dim, vocab_size)
 
     def probabilities(self, hidden: Tensor) -> Tensor:
-        """No mask here: hidden states (..., embed_dim) to the probability of each word (..., vocab_size)."""
+        """No mask: the probability of each word (..., vocab_size) for hidden states (..., embed_dim)."""
         return torch.softmax(self.linear(hidden), dim=-1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """No mask here: hidden states (batch, T, embed_dim) to the likeliest next words, as indices (batch, T)."""
+        """No mask: the indices (batch, T) of the likeliest next words for hidden states (batch, T, embed_dim)."""
         return self.probabilities(hidden).argmax(dim=-1)

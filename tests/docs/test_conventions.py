@@ -1,4 +1,4 @@
-"""Every row of docs/conventions.md, run: lowtri's meanings beside torch's and transformers'."""
+"""Every row of docs/conventions.md: lowtri's meaning of each argument, compared with torch's and transformers'."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
 
 def qkv(heads: int = 2, n: int = N, size: int = 8, kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Random float64 inputs, (2, heads, n, size)."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shapes = [(2, h, n, size) for h in (heads, kv_heads or heads, kv_heads or heads)]
-    q, k, v = (torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return q, k, v
 
 
@@ -50,12 +50,12 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod=None, score_mod=None) -> Tens
     """FlexAttention as its plain formula, on CPU."""
     blocks = None if mask_mod is None else create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled, said once a process
+        warnings.simplefilter("ignore")  # torch warns that it is not compiled
         return flex_attention(q, k, v, block_mask=blocks, score_mod=score_mod)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> tuple[Tensor, Tensor]:
-    """The eager attention of transformers, back in (B, H, N, D)."""
+    """The eager attention of transformers; the output as (B, H, N, D)."""
     module = types.SimpleNamespace(num_key_value_groups=1, head_dim=q.shape[-1], training=False)
     output, weights = eager_attention_forward(module, q, k, v, mask, **options)
     return output.transpose(1, 2), weights
@@ -96,14 +96,14 @@ def test_true_in_flex_attention() -> None:
 
 
 def test_true_in_transformers() -> None:
-    """Their table for a row with two pads at its end."""
+    """The table of transformers for a row that ends with two pads."""
     real = torch.tensor([[1, 1, 1, 1, 0, 0]])
     ours = causal() & keys(real.numpy() == 1)
     theirs = sdpa_mask(1, N, N, attention_mask=real.bool(), allow_is_causal_skip=False)
     np.testing.assert_array_equal(theirs[:, 0].numpy(), ours.dense(N))
 
 
-# How far a window reaches.
+# Window sizes.
 
 
 def test_window_in_lowtri() -> None:
@@ -126,7 +126,7 @@ def test_window_in_bidirectional_transformers() -> None:
     np.testing.assert_array_equal(theirs[0, 0].numpy(), band(3, 3).dense(9))
 
 
-# Where queries stand when there are fewer queries than keys.
+# Alignment with fewer queries than keys.
 
 
 def test_alignment_in_lowtri() -> None:
@@ -215,7 +215,7 @@ def test_empty_rows_in_transformers() -> None:
     torch.testing.assert_close(output[:, :, 0], v.mean(2))
 
 
-# What is added where a pair is hidden.
+# What is added to hidden scores.
 
 
 def test_additive_in_lowtri() -> None:
@@ -306,13 +306,13 @@ def test_softcap_in_transformers() -> None:
 
 
 def test_positions_in_lowtri() -> None:
-    """The same tokens in another order, with a place that holds none: the same answers."""
+    """The same tokens in another order, and a slot without a token, give the same output."""
     q, k, v = qkv()
     whole = lowtri.attention(q, k, v, "causal & window(3)")
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    mixed = [torch.cat([x[:, :, order], torch.full_like(x[:, :, :1], math.nan)], 2) for x in (k, v)]
-    places = [*order.tolist(), -1]
-    same(lowtri.attention(q, *mixed, "causal & window(3)", q_positions=range(N), k_positions=places), whole)
+    shuffled = [torch.cat([x[:, :, order], torch.full_like(x[:, :, :1], math.nan)], 2) for x in (k, v)]
+    positions = [*order.tolist(), -1]
+    same(lowtri.attention(q, *shuffled, "causal & window(3)", q_positions=range(N), k_positions=positions), whole)
 
 
 def test_positions_in_flex_attention() -> None:
@@ -333,13 +333,15 @@ def test_positions_in_transformers() -> None:
     )
     model = LlamaForCausalLM(config).eval()
     ids, real = torch.arange(N)[None], torch.ones(1, N, dtype=torch.long)
-    places = torch.arange(N)[None] * 3 + 5  # not one after the other
+    positions = torch.arange(N)[None] * 3 + 5  # not consecutive
     with torch.no_grad():
-        here = model(ids, attention_mask=real, position_ids=places).logits
-        changed = model(ids.index_fill(1, torch.tensor([N - 1]), 19), attention_mask=real, position_ids=places).logits
-        near = model(ids, attention_mask=real).logits
-    assert torch.equal(here[:, :-1], changed[:, :-1])  # the mask still hides what comes later in the tensor
-    assert not torch.allclose(here[:, 1:], near[:, 1:])  # the rotary embedding has turned
+        spread = model(ids, attention_mask=real, position_ids=positions).logits
+        changed = model(
+            ids.index_fill(1, torch.tensor([N - 1]), 19), attention_mask=real, position_ids=positions
+        ).logits
+        consecutive = model(ids, attention_mask=real).logits
+    assert torch.equal(spread[:, :-1], changed[:, :-1])  # the mask still compares indices in the tensor
+    assert not torch.allclose(spread[:, 1:], consecutive[:, 1:])  # the rotary embedding has changed
 
 
 # Grouped heads.
@@ -389,7 +391,7 @@ def test_layout_of_multihead_attention() -> None:
 
 def test_every_row_of_the_page_is_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "conventions.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("| who", "|---"))]
+    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("| library", "|---"))]
     assert len(rows) > 40
     for row in rows:
         last = row.rstrip("| ").split("|")[-1].strip()

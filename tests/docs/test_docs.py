@@ -1,4 +1,4 @@
-"""The documentation: every public name stands in the API reference, once; the pages and their links exist."""
+"""The documentation: the API reference lists every public name once; the site lists every page."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_the_api_reference_has_every_public_name_once() -> None:
     assert all(len(name.split(".")) > 2 for name in by_module)
 
 
-def test_every_listed_name_is_there_and_documented() -> None:
+def test_every_listed_name_exists_and_is_documented() -> None:
     for listed in LISTED:
         module, name = listed.rsplit(".", 1)
         assert getattr(importlib.import_module(module), name).__doc__, listed
 
 
 def test_the_site_has_every_page() -> None:
-    """Pages of docs/ by name, and those that the hook takes from elsewhere in the repository."""
+    """Pages in docs/, and pages that the hook adds from elsewhere in the repository."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w./-]+\.md\b", config))
     outside = dict(re.findall(r'^    "(.+\.md)": "(.+\.md)",', (ROOT / "docs/_site/pages.py").read_text("utf-8"), re.M))

@@ -1,4 +1,4 @@
-"""docs/from-a-notebook.md says nothing that is not so: both columns of every row are run and compared."""
+"""docs/from-a-notebook.md: both columns of every row run and give the same value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW = re.compile(
     r'<tr><td colspan="2">\n\n(.+?)\n\n</td></tr>\n<tr><td>\n\n(.*?)\n\n</td><td>\n\n(.*?)\n\n</td></tr>', re.S
 )
 
-# What a reader may arrive with; each must be met in a left column.
+# Common idioms; each must occur in a left column.
 IDIOMS = (
     *("masked_fill", "-1e9", "-9e15", "triu", "tril", "is_causal", "attn_mask=mask", "attn_mask=bias"),
     *(
@@ -43,14 +43,14 @@ IDIOMS = (
 
 
 def sections() -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """For each section of the page the code it starts from, and its rows (title, left, right)."""
-    found = []
+    """For each section of the page its first code block, and its rows (title, left, right)."""
+    result = []
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         before, rows = section.split("<table>")
         code = "\n".join(CODE.findall(before))
-        found.append((code, [(title, *map(_only, sides)) for title, *sides in ROW.findall(rows)]))
-        assert rows.count("<tr>") == 1 + 2 * len(found[-1][1]), f"a row of {section[:20]!r} has another form"
-    return found
+        result.append((code, [(title, *map(_only, sides)) for title, *sides in ROW.findall(rows)]))
+        assert rows.count("<tr>") == 1 + 2 * len(result[-1][1]), f"a row of {section[:20]!r} has another form"
+    return result
 
 
 def _only(cell: str) -> str:
@@ -63,26 +63,26 @@ ROWS = [(number, title, left, right) for number, (_, rows) in enumerate(sections
 
 @cache
 def prepared(number: int) -> dict[str, Any]:
-    """What a row of this section finds: its own beginning and those of the sections above."""
-    world: dict[str, Any] = {}
+    """The names that a row of this section can use: from its own first block and those of the sections above."""
+    names: dict[str, Any] = {}
     for code, _ in sections()[: number + 1]:
-        exec(code, world)
-    return world
+        exec(code, names)
+    return names
 
 
-def value_of(code: str, world: dict[str, Any]) -> Any:
-    """Run the code and give the value of its last line."""
+def value_of(code: str, names: dict[str, Any]) -> Any:
+    """Run the code and return the value of its last line."""
     torch.manual_seed(0)
     *lines, last = ast.parse(code).body
-    assert isinstance(last, ast.Expr), "the last line of a cell is the value that is compared"
-    world = dict(world)
-    exec(compile(ast.Module(lines, []), "cell", "exec"), world)
+    assert isinstance(last, ast.Expr), "the last line of a cell must be an expression"
+    names = dict(names)
+    exec(compile(ast.Module(lines, []), "cell", "exec"), names)
     with torch.no_grad():
-        return eval(compile(ast.Expression(last.value), "cell", "eval"), world)
+        return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
 def same(left: Any, right: Any) -> None:
-    assert type(left) is type(right), f"{type(left)} beside {type(right)}"
+    assert type(left) is type(right), f"{type(left)} and {type(right)}"
     if isinstance(left, tuple):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
@@ -101,10 +101,10 @@ def same(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize(("number", "title", "left", "right"), ROWS, ids=[row[1] for row in ROWS])
 def test_both_columns_give_the_same(number: int, title: str, left: str, right: str) -> None:
-    assert "lowtri" not in left, "the left column is what one has without lowtri"
+    assert "lowtri" not in left, "the left column must not use lowtri"
     assert "lowtri." in right or "ours" in right
-    world = prepared(number)
-    same(value_of(left, world), value_of(right, world))
+    names = prepared(number)
+    same(value_of(left, names), value_of(right, names))
 
 
 def test_every_idiom_has_its_row() -> None:
@@ -113,7 +113,7 @@ def test_every_idiom_has_its_row() -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    world = prepared(0)
-    causal, window = (value_of(f"lowtri.attention(q, k, v, '{m}')", world) for m in ("causal", "causal & window(2)"))
+    names = prepared(0)
+    causal, window = (value_of(f"lowtri.attention(q, k, v, '{m}')", names) for m in ("causal", "causal & window(2)"))
     with pytest.raises(AssertionError):
         same(causal, window)

@@ -1,4 +1,4 @@
-"""The README is run: its Python, its command lines' verbs, its pictures, its links; and what it says the audit says."""
+"""The README and docs/claims.md: Python blocks with their output, verbs, pictures of masks, links, and named tests."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ MASKS = re.findall(r"^\| `(.+?)` \| <code>(.*?)</code>", README, re.M)
 def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(compile(BLOCKS[number], f"README block {number}", "exec"), names)
-    after = README.split(BLOCKS[number])[1].removeprefix("```\n\n")
-    if after.startswith("    "):  # what it prints stands below it
-        shown = re.match(r"(?: {4}.*\n)+", after)
-        assert shown is not None
-        assert capsys.readouterr().out.split() == shown.group().split()
+    rest = README.split(BLOCKS[number])[1].removeprefix("```\n\n")
+    if printed := re.match(r"(?: {4}.*\n)+", rest):  # an indented block below the code shows its output
+        assert capsys.readouterr().out.split() == printed.group().split()
     if "output, weights" in BLOCKS[number]:
         assert names["output"].shape == (8, 512, 64) and names["weights"].shape == (8, 512, 512)
         assert len(BLOCKS[number].splitlines()) <= 10
 
 
-def test_there_is_something_to_run() -> None:
+def test_blocks_and_masks_were_extracted() -> None:
     assert len(BLOCKS) >= 2 and len(MASKS) >= 8
 
 
 @pytest.mark.parametrize(("text", "picture"), MASKS, ids=[text for text, _ in MASKS])
-def test_every_little_picture(text: str, picture: str) -> None:
+def test_every_picture_of_a_mask(text: str, picture: str) -> None:
     assert picture.split("<br>") == lowtri.mask(text.replace("\\|", "|")).draw(6).splitlines()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])
-def test_links_and_commands_lead_somewhere(page: str) -> None:
+def test_links_verbs_and_files_exist(page: str) -> None:
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -54,13 +52,13 @@ def test_links_and_commands_lead_somewhere(page: str) -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_every_room_has_its_sentence() -> None:
+def test_the_table_of_packages_is_complete() -> None:
     source = ROOT / "src" / "lowtri"
-    rooms = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {"errors", "files", "plain"}
-    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", README, re.M)) == rooms
+    packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {"errors", "files", "plain"}
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", README, re.M)) == packages
 
 
-def test_every_claim_names_a_test_or_a_command_that_is_there() -> None:
+def test_every_claim_names_an_existing_test_or_a_command() -> None:
     claims = CLAIMS.split("## Two pairs")[0]
     rows = [line for line in claims.splitlines() if line.startswith("| ") and not line.startswith("| claim")]
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))

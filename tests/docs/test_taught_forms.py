@@ -1,7 +1,7 @@
-"""The forms in which masked self-attention is taught, with their figures, through public names only.
+"""The forms in which masked self-attention is taught, with their worked numbers, computed through public names only.
 
-A: the plain module and its worked numbers. B: the NumPy form. C: the concept. D: the decoder in its family. E: what a model
-learns, on trained weights.
+A: the plain module and its worked numbers. B: the NumPy form. C: the concept. D: decoders of several model families.
+E, the consequences of training without the mask, is in tests/examples/test_why_mask.py.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def seeded(kind: type[Any], *sizes: Any, **options: Any) -> Any:
     return kind(*sizes, **options)
 
 
-def near(found: Any, wanted: Any, tolerance: float = FOUR_DIGITS) -> None:
-    arrays = [x.detach().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (found, wanted)]
+def near(actual: Any, expected: Any, tolerance: float = FOUR_DIGITS) -> None:
+    arrays = [x.detach().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (actual, expected)]
     np.testing.assert_allclose(*arrays, rtol=0, atol=tolerance)
 
 
-def test_a_mask_is_the_documents_table() -> None:
+def test_a_the_causal_mask_is_the_worked_table() -> None:
     assert (
         lowtri.hidden(HIDDEN).dense(3).tolist() == lowtri.causal().dense(3).tolist() == np.tri(3, dtype=bool).tolist()
     )
 
 
 @pytest.mark.parametrize("how", ["plain", "nn"])
-def test_a_maps_have_no_bias_and_the_figures_of_the_seed(how: str) -> None:
+def test_a_projections_have_no_bias_and_follow_the_seed(how: str) -> None:
     module = seeded(plain.MaskedSelfAttention if how == "plain" else lowtri.nn.MaskedSelfAttention, 2)
     assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
     for name in ("W_q", "W_k", "W_v"):
@@ -93,7 +93,7 @@ def test_a_output_and_weights_of_lowtris_module(encodings: Tensor) -> None:
         near(weights, figures["weights"])
 
 
-def test_a_a_row_that_sees_everybody_does_not_change(encodings: Tensor) -> None:
+def test_a_the_last_row_is_the_same_without_a_mask(encodings: Tensor) -> None:
     module = seeded(plain.MaskedSelfAttention, 2)
     torch.testing.assert_close(module(encodings)[2], module(encodings, torch.tensor(HIDDEN))[2], atol=0, rtol=0)
 
@@ -106,12 +106,12 @@ def test_a_other_names_and_the_batched_dimensions(encodings: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_every_step_can_be_looked_at(name: str, encodings: Tensor) -> None:
+def test_a_explain_gives_every_step(name: str, encodings: Tensor) -> None:
     module = seeded(lowtri.nn.MaskedSelfAttention, 2)
-    found = lowtri.explain(module, encodings, tokens=SENTENCE, hidden=-1e9)
-    near(found[name].value, FIGURES[name])
+    steps = lowtri.explain(module, encodings, tokens=SENTENCE, hidden=-1e9)
+    near(steps[name].value, FIGURES[name])
     if name in UNMASKED:
-        near(found[name].unmasked, UNMASKED[name])
+        near(steps[name].unmasked, UNMASKED[name])
 
 
 def test_a_the_command_prints_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,12 +136,12 @@ def test_a_all_large_numbers_act_as_minus_infinity_in_float32(very_small: float,
     assert torch.equal(weights, torch.softmax(scaled.masked_fill(torch.tensor(HIDDEN), -math.inf), dim=1))
 
 
-def test_a_float16_has_no_such_number() -> None:
+def test_a_minus_1e9_is_out_of_range_in_float16() -> None:
     with pytest.raises(lowtri.MaskError, match=re.escape("float16 has no -1e+09: it would become -inf")):
         lowtri.causal().additive(3, hidden=-1e9, dtype=np.float16)
 
 
-def test_a_a_row_hidden_whole_is_a_mean_of_everything_there_and_0_here(encodings: Tensor) -> None:
+def test_a_a_row_that_sees_nothing_is_a_mean_with_minus_1e9_and_0_in_lowtri(encodings: Tensor) -> None:
     module = seeded(plain.MaskedSelfAttention, 2)
     near(module(encodings, torch.ones(3, 3, dtype=torch.bool)), module.W_v(encodings).mean(0).detach().expand(3, 2))
     ours = seeded(lowtri.nn.MaskedSelfAttention, 2)
@@ -149,15 +149,15 @@ def test_a_a_row_hidden_whole_is_a_mean_of_everything_there_and_0_here(encodings
 
 
 def test_a_encodings_are_embedding_plus_position() -> None:
-    embedding, place = torch.randn(3, 4), lowtri.nn.sinusoidal(3, 4)
-    found = lowtri.explain(lowtri.nn.MaskedSelfAttention(4), embedding, position=place)
-    near(found["encoding"].value, embedding + place, 1e-6)
+    embedding, position = torch.randn(3, 4), lowtri.nn.sinusoidal(3, 4)
+    steps = lowtri.explain(lowtri.nn.MaskedSelfAttention(4), embedding, position=position)
+    near(steps["encoding"].value, embedding + position, 1e-6)
 
 
 def test_a_eight_heads_of_64_columns_are_512() -> None:
-    found = lowtri.explain(lowtri.nn.MultiHeadAttention(512, num_heads=8), torch.randn(3, 512))
-    assert {name: found[name].value.shape for name in ("q", "k", "v")} == dict.fromkeys("qkv", (8, 3, 64))
-    assert found["joined"].value.shape == (3, 512)
+    steps = lowtri.explain(lowtri.nn.MultiHeadAttention(512, num_heads=8), torch.randn(3, 512))
+    assert {name: steps[name].value.shape for name in ("q", "k", "v")} == dict.fromkeys("qkv", (8, 3, 64))
+    assert steps["joined"].value.shape == (3, 512)
 
 
 # B. The NumPy form, batched over heads.
@@ -228,16 +228,16 @@ def test_b_many_heads() -> None:
     near(weights, plain.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(d // heads) + mask), 1e-12)
 
 
-def test_b_many_heads_of_a_batch_are_explained() -> None:
+def test_b_explain_takes_a_row_of_a_batch() -> None:
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 3, 4, 2))  # B 2, H 3, T 4, d_h 2
     output, weights = plain.masked_self_attention(q, k, v, plain.make_causal_mask(4)[None, None])
     for row in (0, 1):
-        found = lowtri.explain((q, k, v), mask="causal", batch=row)
-        near(found["weights"].value, weights[row], 1e-12)
-        near(found["output"].value, output[row], 1e-12)
+        steps = lowtri.explain((q, k, v), mask="causal", batch=row)
+        near(steps["weights"].value, weights[row], 1e-12)
+        near(steps["output"].value, output[row], 1e-12)
 
 
-def test_b_given_scores_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_b_the_command_takes_given_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "scores.txt").write_text(str(SCORES))  # as NumPy prints them
     (tmp_path / "values.json").write_text(str(VALUES.tolist()))
     run = ["explain", "--scores", str(tmp_path / "scores.txt"), "--values", str(tmp_path / "values.json")]
@@ -269,7 +269,7 @@ def small_decoder(layers: int, vocab: int = 30) -> lowtri.nn.Decoder:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     model = lowtri.nn.Decoder(lowtri.nn.DecoderConfig(vocab_size=vocab, num_hidden_layers=layers, **sizes)).eval()
-    with torch.no_grad():  # fresh weights are so small that attention is nearly even; these look at something
+    with torch.no_grad():  # fresh weights are so small that attention is nearly uniform
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.mul_(8)
@@ -277,28 +277,30 @@ def small_decoder(layers: int, vocab: int = 30) -> lowtri.nn.Decoder:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_c_the_mask_keeps_a_position_to_what_came_before(layers: int) -> None:
+def test_c_a_later_token_changes_no_earlier_output(layers: int) -> None:
     model = small_decoder(layers)
     lowtri.assert_causal(model, torch.arange(12)[None])
-    with pytest.raises(lowtri.LeakError):  # without it the future leaks
+    with pytest.raises(lowtri.LeakError):
         lowtri.assert_causal(lambda ids: model(ids, mask="full"), torch.arange(12)[None])
 
 
-def test_c_all_forms_give_the_same() -> None:
+def test_c_all_forms_agree() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 8, 10, 64)
     expected = lowtri.attention(q, k, v, "causal")
     scores = q @ k.mT / math.sqrt(64)
     additive, attend = plain.create_causal_mask(10, device="cpu"), plain.create_causal_mask_bool(10, device="cpu")
-    for name, found in {
+    for name, output in {
         "additive": torch.softmax(scores + additive, dim=-1) @ v,
         "boolean": plain.masked_attention_bool(scores, attend) @ v,
         "masked_fill": torch.softmax(scores.masked_fill(~attend, -math.inf), dim=-1) @ v,
         "function": plain.masked_self_attention(q, k, v, additive)[0],
         "fused": sdpa(q, k, v, is_causal=True),
-        "ours, torch's signature": lowtri.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "lowtri with torch's signature": lowtri.scaled_dot_product_attention(q, k, v, is_causal=True),
     }.items():
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            output, expected, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert additive.device == attend.device == torch.device("cpu")
     assert torch.equal(additive, lowtri.causal().additive(10, like=q))
     assert attend.tolist() == lowtri.causal().dense(10).tolist()
@@ -315,9 +317,9 @@ def test_c_output_and_weights_of_eight_heads(how: str) -> None:
     assert (weights[..., 0, :] == torch.eye(10)[0]).all()
 
 
-def test_c_the_difference_is_seen() -> None:
-    beside = lowtri.full().draw(4, beside=lowtri.causal()).splitlines()
-    assert [line.split() for line in beside[1:]] == [["████", row] for row in ("█···", "██··", "███·", "████")]
+def test_c_pictures_of_both_masks() -> None:
+    lines = lowtri.full().draw(4, beside=lowtri.causal()).splitlines()
+    assert [line.split() for line in lines[1:]] == [["████", row] for row in ("█···", "██··", "███·", "████")]
     table = lowtri.causal().draw(4, tokens="The black cat <end>", ticks=True).splitlines()
     assert [line.split() for line in table] == [
         ["The", "black", "cat", "<end>"],
@@ -329,11 +331,11 @@ def test_c_the_difference_is_seen() -> None:
 
 
 def follower(sentence: str) -> tuple[Any, list[str], dict[str, int]]:
-    """A model that knows one sentence: after each of its words comes the next."""
+    """A model that predicts, after each word of a sentence, the next word."""
     tokens, ids = words(sentence)
 
-    def model(given: np.ndarray) -> np.ndarray:
-        return np.eye(len(tokens))[(given + 1) % len(tokens)]
+    def model(token_ids: np.ndarray) -> np.ndarray:
+        return np.eye(len(tokens))[(token_ids + 1) % len(tokens)]
 
     return model, tokens, ids
 
@@ -355,17 +357,19 @@ def test_c_training_and_inference_have_the_same_information(sentence: str, layer
     n = row.shape[1]
     with torch.no_grad():
         training = model(row)
-        cache = model.make_cache(1, mask="full", allow_missing=True)  # no mask at all: only what is there can be seen
+        cache = model.make_cache(1, mask="full", allow_missing=True)  # no mask: later tokens do not exist yet
         cached = torch.cat([model(row[:, t : t + 1], cache=cache) for t in range(n)], dim=1)
         masked = torch.cat([model(row[:, : t + 1])[:, -1:] for t in range(n)], dim=1)
         bare = torch.cat([model(row[:, : t + 1], mask="full")[:, -1:] for t in range(n)], dim=1)
     assert (cached - training).abs().max() < 1e-5
     assert (masked - training).abs().max() < 1e-5
-    difference = float((bare - training).abs().max())  # old positions see newer ones, and the next layer reads them
+    difference = float(
+        (bare - training).abs().max()
+    )  # old positions see newer ones, and the next layer reads the result
     assert difference < 1e-5 if layers == 1 else difference > 0.1
 
 
-# D. The decoder in its family.
+# D. Decoders of several model families.
 
 
 def test_d_the_batched_module() -> None:
@@ -374,13 +378,13 @@ def test_d_the_batched_module() -> None:
     assert (weights[0].triu(1) == 0).all()
 
 
-def test_d_the_batched_module_as_the_documents_call_it() -> None:
+def test_d_the_batched_module_with_the_notebooks_arguments() -> None:
     out, weights = plain.MaskedSelfAttention(embed_dim=4)(torch.randn(1, 5, 4))
     assert out.shape == (1, 5, 4) and weights.shape == (1, 5, 5)
     assert (weights[0].triu(1) == 0).all()
 
 
-def test_d_the_function_without_learned_maps() -> None:
+def test_d_the_function_without_projections() -> None:
     x = torch.randn(1, 5, 4)
     output, weights = plain.self_attention(x)
     torch.testing.assert_close(weights, torch.softmax(x @ x.mT / 2, dim=-1))
@@ -406,7 +410,7 @@ def test_d_token_tables(sentence: str) -> None:
 
 
 def family() -> dict[str, Any]:
-    """Small models of the four families with weights drawn, and how each reads the ids that its decoder is given."""
+    """Small models of four families with random weights, and for each a function from decoder ids to logits."""
     import transformers as hf
 
     ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -426,23 +430,23 @@ def family() -> dict[str, Any]:
     bart = hf.BartForConditionalGeneration(hf.BartConfig(**both, max_position_embeddings=32))
     return {
         "GPT": (gpt, lambda ids: gpt(ids).logits),
-        "Whisper": (whisper, lambda ids: _told(whisper, ids, input_features=sound)),
-        "T5": (t5, lambda ids: _told(t5, ids, input_ids=source)),
-        "BART": (bart, lambda ids: _told(bart, ids, input_ids=source)),
+        "Whisper": (whisper, lambda ids: _logits(whisper, ids, input_features=sound)),
+        "T5": (t5, lambda ids: _logits(t5, ids, input_ids=source)),
+        "BART": (bart, lambda ids: _logits(bart, ids, input_ids=source)),
     }
 
 
 _SIZES = ("attention_heads", "ffn_dim")
 
 
-def _told(model: Any, ids: Tensor, **source: Tensor) -> Tensor:
-    """Logits of a decoder that is told the same source for every row."""
+def _logits(model: Any, ids: Tensor, **source: Tensor) -> Tensor:
+    """Logits of a decoder with the same source for every row."""
     rows = {name: part.expand(len(ids), *part.shape[1:]) for name, part in source.items()}
     return model(decoder_input_ids=ids, **rows).logits
 
 
 class OnLowtri:
-    """transformers' attention, computed by lowtri: who may see whom comes from the mask here, and from nothing else."""
+    """An attention implementation of transformers that calls lowtri with a fixed mask for the decoder."""
 
     def __init__(self, decoder: str) -> None:
         self.decoder, self.calls = decoder, 0
@@ -450,16 +454,16 @@ class OnLowtri:
     def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
         assert mask is None
         self.calls += 1
-        found = lowtri.attention(
+        output = lowtri.attention(
             *(q, k, v, self.decoder if module.is_causal else "full"),
             scale=options.get("scaling"),
             bias=options.get("position_bias"),
         )
-        return found.transpose(1, 2), None
+        return output.transpose(1, 2), None
 
 
 @pytest.mark.parametrize("name", ["GPT", "Whisper", "T5", "BART"])
-def test_d_each_of_the_four_runs_on_this_attention_and_is_audited(name: str) -> None:
+def test_d_each_of_the_four_families_runs_on_lowtri_and_passes_the_audit(name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     model, read = family()[name]
@@ -469,21 +473,21 @@ def test_d_each_of_the_four_runs_on_this_attention_and_is_audited(name: str) -> 
         model.set_attn_implementation("eager")
         expected = read(ids)
         for mask in ("causal", "full"):
-            ours = OnLowtri(mask)
-            AttentionInterface.register("on_lowtri", ours)
+            attention = OnLowtri(mask)
+            AttentionInterface.register("on_lowtri", attention)
             AttentionMaskInterface.register("on_lowtri", lambda *_, **__: None)
             model.set_attn_implementation("on_lowtri")
-            found = read(ids)
-            assert ours.calls >= 2
+            logits = read(ids)
+            assert attention.calls >= 2
             if mask == "causal":
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
                 lowtri.assert_causal(read, ids)
             else:
-                assert (found - expected).abs().max() > 1e-3  # the future is seen now
+                assert (logits - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm"])
-def test_d_recurrent_models_share_the_loop_and_the_audit(cell: str) -> None:
+def test_d_recurrent_models_use_the_same_loop_and_audit(cell: str) -> None:
     torch.manual_seed(0)
     model = lowtri.nn.RecurrentLM(20, 16, cell=cell).eval()
     lowtri.assert_causal(model, torch.arange(10)[None])
@@ -500,6 +504,3 @@ def test_d_each_input_is_the_previous_output() -> None:
         for _ in range(5):
             row.append(int(torch.softmax(model(torch.tensor([row]))[0, -1], dim=-1).argmax()))
     assert list(lowtri.generate(model, [4, 8], max_new_tokens=5)) == row[2:]
-
-
-# E. Consequences for a model that peeks are about learning, so they are held to trained weights: tests/test_why_mask.py.

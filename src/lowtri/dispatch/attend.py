@@ -1,4 +1,4 @@
-"""``attention``: find the prepared call in the cache, or check the call, choose a backend and prepare it; then run it."""
+"""``attention`` and ``which_engine``: look up or prepare a call, then run it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def attention(
     return_lse: bool = False,
     engine: str = "auto",
 ) -> Any:
-    """Masked attention: each query's mean of the values it may see, weighted by softmax(q k^T * scale).
+    """Masked attention: softmax(q k^T * scale) v over the keys that each query may see.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -111,31 +111,32 @@ def attention(
 
     Args:
         q: (..., Hq, Nq, D), or (H, N, D), or (N, D); NumPy array or torch tensor.
-        k: (..., Hkv, Nk, D); Hq is a multiple of Hkv, and each key/value head serves neighbouring query heads.
+        k: (..., Hkv, Nk, D). Hq is a multiple of Hkv; query head h uses key/value head h // (Hq // Hkv).
         v: (..., Hkv, Nk, Dv).
-        mask: who may see whom, a mask or its text. It has no default.
+        mask: a mask or its text; required.
         scale: factor on the scores; 1 / sqrt(D) by default.
         softcap: c > 0 caps the scaled scores at c * tanh(score / c).
-        bias: numbers added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); never read where hidden.
-        sinks: (Hq,), a logit for each head that takes part in the softmax and has no value.
+        bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); not read where hidden.
+        sinks: (Hq,), a logit per head that takes part in the softmax and has no value.
         dropout: the probability with which a weight is dropped.
-        q_positions, k_positions: (N,) or (B, N) places in the sequence, in any order; -1 where there is no token. By default
-            keys stand at 0 .. Nk-1 and queries at the last Nq of them.
-        return_weights: also return the weights (..., Hq, Nq, Nk), exactly 0 where hidden, before dropout.
-        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included, -inf where it sees nothing.
-        engine: "auto", or one of "cpu", "sdpa", "formula", "reference", which then runs or raises.
+        q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
+            the positions 0 .. Nk-1, and queries the last Nq of them.
+        return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
+        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees nothing.
+        engine: "auto" for the cheapest that supports the call; or "cpu", "sdpa", "formula" or "reference", which runs or raises.
 
     Returns:
-        what was asked for, in this order: output (..., Hq, Nq, Dv), weights, lse. A query that sees nothing gives 0.
+        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and lse as requested. The output of a query that sees
+        nothing is 0.
 
-    Under ``torch.compile`` and ``torch.export`` a call is one operator of the program, ``lowtri::attention``. Its mask may come
-    from outside, with any arrays, or be made inside: of formulas and ``& | -``, and of ``documents``, ``keys`` and ``table`` of
-    tensors. Masks of lists and ``~`` stand outside, or are said as text. Weights, dropout and ``where`` run outside of the program.
+    Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
+    of the compiled region, or pass it as text. Inside of the region, masks may be built from formulas, from ``documents``, ``keys``
+    and ``table`` of tensors, and with ``&``, ``|`` and ``-``. ``return_weights``, ``dropout`` and ``where`` cause a graph break.
 
     Raises:
-        CallError: if the arguments do not fit together, or the weights asked for do not fit into memory.
-        MaskError: if the mask is none; a bare tensor is refused, since True means opposite things in two libraries.
-        EngineError: if the engine asked for by name cannot run the call.
+        CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
+        MaskError: if ``mask`` is not a mask; a bare tensor raises, because libraries disagree about the meaning of True.
+        EngineError: if the engine given by name cannot run the call.
 
     Source: Vaswani et al. 2017, section 3.2.
     """
@@ -178,7 +179,7 @@ def which_engine(
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:
-    """Which engine :func:`attention` would run for these arguments, what was weighed, and for each other why not.
+    """The engine that :func:`attention` would use for these arguments, and each engine's answer and estimated cost.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -205,13 +206,13 @@ def is_traced() -> bool:
 
 
 def _autocast_device(q: Any) -> str | None:
-    """The type of q's device if torch.autocast is on for it, else None."""
+    """The type of q's device if torch.autocast is enabled for it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return None
-    if type(q) is not torch.Tensor and why_not_plain("q", q):  # rejected when the call is checked
+    if type(q) is not torch.Tensor and why_not_plain("q", q):  # the check of the call raises
         return None
-    if q.is_cpu:  # the common case, in every layer for every token
+    if q.is_cpu:  # the fast path of decoding
         return "cpu" if torch.is_autocast_enabled("cpu") else None
     kind = q.device.type
     return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
@@ -226,7 +227,7 @@ def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
 
 
 def _without_autocast(device: str, ready: PreparedCall, inputs: Inputs) -> Result:
-    """Run after the cast, so that a backend's own float32 arithmetic stays in float32."""
+    """Run with autocast disabled, so that it does not cast what a backend computes in float32."""
     import torch
 
     with torch.autocast(device, enabled=False):

@@ -1,0 +1,43 @@
+"""The recipe "Adding an instruction set" of CONTRIBUTING.md, executed in a copy of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowtri.kernels.isa import ALL
+from recipes import blocks, copy_of_lowtri, replace_line, run
+
+TITLE = "Adding an instruction set or a dtype to the kernels"
+
+
+def test_the_recipe(tmp_path: Path) -> None:
+    file, lines = blocks(TITLE)
+    added_import, table = lines.strip().split("\n\n")
+    isa = copy_of_lowtri(tmp_path) / "kernels" / "isa"
+    (isa / "tall.py").write_text(file, encoding="utf-8")
+    neon = "from lowtri.kernels.isa.neon import Neon"
+    replace_line(isa / "__init__.py", neon, f"{neon}\n{added_import}")
+    replace_line(isa / "__init__.py", "ALL: tuple[Baseline, ...] = (", table)
+    code = """
+    import numpy as np, torch, lowtri
+    from lowtri.kernels import select, target
+
+    assert target.ISA.name == "tall" and {spec.tile for spec in select.SPECS.values() if spec.rows != "pairs"} == {(4, 1, 4)}
+    q, k, v = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 1, 2, 70, 32), np.float32))
+    mask = "causal & window(40)"
+    output = lowtri.attention(q, k, v, mask, engine="cpu")
+    reference = lowtri.attention(q.double(), k.double(), v.double(), mask, engine="reference")
+    plain = lowtri.attention(q, k, v, mask, engine="formula")
+    error, allowed = ((x.double() - reference).abs().max() for x in (output, plain))
+    assert error <= 2 * allowed + 1e-6, (error, allowed)
+    """
+    run(code, tmp_path, LOWTRI_ISA="tall", LOWTRI_CACHE=str(tmp_path))
+
+
+def test_the_table_of_the_recipe_extends_the_list() -> None:
+    _, lines = blocks(TITLE)
+    classes = [type(isa).__name__ for isa in ALL]
+    assert (
+        lines.splitlines()[-1]
+        == f"ALL: tuple[Baseline, ...] = ({', '.join(f'{name}()' for name in [*classes, 'Tall'])})"
+    )
