@@ -69,7 +69,7 @@ def test_which_engine_prints_the_answer_of_the_new_backend(folder: Path) -> None
     )
     lines = [line.split(maxsplit=1) for line in printed.splitlines()]
     assert [answer for name, answer in lines if name == "zeros"] == [
-        "runs: the cheapest that can",
+        "runs: the cheapest that supports the call",
         "yes, estimated 0.001 ms",
         "no: the mask may show some pairs",
     ]
