@@ -64,43 +64,17 @@ def _differentiable() -> Callable[..., Result]:
 
 
 def prepared_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    *,
-    scale: Any = None,
-    softcap: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    dropout: Any = 0.0,
-    q_positions: Any = None,
-    k_positions: Any = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    engine: str = "auto",
+    q: Any, k: Any, v: Any, mask: Any, *, engine: str = "auto", bias: Any = None, sinks: Any = None, **options: Any
 ) -> tuple[PreparedCall, Inputs]:
-    """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
-    options = (scale, softcap, dropout, q_positions, k_positions, return_weights, return_lse, engine)
-    key = signature(q, k, v, mask, bias, sinks, *options)
+    """The prepared call for these arguments: from the cache, or checked, prepared and cached.
+
+    Args: those of :func:`lowtri.attention`; ``options`` are the keyword arguments of :func:`describe` besides arrays.
+    """
+    key = signature(q, k, v, mask, bias, sinks, engine, options)
     ready = None if key is None else PREPARED.get(key)
     if ready is not None:
         return ready, arrange(ready.call, q, k, v, bias, sinks)
-    call, inputs = describe(
-        q,
-        k,
-        v,
-        mask,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        sinks=sinks,
-        dropout=dropout,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        return_weights=return_weights,
-        return_lse=return_lse,
-    )
+    call, inputs = describe(q, k, v, mask, bias=bias, sinks=sinks, **options)
     ready = prepare(call, engine)
     if key is not None:
         PREPARED.put(key, ready)
