@@ -189,7 +189,7 @@ def test_a_table_says_nothing_beyond_itself() -> None:
     assert m.tile(0, 9, 0, 9) == PARTIAL
     for q, k in [(0, 0), (3, 0), (1, 3)]:
         with pytest.raises(
-            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but was"
+            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but the call has"
         ):
             m(q, k)
     assert table(np.ones((3, 2), bool)).dense(3, 2).all()  # more rows than columns count from 0

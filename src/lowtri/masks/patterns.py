@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.combinators import And, Join, Not
+from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.tile import FULL, PARTIAL
 
