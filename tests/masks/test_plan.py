@@ -35,12 +35,12 @@ def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
     p = plan(m, q, k, tile_k=tile_k)
     q, k = np.atleast_2d(q), np.atleast_2d(k)
     rows, columns = max(len(q), len(k), *(m.batch[:1] or (1,))), (*m.batch, 1, 1)[1]
-    assert p.sheet.shape == (rows, columns)
+    assert p.mask_index.shape == (rows, columns)
     total = 0
     for b, h in np.ndindex(rows, columns):
         expected = m.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
-        np.testing.assert_array_equal(p.dense(int(p.sheet[b, h])), expected)
-        assert p.sheet_pairs[p.sheet[b, h]] == expected.sum()
+        np.testing.assert_array_equal(p.dense(int(p.mask_index[b, h])), expected)
+        assert p.mask_pairs[p.mask_index[b, h]] == expected.sum()
         total += int(expected.sum())
     assert p.pairs == total
     check_order(p)
@@ -48,10 +48,10 @@ def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
 
 
 def check_order(p: Plan) -> None:
-    for sheet in range(len(p.sheet_pairs)):
+    for index in range(len(p.mask_pairs)):
         for r in range(p.rows):
             before, kind_before = 0, None
-            for start, stop, kind, place in p.row(r, sheet).tolist():
+            for start, stop, kind, place in p.row(r, index).tolist():
                 assert before <= start < stop <= -(-p.nk // p.tile_k)
                 assert kind in (PARTIAL, FULL)
                 assert not (start == before and kind == kind_before), "neighbours of one kind are one run"
@@ -167,12 +167,12 @@ def test_a_hole_keeps_a_tile_from_being_full() -> None:
     assert p.bits[0, 10] == 0
 
 
-def test_rows_and_heads_that_are_alike_share_a_sheet() -> None:
+def test_equal_masks_of_rows_and_heads_are_planned_once() -> None:
     n = np.arange(100)
-    assert plan(heads([causal(), window(5), causal()]), n, n).sheet.tolist() == [[0, 1, 0]]
+    assert plan(heads([causal(), window(5), causal()]), n, n).mask_index.tolist() == [[0, 1, 0]]
     same = documents(np.zeros((3, 100), int)) & causal()
-    assert len(plan(same, n, n).sheet_pairs) == 1
-    assert plan(causal(), np.stack([n, n + 1, n]), n).sheet.tolist() == [[0], [1], [0]]
+    assert len(plan(same, n, n).mask_pairs) == 1
+    assert plan(causal(), np.stack([n, n + 1, n]), n).mask_index.tolist() == [[0], [1], [0]]
 
 
 def test_a_batched_mask_with_a_table() -> None:
