@@ -460,7 +460,7 @@ def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["causal &"], "mask: 'causal &' cannot be read"),
-        (["windw(3)"], "there is no mask 'windw'"),
+        (["windw(3)"], "there is not a mask 'windw'"),
         (["causal", "--beside", "window(0)"], "window: n is 0"),
         (["causal", "--tokens", " "], "mask: --tokens is empty"),
         (["causal", "--n", "0"], "--n"),

@@ -108,7 +108,7 @@ def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
     try:
         return np.asarray(value)
     except Exception:  # rows of different lengths, or any error of an object's __array__
-        return f"{name} is no array"
+        return f"{name} is not an array"
 
 
 def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
@@ -226,4 +226,4 @@ def _in_memory(mask: str, name: str, array: NDArray[Any], convert: Callable[[], 
 
 
 def _described(array: NDArray[Any]) -> str:
-    return "no array" if array.dtype == object else f"{array.dtype} {array.shape}"
+    return "not an array" if array.dtype == object else f"{array.dtype} {array.shape}"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.positions import (
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     POSITION_MAX,
     Positions,
     check_count,
@@ -177,9 +177,9 @@ def default_positions(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[ND
     positions are required, because libraries differ in the default.
     """
     start, nq, nk = first_position(mask, nq, nk)
-    if max(nq, nk) > MOST_POSITIONS:
+    if max(nq, nk) > MAX_POSITIONS:
         raise MaskError(
-            f"{nq} queries and {nk} keys: an array of positions holds at most {MOST_POSITIONS} (2**28). "
+            f"{nq} queries and {nk} keys: an array of positions holds at most {MAX_POSITIONS} (2**28). "
             "Fix: tile() answers for rectangles of any size."
         )
     return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
