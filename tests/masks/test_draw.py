@@ -20,7 +20,7 @@ from lowtri.errors import DataError, LowtriError, MaskError
 from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
-from lowtri.masks.panels import MOST_CELLS, MOST_PANELS
+from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
 from lowtri.masks.svg import svg
 
 # Text.
@@ -98,7 +98,7 @@ def test_batch_rows_and_heads_one_after_the_other() -> None:
 
 def test_many_batch_rows_are_counted() -> None:
     drawn = keys(lengths=[1] * 40).draw(2)
-    assert drawn.count("batch row") == MOST_PANELS
+    assert drawn.count("batch row") == MAX_PANELS
     assert drawn.endswith("... and 24 more")
 
 
@@ -115,7 +115,7 @@ def test_large_masks_are_drawn_by_tiles() -> None:
 @pytest.mark.parametrize("n", [64, 65, 1000, 262_144, 10_000_000])
 def test_pictures_are_bounded(n: int) -> None:
     lines = (causal() & window(n // 2)).draw(n).splitlines()
-    assert MOST_CELLS / 2 < len(lines) <= MOST_CELLS
+    assert MAX_CELLS / 2 < len(lines) <= MAX_CELLS
     assert all(len(line) == len(lines) for line in lines)
 
 
@@ -460,7 +460,7 @@ def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["causal &"], "mask: 'causal &' cannot be read"),
-        (["windw(3)"], "there is not a mask 'windw'"),
+        (["windw(3)"], "there is no mask 'windw'"),
         (["causal", "--beside", "window(0)"], "window: n is 0"),
         (["causal", "--tokens", " "], "mask: --tokens is empty"),
         (["causal", "--n", "0"], "--n"),

@@ -212,7 +212,7 @@ def _constructor(name: str, arrays: bool) -> Callable[..., Mask]:
         matches = difflib.get_close_matches(name, CONSTRUCTORS, 1) if len(name) <= _MAX_TOKEN else []
         suggestion = f" Did you mean {matches[0]}?" if matches else ""
         names = ", ".join(name for name, known in CONSTRUCTORS.items() if known.in_text)
-        raise MaskError(f"mask: there is not a mask {shown(name)}.{suggestion} There are: {names}.")
+        raise MaskError(f"mask: there is no mask {shown(name)}.{suggestion} There are: {names}.")
     if not (constructor.in_text or arrays):
         raise MaskError(
             f"mask: {name} holds an array or a function, which a text cannot hold. Fix: lowtri.{name}(...) in Python."
