@@ -22,7 +22,7 @@ from lowtri.benching.measure import CEILING, Figure, Row, in_turns
 from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
-from lowtri.kernels import abi, select, threads
+from lowtri.kernels import abi, compilation, select
 from lowtri.kernels.target import ISA
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
@@ -359,7 +359,9 @@ def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found = json.loads(out)
     assert found["trouble"] == [] and "measuring for a second" in err
     assert {"multiply", "attention", "read"} <= set(found["speed"]) and min(found["speed"].values()) > 0
-    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(threads.cache_folder())
+    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(
+        compilation.cache_folder()
+    )
     assert "of that" in checkup.as_text(found)
 
 
