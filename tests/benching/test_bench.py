@@ -377,7 +377,7 @@ def test_the_doctor_misses_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(threads, "cache_folder", lambda: None)
+    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
     assert main(["doctor", "--no-measure"]) == 1
     said = capsys.readouterr().out
     assert "missing   the folder for compiled code cannot be written: every new process compiles again" in said
@@ -388,7 +388,7 @@ def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
     for family, spec in select.KERNELS[:3]:
         (tmp_path / spec.name / "kernels_1").mkdir(parents=True, exist_ok=True)
         (tmp_path / spec.name / "kernels_1" / f"{family}.{family}-217.py311.nbi").touch()
-    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
     found = checkup._cache([])
     names = [f"{family} {spec.dtype}" for family, spec in select.KERNELS]
     assert (found["compiled"], found["not_yet"]) == (names[:3], names[3:])

@@ -138,7 +138,7 @@ BACKWARD = Abi(
     ),
 )
 
-# visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if every query sees every key. Keys before first_key are hidden.
+# visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.
 DECODE = Abi(
     "decode",
     ("q", "k", "v", "o", "lse", "bias", "sinks"),
