@@ -1,24 +1,25 @@
-"""lowtri: say once who may see whom, and get the attention, the cache, the check and the picture that follow.
+"""lowtri: masked attention. A mask is written once; attention, the key/value cache, the audit and pictures follow from it.
 
-The packages, in the order of reading (imports run upward in this list only):
+The packages, in the order of reading (each imports only from those above it):
 
-    errors        the family of errors
-    masks         who may see whom: formulas over positions, the three-answer tile question, plans, pictures
-    plain         attention as it is taught, under the names that notebooks use
-    ops           what attention is: one checked call, and its float64 definition
+    errors        the exceptions
+    files         atomic writes
+    masks         which query may see which key: formulas over positions, answers for tiles, plans, pictures
+    plain         attention as it is taught, under the names of notebooks
+    ops           one checked call of attention, and its definition in float64
     kernels       the CPU kernels
     backends      ways to run a call
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            modules: MaskedSelfAttention, MultiHeadAttention, Decoder
     training      from text files to a folder that transformers can load
-    auditing      does a model read what its mask hides?
+    auditing      does an output depend on positions that the mask hides?
     explaining    every step of attention, with numbers
-    benching      how fast attention is on this machine, and how near to what the machine can do
+    benching      how fast attention is on this machine, and how near to its limits
     integrations  other libraries' formats and entry points
-    cli           the command `lowtri`, one file a verb
+    cli           the command `lowtri`, one file for each subcommand
 
-Everything public is found here, and loaded when it is first used: `import lowtri` imports neither torch nor Numba.
+All public names are here and are loaded on first use: `import lowtri` imports neither torch nor Numba.
 """
 
 from __future__ import annotations

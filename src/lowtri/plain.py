@@ -1,6 +1,6 @@
 """Attention as it is taught: short formulas under the names that notebooks use, in NumPy and torch.
 
-Notebooks disagree about what ``True`` means, so the first line of every docstring says it:
+Notebooks disagree about what ``True`` means, so the first line of every docstring states it:
 
     name                       the mask it makes or takes
     make_causal_mask           a number that is added: 0 where visible, -1e9 where hidden        (NumPy)
@@ -10,8 +10,8 @@ Notebooks disagree about what ``True`` means, so the first line of every docstri
     masked_self_attention      numbers are added; True = attend                                  (NumPy and torch)
     MaskedSelfAttention        True = hidden                                                     (torch)
 
-Nothing here is fast, and nothing here is guarded: a query that sees nothing gives the mean of all values with -1e9 and
-NaN with -inf. ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has lowtri's own words for each of these.
+These functions are neither fast nor guarded: for a query that sees no key they give the mean of all values with -1e9 and NaN with
+-inf, where ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` shows how lowtri writes each of them.
 """
 
 from __future__ import annotations

@@ -76,19 +76,16 @@ def is_visible(call, b, h, i, j):
 def score_block(call, b, kv, key0, keys, queries, scores, spec):
     """Scores (rows, KEYS) of one block in units of log 2, -inf where hidden or past the end. Rows are (head of the group, query)."""
     group, nq, k_step, bias_step = call.group, call.nq, call.k_strides, call.bias_strides
-    rows, d, hidden = group * nq, word_count(call.d, spec), splat(-np.inf, spec)
+    rows, d, hidden, row_bytes = group * nq, word_count(call.d, spec), splat(-np.inf, spec), spec.input_bytes * k_step.n
     scale, softcap = as_number(call.options.scale, spec) * as_number(LOG2E, spec), as_number(call.options.softcap, spec)
-    row_bytes = spec.input_bytes * k_step.n
     k = call.k + spec.input_bytes * (b * k_step.b + kv * k_step.h + (call.first_key + key0) * k_step.n)
     for j in range(0, keys, 16):
-        last_key = min(keys - j, 16) - 1
+        keys_16, last_key = k + row_bytes * j, min(keys - j, 16) - 1
         exists = ALL_QUERIES >> np.uint64(63 - last_key)
         for row in range(0, rows, BLOCK):
             block, block_scores = queries + 4 * row * d, scores + 4 * (row * KEYS + j)
             last_query = min(BLOCK, rows - row) - 1
-            dot_products(
-                k + row_bytes * j, row_bytes, last_key, block, last_query, d // 16, block_scores, 4 * KEYS, spec
-            )
+            dot_products(keys_16, row_bytes, last_key, block, last_query, d // 16, block_scores, 4 * KEYS, spec)
         for row in range(rows):
             score = scores + 4 * (row * KEYS + j)
             store(score, select_bits(exists, np.uint64(0), mul(load(score, spec), splat(scale, spec)), hidden))
@@ -193,8 +190,7 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
         interleave_queries(q, i, word_count(call.d, spec), queries, spec)
     blocks = -(-nk // KEYS)
     for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
-        key0 = block * KEYS
-        keys = min(KEYS, nk - key0)
+        key0, keys = block * KEYS, min(KEYS, nk - block * KEYS)
         score_block(call, b, kv, key0, keys, queries, scores, spec)
         softmax_block(scores, rows, m, l, output, dv, spec)
         v = call.v + input_bytes * (b * v_step.b + kv * v_step.h + (call.first_key + key0) * v_step.n)

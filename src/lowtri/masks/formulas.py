@@ -14,20 +14,7 @@ from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.positions import POSITION_MAX, Positions, check_count
 from lowtri.masks.tile import Answer, same_label, tile_answer
 
-__all__ = [
-    "Band",
-    "Chunks",
-    "First",
-    "Full",
-    "Strided",
-    "band",
-    "causal",
-    "chunks",
-    "first",
-    "full",
-    "strided",
-    "window",
-]
+__all__ = ["Band", "First", "band", "causal", "chunks", "first", "full", "strided", "window"]
 
 
 @dataclass(frozen=True, repr=False)
