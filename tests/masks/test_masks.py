@@ -452,7 +452,7 @@ ERRORS = [
     (lambda: mask("where(print)"), "mask: where holds an array or a function"),
     (lambda: mask(LONG), "mask: the text nests more than 100 operators"),
     (lambda: mask("__import__('os').system('true')"), "there is no mask '__import__'"),
-    (lambda: mask("(lambda: causal)()"), "is not a mask"),
+    (lambda: mask("(lambda: causal)()"), "there is no mask 'lambda'"),
     (lambda: mask("causal if 1 else full"), "is not a mask"),
 ]
 

@@ -32,7 +32,7 @@ class Keys(Mask):
     def batch(self) -> tuple[int, ...]:
         return self.valid.array.shape[:-1]
 
-    asks_query = False
+    depends_on_query = False
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:
@@ -70,7 +70,7 @@ class KeyLengths(Mask):
     def batch(self) -> tuple[int, ...]:
         return (len(self.lengths),)
 
-    asks_query = False
+    depends_on_query = False
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -122,7 +122,7 @@ class Table(Mask):
     def batch(self) -> tuple[int, ...]:
         return self.table.array.shape[:-2]
 
-    asks_query = False  # a table of more rows than columns counts its rows from 0
+    depends_on_query = False  # a table of more rows than columns counts its rows from 0
 
     @cached_property
     def _sums(self) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ class Join(Mask):
     def __post_init__(self) -> None:
         _limit(self, self.left, self.right)
         object.__setattr__(self, "_batch", _common_batch(self.left, self.right))
-        object.__setattr__(self, "asks_query", self.left.asks_query or self.right.asks_query)
+        object.__setattr__(self, "depends_on_query", self.left.depends_on_query or self.right.depends_on_query)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Not(Mask):
 
     def __post_init__(self) -> None:
         _limit(self, self.inner)
-        object.__setattr__(self, "asks_query", self.inner.asks_query)
+        object.__setattr__(self, "depends_on_query", self.inner.depends_on_query)
 
     @property
     def batch(self) -> tuple[int, ...]:

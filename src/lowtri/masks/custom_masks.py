@@ -121,7 +121,7 @@ class Heads(Mask):
         object.__setattr__(self, "_batch", (rows, len(self.masks)))
         object.__setattr__(self, "_depth", max([mask._depth for mask in self.masks]))
         object.__setattr__(self, "_size", max([mask._size for mask in self.masks]))
-        object.__setattr__(self, "asks_query", any([mask.asks_query for mask in self.masks]))
+        object.__setattr__(self, "depends_on_query", any([mask.depends_on_query for mask in self.masks]))
 
     @property
     def batch(self) -> tuple[int, ...]:

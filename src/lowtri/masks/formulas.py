@@ -19,7 +19,7 @@ __all__ = ["Band", "First", "band", "causal", "chunks", "first", "full", "stride
 
 @dataclass(frozen=True, repr=False)
 class Full(Mask):
-    asks_query = False
+    depends_on_query = False
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (q >= 0) & (k >= 0)  # always true, in the shape of the answer
@@ -140,7 +140,7 @@ def band(before: int, after: int) -> Mask:
 class First(Mask):
     n: int
 
-    asks_query = False
+    depends_on_query = False
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (k < self.n) & (q >= 0)

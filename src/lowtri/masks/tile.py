@@ -77,7 +77,7 @@ class TileLaw:
         """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
         return ()
 
-    asks_query: bool = True
+    depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
     # What a subclass implements, for non-negative positions and non-empty rectangles.
@@ -189,7 +189,7 @@ def first_position(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[int, 
     """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
     nq = check_count("mask", "nq, a number of queries,", nq)
     nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
-    if nq > nk and mask.asks_query:
+    if nq > nk and mask.depends_on_query:
         raise MaskError(
             f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
             "Fix: pass their positions, q_positions=range(nq) if query i has the position of key i."
