@@ -1,4 +1,4 @@
-"""Random masks for the laws, each beside an oracle that does not know lowtri: one plain Python function of one pair."""
+"""Random masks for the laws, each with an oracle that does not use lowtri: a Python function of one pair."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from lowtri import masks as lt
 
-SIZE = (
-    20  # the laws ask about positions below SIZE; arrays are shorter, so that what lies beyond them is asked about too
-)
+SIZE = 20  # the laws test positions below SIZE; arrays are shorter, so that positions past their end are tested too
 ROWS, HEADS = 2, 2  # of every batched mask
 
 Sees = Callable[[int, int, int, int], bool]  # (q, k, batch row, head) -> may q see k?
@@ -22,14 +20,14 @@ Sees = Callable[[int, int, int, int], bool]  # (q, k, batch row, head) -> may q 
 class Case:
     mask: lt.Mask
     sees: Sees
-    exact: bool = True  # formula atoms, lengths and keys answer the tile question exactly
+    exact: bool = True  # formulas, lengths and keys have exact answers for tiles
     text: bool = True  # the repr can be read back
 
     def __repr__(self) -> str:
         return f"<{self.mask!r}>"
 
     def table(self, q: list[int], k: list[int]) -> np.ndarray:
-        """m.batch + (len(q), len(k)), asked pair by pair."""
+        """m.batch + (len(q), len(k)), pair by pair."""
         batch = self.mask.batch
         out = np.zeros((*batch, len(q), len(k)), bool)
         for place in np.ndindex(batch):
@@ -75,7 +73,7 @@ def entry(rows: list, b: int, at: int):
 
 
 @st.composite
-def held(draw: st.DrawFn) -> Case:
+def array_masks(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from(["ids", "both ids", "lengths", "cu_seqlens", "keys", "key lengths", "table", "hidden"]))
     if kind == "ids":
         ids = draw(rows_of(st.integers(-2, 3)))
@@ -103,23 +101,23 @@ def held(draw: st.DrawFn) -> Case:
         st.sampled_from([0.1, 0.5, 0.9])
     )
 
-    def look(q: int, k: int, b: int, h: int) -> bool:
-        sheet = bools
+    def sees(q: int, k: int, b: int, h: int) -> bool:
+        table = bools
         for index in (b, h)[: len(lead)]:
-            sheet = sheet[min(index, len(sheet) - 1)]
-        return bool(sheet[q, k]) == (kind == "table")
+            table = table[min(index, len(table) - 1)]
+        return bool(table[q, k]) == (kind == "table")
 
-    return Case((lt.table if kind == "table" else lt.hidden)(bools), look, text=False)
+    return Case((lt.table if kind == "table" else lt.hidden)(bools), sees, text=False)
 
 
 def even_keys(q, k):
     return (k % 2 == 0) | (q == k)
 
 
-formula_of_ones_own = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or q == k, exact=False, text=False))
+user_formula = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or q == k, exact=False, text=False))
 
-exact_cases = st.one_of(formulas(), held()).filter(lambda case: case.exact)
-atoms = st.one_of(formulas(), held(), formula_of_ones_own)
+exact_cases = st.one_of(formulas(), array_masks()).filter(lambda case: case.exact)
+single_masks = st.one_of(formulas(), array_masks(), user_formula)
 
 
 @st.composite
@@ -140,15 +138,15 @@ def joined(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
 def by_head(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
     each = draw(st.lists(inner.filter(lambda case: len(case.mask.batch) < 2), min_size=HEADS, max_size=HEADS))
 
-    def look(q: int, k: int, b: int, h: int) -> bool:
+    def sees(q: int, k: int, b: int, h: int) -> bool:
         return each[h].sees(q, k, b, 0)
 
-    return Case(lt.heads([one.mask for one in each]), look, False, all(one.text for one in each))
+    return Case(lt.heads([one.mask for one in each]), sees, False, all(one.text for one in each))
 
 
-flat = st.recursive(atoms, joined, max_leaves=5)
+flat = st.recursive(single_masks, joined, max_leaves=5)
 cases = st.recursive(st.one_of(flat, flat, by_head(flat)), joined, max_leaves=2)
-"""Any mask: atoms with and without arrays, operators, batch rows, heads."""
+"""Any mask: with and without arrays, operators, batch rows, heads."""
 
-text_cases = st.recursive(st.one_of(formulas(), held()).filter(lambda case: case.text), joined, max_leaves=5)
-"""Masks that a text can hold."""
+text_cases = st.recursive(st.one_of(formulas(), array_masks()).filter(lambda case: case.text), joined, max_leaves=5)
+"""Masks that can be written as a text."""

@@ -1,4 +1,4 @@
-"""The formulas as they are taught: each says what True means, does what it says, and refuses what would be misread."""
+"""The formulas as they are taught: each states what True means, keeps to it, and rejects ambiguous arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_list_is_complete() -> None:
     assert plain.__all__ == list(SIGNATURES)
 
 
-def test_both_polarities_do_what_their_first_line_says() -> None:
+def test_both_polarities_agree_with_their_first_line() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 4)
     attend = plain.create_causal_mask_bool(5)
@@ -61,14 +61,14 @@ def test_the_batched_class_returns_a_pair_under_its_own_causal_mask() -> None:
     q, k, v = module.W_q(x), module.W_k(x), module.W_v(x)
     torch.testing.assert_close((out, weights), lowtri.attention(q, k, v, "causal", return_weights=True))
     hidden = torch.eye(5).bool().roll(1, 0)
-    for mask, said in ((None, "full"), (hidden, lowtri.hidden(hidden))):
-        torch.testing.assert_close(module(x, mask), lowtri.attention(q, k, v, said, return_weights=True))
+    for mask, same_mask in ((None, "full"), (hidden, lowtri.hidden(hidden))):
+        torch.testing.assert_close(module(x, mask), lowtri.attention(q, k, v, same_mask, return_weights=True))
     one = module(x[0])  # without a batch, and with dimensions given, the output alone; and no mask is none
     torch.testing.assert_close(one, module(x, None)[0][0])
-    given = plain.MaskedSelfAttention(4, row_dim=1, col_dim=2)
-    given.load_state_dict(module.state_dict())
-    torch.testing.assert_close(given(x), one[None])
-    assert (given.row_dim, given.col_dim, module.row_dim, module.col_dim) == (1, 2, 0, 1)
+    with_dims = plain.MaskedSelfAttention(4, row_dim=1, col_dim=2)
+    with_dims.load_state_dict(module.state_dict())
+    torch.testing.assert_close(with_dims(x), one[None])
+    assert (with_dims.row_dim, with_dims.col_dim, module.row_dim, module.col_dim) == (1, 2, 0, 1)
     assert plain.MaskedSelfAttention(4, row_dim=1).col_dim == 2
 
 
@@ -91,7 +91,7 @@ def test_gradients_flow_through_the_torch_forms() -> None:
     assert x.grad is not None and bool(x.grad.isfinite().all())
 
 
-def test_a_row_that_sees_nothing_is_what_the_module_says() -> None:
+def test_a_query_that_sees_no_key() -> None:
     q = k = v = np.ones((2, 2))
     with np.errstate(invalid="ignore"):
         assert np.isnan(plain.masked_self_attention(q, k, v, np.full((2, 2), -np.inf))[0]).all()
@@ -113,6 +113,6 @@ def test_a_row_that_sees_nothing_is_what_the_module_says() -> None:
         ),
     ],
 )
-def test_words_of_the_errors(call: Any, words: str) -> None:
+def test_errors(call: Any, words: str) -> None:
     with pytest.raises(CallError, match=re.escape(words)):
         call()

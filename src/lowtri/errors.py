@@ -1,14 +1,14 @@
-"""The family of errors. Every one names the argument, says what came and what was expected, and the fix.
+"""The exceptions. Each message names the argument, what was passed, what was expected, and the fix.
 
     LowtriError
     ├── MaskError        a mask that cannot be built, read, combined or used      (also a ValueError)
     ├── CallError        arguments of a call that do not fit together             (also a ValueError and a RuntimeError)
-    ├── EngineError      an engine asked for by name cannot run the call          (also a RuntimeError)
+    ├── EngineError      the engine named by engine= cannot run the call          (also a RuntimeError)
     ├── DataError        a file, folder or text that cannot be used               (also a ValueError)
-    ├── LeakError        an audit found a position that sees what it must not     (also an AssertionError)
-    └── UndecidedError   a check could not decide, and says why                   (also a RuntimeError)
+    ├── LeakError        an audit found an output that depends on hidden ones     (also an AssertionError)
+    └── UndecidedError   a check could not decide; the message has the reason     (also a RuntimeError)
 
-The command line prints the message alone and exits with the code beside each class.
+The command line prints the message alone and exits with the class's ``exit_code``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class CallError(LowtriError, ValueError, RuntimeError):
 
 
 class EngineError(LowtriError, RuntimeError):
-    """An engine that was asked for by name cannot run the call; nothing falls back in silence."""
+    """The engine named by ``engine=`` cannot run the call. There is no silent fallback."""
 
 
 class DataError(LowtriError, ValueError):
-    """A file, a folder or a text that cannot be used as asked."""
+    """A file, a folder or a text that cannot be used."""
 
 
 class LeakError(LowtriError, AssertionError):
-    """An audit found a position that sees what its mask hides."""
+    """An audit found an output that depends on positions that its mask hides."""
 
     exit_code = 1
 
 
 class UndecidedError(LowtriError, RuntimeError):
-    """A check could not decide; the message says what stood in the way."""
+    """A check could not decide; the message has the reason."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is the old one or the new one, never a part of it."""
+"""Atomic writes: a file has its old content or the new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.touch()
-        mode = temporary.stat().st_mode  # as for any new file here; some writers make theirs unreadable for others
+        mode = temporary.stat().st_mode  # that of any new file; some libraries make theirs unreadable for others
         write(temporary)
         temporary.chmod(mode)
         with open(temporary, "rb+") as file:
-            os.fsync(
-                file.fileno()
-            )  # before the rename: a power cut could otherwise leave the new name without its bytes
+            os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the new name
         os.replace(temporary, path)
     except Exception as error:
         reason = _os_error(error)

@@ -22,7 +22,7 @@ from lowtri.benching.measure import CEILING, Figure, Row, in_turns
 from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
-from lowtri.kernels import abi, select, threads
+from lowtri.kernels import abi, compilation, select
 from lowtri.kernels.target import ISA
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
@@ -359,7 +359,9 @@ def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found = json.loads(out)
     assert found["trouble"] == [] and "measuring for a second" in err
     assert {"multiply", "attention", "read"} <= set(found["speed"]) and min(found["speed"].values()) > 0
-    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(threads.cache_folder())
+    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(
+        compilation.cache_folder()
+    )
     assert "of that" in checkup.as_text(found)
 
 
@@ -375,7 +377,7 @@ def test_the_doctor_misses_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(threads, "cache_folder", lambda: None)
+    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
     assert main(["doctor", "--no-measure"]) == 1
     said = capsys.readouterr().out
     assert "missing   the folder for compiled code cannot be written: every new process compiles again" in said
@@ -386,7 +388,7 @@ def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
     for family, spec in select.KERNELS[:3]:
         (tmp_path / spec.name / "kernels_1").mkdir(parents=True, exist_ok=True)
         (tmp_path / spec.name / "kernels_1" / f"{family}.{family}-217.py311.nbi").touch()
-    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
     found = checkup._cache([])
     names = [f"{family} {spec.dtype}" for family, spec in select.KERNELS]
     assert (found["compiled"], found["not_yet"]) == (names[:3], names[3:])

@@ -176,7 +176,7 @@ REFUSED = {
     "ragged positions": (
         (X, X, X),
         {"q_positions": [[0, 1], [0]]},
-        "q_positions is no array, but it holds whole numbers",
+        "q_positions is not an array, but it holds whole numbers",
     ),
     "one position": ((X, X, X), {"q_positions": 3}, r"q_positions is int64 \(\), but it holds whole numbers"),
 }

@@ -335,7 +335,7 @@ PAST = {"past_key": X, "past_value": X}
         ((X, X, X, np.ones((5, 6), bool)), {}, r"attn_mask is \(5, 6\), which does not broadcast against .* \(2, 4, 5, 5\)"),
         ((X, X, X, np.ones((3, 5), bool)), {}, r"attn_mask is \(3, 5\), which does not broadcast"),
         ((X, X, X, np.ones((), bool)), {}, r"attn_mask is \(\), which does not broadcast"),
-        ((X,) * 3, {"nonpad_kv_seqlen": [1, [2]]}, "nonpad_kv_seqlen is no array, but it counts"),
+        ((X,) * 3, {"nonpad_kv_seqlen": [1, [2]]}, "nonpad_kv_seqlen is not an array, but it counts"),
         ((X,) * 3, {"is_causal": 2}, "is_causal is 2; it is 0 or 1"),
         ((X,) * 3, {"is_causal": "yes"}, "is_causal is 'yes'; it is 0 or 1"),
         ((X,) * 3, {"is_causal": None}, "is_causal is None; it is 0 or 1"),

@@ -15,7 +15,7 @@ import torch
 
 import lowtri
 from lowtri.backends import cpu
-from lowtri.kernels import threads
+from lowtri.kernels import compilation
 
 AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+cx16,+fxsr,+xsave"
@@ -29,13 +29,13 @@ COMPARED = """
     for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):  # a digit of the greatest number there
         for nq, nk, d in ((70, 70, 32), (1, 300, 32), (130, 200, 48)):
             x = [torch.randn(1, h, n, d).to(dtype).requires_grad_() for h, n in ((4, nq), (2, nk), (2, nk))]
-            found = {}
+            results = {}
             for engine in ("cpu", "reference"):
                 output = lowtri.attention(*x, "causal & window(40)", engine=engine)
                 with torch.no_grad():
-                    again = lowtri.attention(*x, "causal & window(40)", engine=engine)
-                found[engine] = (output, again, *torch.autograd.grad(output.sum(), x))
-            for a, b in zip(found["cpu"], found["reference"]):
+                    repeated = lowtri.attention(*x, "causal & window(40)", engine=engine)
+                results[engine] = (output, repeated, *torch.autograd.grad(output.sum(), x))
+            for a, b in zip(results["cpu"], results["reference"]):
                 assert (a - b).abs().max() <= allowed * b.abs().max().clamp(min=1), (target.ISA.name, dtype, nq)
     print(target.ISA.name)
 """
@@ -67,7 +67,7 @@ def test_smaller_instruction_sets_compute_the_same(name: str, cpu_name: str, fla
 
 
 @pytest.mark.sweep
-def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path) -> None:
+def test_an_unwritable_cache_folder_only_costs_time(tmp_path) -> None:
     file = tmp_path / "not-a-folder"
     file.write_text("")
     done = python(COMPARED, LOWTRI_CACHE=str(file))
@@ -75,33 +75,33 @@ def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_second_process_takes_the_code_from_the_cache(tmp_path) -> None:
+def test_a_second_process_loads_the_code_from_the_cache(tmp_path) -> None:
     timed = """
         import torch, lowtri, time
-        from lowtri.kernels import abi, forward, select, threads
+        from lowtri.kernels import abi, compilation, forward, select
         started = time.process_time()
-        threads.compiled(forward.forward, abi.FORWARD, select.SPECS["forward", "float32", "direct"])
+        compilation.compiled(forward.forward, abi.FORWARD, select.SPECS["forward", "float32", "direct"])
         print(time.process_time() - started)
     """
     first, second = (float(python(timed, LOWTRI_CACHE=str(tmp_path)).stdout) for _ in range(2))
     assert second < first / 3  # loading is not compiling: ten times less on an idle machine
 
 
-def test_an_edited_kernel_gets_a_cache_of_its_own(tmp_path, monkeypatch) -> None:
+def test_an_edited_kernel_gets_its_own_cache_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
     names = []
     for text in ("one", "two"):
-        room = tmp_path / "kernels"
-        room.mkdir(exist_ok=True)
-        (room / "simd.py").write_text(text)
-        monkeypatch.setattr(threads, "__file__", str(room / "threads.py"))
-        threads.cache_folder.cache_clear()
-        names.append(threads.cache_folder())
-    threads.cache_folder.cache_clear()
+        folder = tmp_path / "kernels"
+        folder.mkdir(exist_ok=True)
+        (folder / "simd.py").write_text(text)
+        monkeypatch.setattr(compilation, "__file__", str(folder / "compilation.py"))
+        compilation.cache_folder.cache_clear()
+        names.append(compilation.cache_folder())
+    compilation.cache_folder.cache_clear()
     assert names[0] is not None and names[1] is not None and names[0] != names[1]
 
 
-def test_same_bits_again_on_one_thread_and_on_two() -> None:
+def test_results_repeat_bit_for_bit_on_one_thread_and_on_two() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(n=300, heads=3))
     before = torch.get_num_threads()
     try:
@@ -128,7 +128,7 @@ def test_eight_python_threads_at_once() -> None:
         assert all(pool.map(work, range(8)))
 
 
-def test_a_forked_child_computes_alone() -> None:
+def test_a_forked_child_computes_on_one_thread() -> None:
     code = """
         import os, signal, torch, lowtri
         torch.set_num_threads(2)
@@ -145,19 +145,19 @@ def test_a_forked_child_computes_alone() -> None:
     assert done.stdout.strip() == "0", done.stderr[-2000:]
 
 
-def test_numpy_without_torch_runs_on_plain_threads() -> None:
+def test_numpy_without_torch_runs_on_python_threads() -> None:
     code = """
         import sys, numpy as np, lowtri
         x = np.random.default_rng(0).normal(size=(1, 4, 300, 32)).astype(np.float32)
-        found = lowtri.attention(x, x, x, "causal", engine="cpu")
+        output = lowtri.attention(x, x, x, "causal", engine="cpu")
         assert "torch" not in sys.modules
-        print(abs(found - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
+        print(abs(output - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
     """
     done = python(code)
     assert done.stdout.strip() == "True", done.stderr[-2000:]
 
 
-def test_many_calls_leave_nothing_behind() -> None:
+def test_many_calls_do_not_leak_memory() -> None:
     resource = pytest.importorskip("resource", reason="Windows counts memory in another way")
     q, k, v = qkv(n=64)
 
@@ -172,7 +172,7 @@ def test_many_calls_leave_nothing_behind() -> None:
     assert peak() - before < 8 * 1024  # kilobytes
 
 
-def test_the_rule_of_auto_looks_at_the_call_alone() -> None:
+def test_auto_depends_on_the_call_only() -> None:
     small, large = qkv(n=64), qkv(n=1024, heads=8)
     assert lowtri.which_engine(*large, "causal").engine == "cpu"
     assert lowtri.which_engine(*small, "causal").engine != "cpu"
@@ -182,7 +182,7 @@ def test_the_rule_of_auto_looks_at_the_call_alone() -> None:
     assert lowtri.which_engine(q, long, long, "causal").engine == "cpu"
 
 
-def test_why_not_is_said_in_words() -> None:
+def test_which_engine_gives_the_reasons() -> None:
     q, k, v = qkv(n=20)
     assert lowtri.which_engine(q, k, v, "causal", dropout=0.5).answers["cpu"] == "no: it does not drop weights"
     assert (
@@ -202,8 +202,8 @@ def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
     monkeypatch.setattr(prepared_file, "PreparedLaunch", prepared)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
-        found = lowtri.attention(q, k, v, mask, engine="cpu")
-        torch.testing.assert_close(found, lowtri.attention(q, k, v, mask, engine="reference"), atol=5e-6, rtol=0)
+        output = lowtri.attention(q, k, v, mask, engine="cpu")
+        torch.testing.assert_close(output, lowtri.attention(q, k, v, mask, engine="reference"), atol=5e-6, rtol=0)
     assert [(fields["first_key"], fields["nk"]) for fields in seen] == [(400, 100), (0, 500)]
     assert not seen[0]["visible"] and seen[1]["visible"]
 
@@ -222,17 +222,17 @@ def test_numba_may_be_missing(monkeypatch) -> None:
 @pytest.mark.parametrize("d", [16, 80, 96, 100, 192, 256])
 def test_any_head_size(d: int) -> None:
     q, k, v = qkv(n=130, d=d)
-    found = lowtri.attention(q, k, v, "causal & window(70)", engine="cpu")
-    right = lowtri.attention(q, k, v, "causal & window(70)", engine="reference")
-    torch.testing.assert_close(found, right, atol=5e-6, rtol=0)
+    output = lowtri.attention(q, k, v, "causal & window(70)", engine="cpu")
+    expected = lowtri.attention(q, k, v, "causal & window(70)", engine="reference")
+    torch.testing.assert_close(output, expected, atol=5e-6, rtol=0)
 
 
-def test_a_window_far_apart_needs_memory_of_its_own_size_only() -> None:
+def test_a_window_over_many_queries_needs_little_memory() -> None:
     """65,536 queries: scores written out would take 17 GB."""
     q, k, v = (x.numpy() for x in qkv(n=65_536, d=16, heads=1))
-    found = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
+    output = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
     last = lowtri.attention(q[:, :, -8:], k[:, :, -128:], v[:, :, -128:], "causal & window(64)", engine="reference")
-    np.testing.assert_allclose(found[:, :, -8:], last, atol=1e-5)
+    np.testing.assert_allclose(output[:, :, -8:], last, atol=1e-5)
 
 
 @pytest.mark.parametrize("nq", [1, 130], ids=["decode", "forward"])
@@ -278,14 +278,14 @@ def test_long_sums_lose_no_more_digits_than_the_plain_formula(nq: int, mean: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e8])
-def test_what_neighbours_see_changes_no_bit(dtype: torch.dtype, poison: float) -> None:
+def test_keys_of_other_queries_do_not_change_a_bit(dtype: torch.dtype, poison: float) -> None:
     q, k, v = (x.to(dtype) for x in qkv(118, 64, 1))
 
     def early(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # queries that never see key 60
         return lowtri.attention(q, k, v, "window(17)", engine="cpu")[:, :, :60]
 
-    right = early(k, v)
+    expected = early(k, v)
     for place in (0, 1):
         arrays = [k.clone(), v.clone()]
         arrays[place][0, 0, 60, 3] = poison
-        assert torch.equal(early(*arrays), right)
+        assert torch.equal(early(*arrays), expected)

@@ -65,11 +65,11 @@ def gradients(tensors, mask, options, dtype, engine) -> list[torch.Tensor]:
 def compare(tensors, mask, options, name) -> None:
     exact = gradients(tensors, mask, options, torch.float64, "formula")
     plain = gradients(tensors, mask, options, DTYPES[name], "formula")
-    found = gradients(tensors, mask, options, DTYPES[name], "cpu")
-    for number, (right, usual, ours) in enumerate(zip(exact, plain, found, strict=True)):
-        great = max(1.0, float(right.abs().max()))
-        allowed = 2 * float((usual - right).abs().max()) + 4 * EPS[name] * great
-        worst = float((ours - right).abs().max())
+    actual = gradients(tensors, mask, options, DTYPES[name], "cpu")
+    for number, (expected, usual, ours) in enumerate(zip(exact, plain, actual, strict=True)):
+        great = max(1.0, float(expected.abs().max()))
+        allowed = 2 * float((usual - expected).abs().max()) + 4 * EPS[name] * great
+        worst = float((ours - expected).abs().max())
         assert worst <= allowed, (number, worst, allowed)
 
 
@@ -119,9 +119,9 @@ def test_gradients_where_few_keys_have_the_weight(nq, nk, mask, sharpness) -> No
     terms = weights * (d_out.double().abs() @ v.double().abs().transpose(2, 3)) * (1 + scores * (1 - weights))
     floors = [terms @ k.double().abs() / 8, terms.transpose(2, 3) @ q.double().abs() / 8]
     floors.append((weights * (1 + scores)).transpose(2, 3) @ d_out.double().abs())
-    for right, usual, found, floor in zip(exact, plain, ours, floors, strict=True):
-        allowed = 2 * (usual - right).abs().amax() + 4 * EPS["float32"] * floor
-        assert ((found - right).abs() <= allowed).all()
+    for expected, usual, actual, floor in zip(exact, plain, ours, floors, strict=True):
+        allowed = 2 * (usual - expected).abs().amax() + 4 * EPS["float32"] * floor
+        assert ((actual - expected).abs() <= allowed).all()
 
 
 @pytest.mark.sweep
@@ -143,9 +143,13 @@ def test_what_is_hidden_leaves_no_trace_in_gradients(where, value, dtype) -> Non
     bad["qkv".find(where) if where != "d_output" else 3][0, 0, 100, 5] = value
     kind = DTYPES[dtype]
     before, after = (gradients(x, mask, {}, kind, "cpu") for x in (good, bad))
-    for right, found in zip(before, after, strict=True):
-        assert torch.equal(right[:, :, :70], found[:, :, :70])
-        assert torch.equal(right[:, 2:], found[:, 2:]) if right.shape[1] == 4 else torch.equal(right[:, 1], found[:, 1])
+    for expected, actual in zip(before, after, strict=True):
+        assert torch.equal(expected[:, :, :70], actual[:, :, :70])
+        assert (
+            torch.equal(expected[:, 2:], actual[:, 2:])
+            if expected.shape[1] == 4
+            else torch.equal(expected[:, 1], actual[:, 1])
+        )
     assert not all(torch.isfinite(x).all() for x in after), "what is visible must come out"
 
 
@@ -156,7 +160,7 @@ def test_a_query_that_sees_nothing_takes_no_part_even_when_it_is_broken(dtype) -
     bad = [x.clone() for x in good]
     bad[0][:, :, 3], bad[3][:, :, 64] = NAN, INF
     before, after = (gradients(x, mask, {}, DTYPES[dtype], "cpu") for x in (good, bad))
-    assert all(torch.equal(right, found) for right, found in zip(before, after, strict=True))
+    assert all(torch.equal(expected, actual) for expected, actual in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

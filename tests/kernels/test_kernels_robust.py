@@ -1,4 +1,4 @@
-"""The kernels where programs are rough: many threads, interrupts, workers of a DataLoader, caches that fail."""
+"""The kernels under stress: many threads, interrupts, workers of a DataLoader, broken caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 import lowtri
-from lowtri.kernels import select, threads
+from lowtri.kernels import compilation, select, threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.simd import fetch_add as add_to
 
@@ -28,7 +28,7 @@ def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
 
 
 def python(code: str, **environment: str) -> str:
-    """What a process of its own prints; one that hangs is a failure."""
+    """The output of a separate process; one that hangs is a failure."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -49,27 +49,27 @@ def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
     try:
         alone = [run(i) for i in range(8)]
         with ThreadPoolExecutor(8) as pool:
-            for found, right in zip(pool.map(run, [*range(8)] * 10), alone * 10, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+            for actual, expected in zip(pool.map(run, [*range(8)] * 10), alone * 10, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     finally:
         torch.set_num_threads(before)
 
 
 def test_the_number_of_threads_may_change_between_calls() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(300, 300))
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     try:
         for count in (1, 3, 2, 1):
             torch.set_num_threads(count)
             output = lowtri.attention(q, k, v, "causal", engine="cpu")
             decoded = lowtri.attention(q[:, :, -1:], k, v, "causal", engine="cpu")
-            found.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
+            actual.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
     finally:
         torch.set_num_threads(before)
-    for run in found[1:]:
-        for a, b in zip(found[0], run, strict=True):
+    for run in actual[1:]:
+        for a, b in zip(actual[0], run, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip(found[0], found[3], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual[0], actual[3], strict=True))
 
 
 def test_in_the_workers_of_a_data_loader() -> None:
@@ -77,7 +77,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
         import torch, lowtri
         torch.set_num_threads(2)
         x = torch.randn(1, 4, 200, 32)
-        mine = lowtri.attention(x, x, x, "causal", engine="cpu")  # the team of this process is at work before the fork
+        mine = lowtri.attention(x, x, x, "causal", engine="cpu")  # starts this process's team before the fork
 
         class Rows(torch.utils.data.Dataset):
             def __len__(self): return 6
@@ -92,7 +92,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
 INTERRUPTED = """
     import ctypes, os, signal, threading, time
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what goes to the background without one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell have no handler
     import numpy as np
     {imports}
     import lowtri
@@ -124,7 +124,7 @@ INTERRUPTED = """
         print("not interrupted")
     except KeyboardInterrupt:
         took, beyond, members = seen[0]
-        # Each member leaves with one number past the last task: nobody is at work any more.
+        # Each thread leaves with one number past the last task, so all are done.
         print("interrupted", took > 0.05, beyond == members)
     threads.run_team = real
     again = lowtri.attention(*small, "full", engine="cpu")
@@ -132,14 +132,14 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize("beside", ["torch", "numpy"])
-def test_an_interrupt_is_seen_when_nobody_works_any_more(beside: str) -> None:
-    """Beside torch the team is OpenMP's, beside NumPy alone it is threads of our own."""
-    torch_too = beside == "torch"
-    imports = "import torch" if torch_too else ""
-    convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if torch_too else ""
-    said = python(INTERRUPTED.format(imports=imports, convert=convert, n=9000))
-    assert said.split("\n") == ["interrupted True True", "True"]
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_an_interrupt_is_raised_when_all_threads_are_done(library: str) -> None:
+    """With torch the team is OpenMP's, with NumPy alone it is Python threads."""
+    with_torch = library == "torch"
+    imports = "import torch" if with_torch else ""
+    convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if with_torch else ""
+    printed = python(INTERRUPTED.format(imports=imports, convert=convert, n=9000))
+    assert printed.split("\n") == ["interrupted True True", "True"]
 
 
 NUMBER = Abi("twice", ("doubled",), {"value": np.int64})
@@ -151,12 +151,12 @@ def twice(call: Any) -> None:
 
 
 def doubled() -> int:
-    """What a kernel that is compiled now makes of 21."""
-    threads.compiled.cache_clear()
+    """The result of a newly compiled kernel for 21."""
+    compilation.compiled.cache_clear()
     result = np.zeros(1, np.int64)
     number = np.zeros(1, NUMBER.dtype)
     number["value"], number["doubled"] = 21, result.ctypes.data
-    code = threads.compiled(twice, NUMBER, select.SPECS["forward", "float32", "direct"])
+    code = compilation.compiled(twice, NUMBER, select.SPECS["forward", "float32", "direct"])
     threads.run_team(code, number.ctypes.data, 1)
     return int(result[0])
 
@@ -164,11 +164,11 @@ def doubled() -> int:
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
-    threads.cache_folder.cache_clear()
+    compilation.cache_folder.cache_clear()
     yield tmp_path
     monkeypatch.undo()
-    for kept in (threads.cache_folder, threads.compiled):
-        kept.cache_clear()
+    for cached in (compilation.cache_folder, compilation.compiled):
+        cached.cache_clear()
 
 
 def files(folder: Path, ending: str) -> list[Path]:
@@ -183,16 +183,16 @@ def test_a_full_disk_only_costs_time(fresh_cache: Path, monkeypatch: pytest.Monk
     assert doubled() == 42 and files(fresh_cache, ".nbc") == []
 
 
-def test_a_folder_that_only_reads_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "write_bytes", refused)
-    assert threads.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
+    assert compilation.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
-def test_a_cache_that_was_cut_off_only_costs_time(fresh_cache: Path, ending: str) -> None:
+def test_a_truncated_cache_only_costs_time(fresh_cache: Path, ending: str) -> None:
     assert doubled() == 42
     [file] = files(fresh_cache, ending)
     for content in (file.read_bytes()[: file.stat().st_size // 2], b"", b"no cache at all"):
@@ -200,7 +200,7 @@ def test_a_cache_that_was_cut_off_only_costs_time(fresh_cache: Path, ending: str
         assert doubled() == 42
 
 
-def test_ten_thousand_calls_of_every_kind_leave_nothing_behind() -> None:
+def test_ten_thousand_calls_do_not_leak_memory() -> None:
     resource = pytest.importorskip("resource", reason="Windows counts memory in another way")
     (q, k, v), leaves = qkv(1, 64), [x.requires_grad_() for x in qkv(32, 32, d=16)]
 

@@ -20,7 +20,7 @@ from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, select, target, threads
+from lowtri.kernels import abi, compilation, select, target, threads
 from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
@@ -42,12 +42,12 @@ def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> 
     values = values_of(record)
     backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
     memory = bytes(record.run_format.size) + record.pack(backwards)
-    found = np.frombuffer(memory, record.dtype)[0]
+    actual = np.frombuffer(memory, record.dtype)[0]
     for name, value in values.items():
         if isinstance(value, dict):
-            assert {part: found[name][part] for part in value} == value
+            assert {part: actual[name][part] for part in value} == value
         else:
-            assert found[name] == value
+            assert actual[name] == value
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
@@ -61,7 +61,7 @@ def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.A
 
 
 def named(call: Any) -> None:
-    """A kernel that leaves what it reads where it is told: an integer, a stride, an option."""
+    """A kernel that writes what it reads: an integer, a stride, an option, an address."""
     write(call.o, call.nk, call.spec)
     write(call.o + 8, call.k_strides.n, call.spec)
     write(call.o + 16, call.options.softcap, call.spec)
@@ -69,12 +69,12 @@ def named(call: Any) -> None:
 
 
 def test_a_kernel_reads_the_fields_by_name() -> None:
-    values, found = values_of(abi.FORWARD), np.zeros(4)
+    values, actual = values_of(abi.FORWARD), np.zeros(4)
     record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
-    record["o"] = found.ctypes.data
-    code = threads.compiled(named, abi.FORWARD, select.SPECS["forward", "float64", "direct"])
+    record["o"] = actual.ctypes.data
+    code = compilation.compiled(named, abi.FORWARD, select.SPECS["forward", "float64", "direct"])
     threads.run_team(code, record.ctypes.data, 1)
-    assert [*found] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
+    assert [*actual] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
 
 
 def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -94,8 +94,8 @@ def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> N
     launch = PreparedKernels(describe(*calls[0], "causal")[0]).launch
     alone = [lowtri.attention(*call, "causal", engine="cpu") for call in calls]
     with ThreadPoolExecutor(8) as pool:
-        for found, right in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
-            assert torch.equal(found, right)
+        for actual, expected in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
@@ -110,7 +110,7 @@ def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
 # The instruction set.
 
 
-def test_the_best_instruction_set_is_taken_and_any_that_the_cpu_has_by_name() -> None:
+def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> None:
     def name(*arguments: Any) -> str:
         return target.instruction_set(*arguments).name
 
@@ -121,7 +121,7 @@ def test_the_best_instruction_set_is_taken_and_any_that_the_cpu_has_by_name() ->
         assert name(wanted, FEATURES, "x86_64") == wanted
 
 
-def test_an_instruction_set_that_is_missing_raises_and_says_so() -> None:
+def test_an_unsupported_instruction_set_raises() -> None:
     has = frozenset({"avx2", "fma"})
     with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline\."):
         target.instruction_set("avx512", has, "x86_64")
@@ -148,9 +148,13 @@ FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("dec
 
 @pytest.fixture(params=["pairs", "widened"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """bf16 is read in one way only, whichever this CPU would choose."""
-    ways = [way._replace(here=True) for way in select._TABLE if way.dtype != "bfloat16" or way.rows == request.param]
-    monkeypatch.setattr(select, "_TABLE", ways)
+    """Only this variant for bf16, whichever this CPU would use."""
+    variants = [
+        variant._replace(enabled=True)
+        for variant in select._VARIANTS
+        if variant.dtype != "bfloat16" or variant.rows == request.param
+    ]
+    monkeypatch.setattr(select, "_VARIANTS", variants)
     PREPARED.clear()
     yield str(request.param)
     PREPARED.clear()
@@ -158,9 +162,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize(("family", "nq", "d"), FAMILIES)
 @pytest.mark.parametrize("mask", ["causal & window(40)", "full", "causal & (window(9) | first(3))"])
-def test_bf16_in_pairs_and_widened_is_as_exact_as_the_formula(
-    rows: str, family: str, nq: int, d: int, mask: str
-) -> None:
+def test_bf16_is_as_exact_as_the_formula(rows: str, family: str, nq: int, d: int, mask: str) -> None:
     q, k, v = qkv(nq, 131, d, torch.bfloat16)
     assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).rows == rows
     d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
@@ -170,44 +172,44 @@ def test_bf16_in_pairs_and_widened_is_as_exact_as_the_formula(
         output = lowtri.attention(*leaves, mask, engine=engine, sinks=torch.ones(4, dtype=dtype))
         return [output.detach(), *(torch.autograd.grad(output, leaves, d_output.to(dtype)) if nq > 16 else ())]
 
-    exact, plain, found = (
+    exact, plain, actual = (
         results(*way) for way in (("formula", torch.float64), ("formula", torch.bfloat16), ("cpu", torch.bfloat16))
     )
-    for right, usual, ours in zip(exact, plain, found, strict=True):
-        allowed = 2 * (usual.double() - right).abs().max() + 4 * 2**-8 * max(1.0, float(right.abs().max()))
-        assert (ours.double() - right).abs().max() <= allowed
+    for expected, usual, ours in zip(exact, plain, actual, strict=True):
+        allowed = 2 * (usual.double() - expected).abs().max() + 4 * 2**-8 * max(1.0, float(expected.abs().max()))
+        assert (ours.double() - expected).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("nq", [1, 130])
-def test_bf16_in_pairs_and_widened_hides_what_is_not_finite(rows: str, nq: int, value: float) -> None:
+def test_hidden_non_finite_values_have_no_effect_in_bf16(rows: str, nq: int, value: float) -> None:
     q, k, v = qkv(nq, 130, 64, torch.bfloat16)
     mask = lowtri.causal() & lowtri.keys(np.arange(130) != 70)
-    right = lowtri.attention(q, k, v, mask, engine="cpu")
+    expected = lowtri.attention(q, k, v, mask, engine="cpu")
     for array in (k, v):
         array[:, :, 70, 3] = value
-    found = lowtri.attention(q, k, v, mask, engine="cpu")
-    # Few queries take another order of sums there, and weights that are not rounded.
-    assert torch.equal(found, right) if nq > 16 else (found - right).abs().max() <= 2**-7
+    actual = lowtri.attention(q, k, v, mask, engine="cpu")
+    # The non-finite path of decode sums in another order, and does not round weights.
+    assert torch.equal(actual, expected) if nq > 16 else (actual - expected).abs().max() <= 2**-7
     assert not lowtri.attention(q, k, v, "causal", engine="cpu").isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 @pytest.mark.parametrize("nq", [1, 100])
-def test_float16_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, kind: str, nq: int) -> None:
-    """Rows apart, sizes that are no whole vectors: nothing is cast as a whole."""
+def test_float16_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, kind: str, nq: int) -> None:
+    """With gaps between rows, and sizes that are not whole vectors: no tensor is cast."""
     from lowtri.backends.cpu import prepared
 
     monkeypatch.setattr(prepared, "_to", lambda x, dtype: pytest.fail("a tensor was cast"))
     for d in (32, 36, 5):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(nq, 100, d, torch.float16))
         arrays = [x.numpy() for x in (q, k, v)] if kind == "numpy" else [q, k, v]
-        found = torch.as_tensor(lowtri.attention(*arrays, "causal & window(30)", engine="cpu"))
-        right = lowtri.attention(q.double(), k.double(), v.double(), "causal & window(30)", engine="reference")
-        assert found.dtype == torch.float16 and (found.double() - right).abs().max() <= 2e-3
+        actual = torch.as_tensor(lowtri.attention(*arrays, "causal & window(30)", engine="cpu"))
+        expected = lowtri.attention(q.double(), k.double(), v.double(), "causal & window(30)", engine="reference")
+        assert actual.dtype == torch.float16 and (actual.double() - expected).abs().max() <= 2e-3
 
 
-# Other CPUs' code, compiled here.
+# Code for other CPUs.
 
 AVX512 = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16"
 COMPILED = """
@@ -215,7 +217,7 @@ COMPILED = """
     from importlib import import_module
     from numba import cfunc, types
     from lowtri.kernels import abi, product
-    from lowtri.kernels.device_function import OPTIONS
+    from lowtri.kernels.device_function import NUMBA_OPTIONS
     from lowtri.kernels.record import RecordType
     from lowtri.kernels.select import SPECS
     from lowtri.kernels.target import ISA
@@ -225,15 +227,15 @@ COMPILED = """
 
     def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
         kind = RecordType(record.dtype, SPECS["forward", dtype, rows])
-        return cfunc(types.void(kind), **OPTIONS)(kernel)
+        return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
 
     WAYS = (("float32", "direct"), ("bfloat16", "pairs"), ("float64", "direct"))
 """
 
 
 def test_avx512_keeps_the_register_tile_of_each_product() -> None:
-    """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, and nothing on the stack between them."""
-    said = python(
+    """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, without spills."""
+    printed = python(
         COMPILED
         + """
     for way in WAYS:
@@ -246,14 +248,14 @@ def test_avx512_keeps_the_register_tile_of_each_product() -> None:
         NUMBA_CPU_NAME="sapphirerapids",
         NUMBA_CPU_FEATURES=AVX512,
     )
-    lines = [line.split() for line in said.splitlines()]
+    lines = [line.split() for line in printed.splitlines()]
     assert [line[:2] for line in lines] == [["avx512-bf16", way] for way in ("float32", "bfloat16", "float64")]
-    assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), said
+    assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), printed
 
 
 @pytest.mark.sweep
 def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
-    said = python(
+    printed = python(
         COMPILED
         + """
     for family in ("forward", "backward"):
@@ -265,13 +267,13 @@ def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
         NUMBA_CPU_NAME="znver4",
         NUMBA_CPU_FEATURES=AVX512,
     )
-    for line in said.splitlines():
+    for line in printed.splitlines():
         _, dtype, _, pairs, fused, scaled = line.split()
         assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 50 and int(scaled) > 0, line
 
 
 def test_neon_code_is_generated_for_arm() -> None:
-    said = python(
+    printed = python(
         COMPILED
         + """
     import llvmlite.binding as llvm
@@ -288,4 +290,4 @@ def test_neon_code_is_generated_for_arm() -> None:
         print(*way, len(re.findall(r"\\tfmla\\tv", machine.emit_assembly(module))))
     """
     )
-    assert all(int(line.split()[2]) >= 24 for line in said.splitlines()) and len(said.splitlines()) == 3, said
+    assert all(int(line.split()[2]) >= 24 for line in printed.splitlines()) and len(printed.splitlines()) == 3, printed

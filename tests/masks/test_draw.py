@@ -1,4 +1,4 @@
-"""Pictures of masks, and the verb that prints them."""
+"""Pictures of masks, and the command that prints them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lowtri.errors import DataError, LowtriError, MaskError
 from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
-from lowtri.masks.panels import MOST_CELLS, MOST_PANELS
+from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
 from lowtri.masks.svg import svg
 
 # Text.
 
 
 def test_a_table_of_tokens() -> None:
-    """The documents' two tables: everybody, and the triangle."""
+    """The two tables of the notebooks: all pairs, and the triangle."""
     drawn = draw(full(), 4, beside="causal", tokens="I love Machine Learning", ticks=True, titles=["no mask", "masked"])
     expected = """
         no mask                                 masked
@@ -98,7 +98,7 @@ def test_batch_rows_and_heads_one_after_the_other() -> None:
 
 def test_many_batch_rows_are_counted() -> None:
     drawn = keys(lengths=[1] * 40).draw(2)
-    assert drawn.count("batch row") == MOST_PANELS
+    assert drawn.count("batch row") == MAX_PANELS
     assert drawn.endswith("... and 24 more")
 
 
@@ -115,7 +115,7 @@ def test_large_masks_are_drawn_by_tiles() -> None:
 @pytest.mark.parametrize("n", [64, 65, 1000, 262_144, 10_000_000])
 def test_pictures_are_bounded(n: int) -> None:
     lines = (causal() & window(n // 2)).draw(n).splitlines()
-    assert MOST_CELLS / 2 < len(lines) <= MOST_CELLS
+    assert MAX_CELLS / 2 < len(lines) <= MAX_CELLS
     assert all(len(line) == len(lines) for line in lines)
 
 
@@ -155,7 +155,7 @@ def test_unprintable_tokens_are_written_out() -> None:
         (lambda: svg(keys(lengths=[1, 1, 1]), 1, weights=np.ones((2, 1, 1))), "weights have no batch row or head 2"),
     ],
 )
-def test_the_words_of_errors(act, words: str) -> None:
+def test_errors(act, words: str) -> None:
     with pytest.raises(MaskError) as caught:
         act()
     assert words in str(caught.value)
@@ -197,7 +197,7 @@ def test_the_matrix_is_the_one_that_is_added(nq: int, more: int, text: str) -> N
     assert [[float(x) for x in line.removesuffix("\\\\").split("&")] for line in body] == expected
 
 
-def test_the_verb_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal", "--n", "2", "--numbers"]) == 0
     assert capsys.readouterr().out.splitlines()[1:3] == ["0  -inf", "0     0"]
     assert main(["mask", "causal", "--tokens", "a b", "--latex"]) == 0  # everything but the matrix is a comment
@@ -220,7 +220,7 @@ def test_no_label_reorders_or_breaks_a_picture(c: str) -> None:
         text.encode("utf-8")
 
 
-def test_a_label_is_cut_in_time_that_its_length_does_not_set() -> None:
+def test_long_labels_are_cut_in_constant_time() -> None:
     assert shortened("x" * 10**7) == "x" * 23 + "…"
     assert len(shortened("a" + "\u0301" * 10**6)) <= 4 * 24 + 1  # marks take no column
 
@@ -244,13 +244,17 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 def cells(text: str, fill: str) -> int:
     """How many cells have this fill; neighbours are one rectangle, so widths are counted."""
-    found = [
+    cells_of_fill = [
         r
         for r in ET.fromstring(text).iter(f"{SPACE}rect")
         if fill in ET.tostring(r, "unicode") and "stroke" not in r.attrib
     ]
     return round(
-        sum(float(r.get("width", "0")) / float(r.get("height", "1")) for r in found if "%" not in r.get("width", ""))
+        sum(
+            float(r.get("width", "0")) / float(r.get("height", "1"))
+            for r in cells_of_fill
+            if "%" not in r.get("width", "")
+        )
     )
 
 
@@ -278,7 +282,7 @@ def test_svg_names_its_axes(options: dict[str, Any]) -> None:
     assert "rotate(90)" in rows.get("transform", "")  # so the arrow points down
 
 
-def looks(node: ET.Element) -> tuple[str | None, ...]:
+def class_and_fill(node: ET.Element) -> tuple[str | None, ...]:
     return tuple(node.get(name) for name in ("class", "fill"))
 
 
@@ -299,11 +303,13 @@ def test_svg_legend_has_the_colours_that_are_drawn(make: Any, names: list[str]) 
     swatches = [node for node in root.iter(f"{SPACE}rect") if "stroke" in node.attrib]
     texts = [node.text for node in root.iter(f"{SPACE}text")]
     assert [text for text in texts if text in names] == names and len(swatches) == len(names)
-    drawn = {looks(node) for node in root.iter(f"{SPACE}rect") if "stroke" not in node.attrib and node.get("x")}
-    assert drawn <= {looks(node) for node in swatches}
+    drawn = {
+        class_and_fill(node) for node in root.iter(f"{SPACE}rect") if "stroke" not in node.attrib and node.get("x")
+    }
+    assert drawn <= {class_and_fill(node) for node in swatches}
 
 
-def test_svg_is_dark_where_the_screen_is_and_shrinks_in_its_proportions() -> None:
+def test_svg_is_dark_on_dark_screens_and_keeps_its_proportions() -> None:
     root = ET.fromstring(svg(causal() & window(300), 1000, beside="full"))
     style = root.findtext(f"{SPACE}style") or ""
     assert style.startswith("@media (prefers-color-scheme: dark)")
@@ -325,13 +331,13 @@ def test_svg_draws_inside_its_frame(n: int, options: dict[str, Any]) -> None:
             assert start >= 0 and start + length <= wide and 0 < float(node.get("y", "0")) <= high, node.text
 
 
-def test_the_picture_of_the_readme_is_of_today() -> None:
+def test_the_picture_of_the_readme_is_up_to_date() -> None:
     titles = ["full: an encoder", "causal: a decoder"]
     text = svg(full(), 4, beside=causal(), tokens="The black cat <end>", titles=titles)
     assert (Path(__file__).parents[2] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
 
 
-def test_svg_tells_hidden_from_weight_zero() -> None:
+def test_svg_distinguishes_hidden_from_weight_zero() -> None:
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     text = svg(causal(), 2, weights=weights)
     assert cells(text, "url(#hidden)") == 1
@@ -348,7 +354,7 @@ def test_svg_of_batches_shows_each_with_its_weights() -> None:
     assert "... and 24 more" in svg(keys(lengths=[1] * 40), 2)
 
 
-def test_svg_needs_nothing_else() -> None:
+def test_svg_is_self_contained() -> None:
     text = svg(causal() & window(3), 8, tokens=list("abcdefgh"))
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in text and "<image" not in text
@@ -373,7 +379,7 @@ def test_saving(tmp_path: Path) -> None:
         ("folder.svg", "folder.svg cannot be written: "),
     ],
 )
-def test_saving_where_it_cannot(tmp_path: Path, name: str, words: str) -> None:
+def test_saving_to_a_path_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(DataError) as caught:
         causal().save(tmp_path / name, 4)
@@ -392,7 +398,7 @@ def test_a_picture_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 # lowtri mask.
 
 
-def test_the_verb_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal & (window(2) | first(1))", "--n", "5"]) == 0
     out = capsys.readouterr().out
     expected = """
@@ -408,7 +414,7 @@ def test_the_verb_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines() == cleandoc(expected).splitlines()
 
 
-def test_the_verb_says_how_large_a_cell_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_how_large_a_cell_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal & window(1024)", "--n", "100000"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "a cell of the picture is 1,563 x 1,563 pairs: █ all visible, ▒ some, · none",
@@ -416,7 +422,7 @@ def test_the_verb_says_how_large_a_cell_is(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_the_verb_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal", "--beside", "full", "--tokens", "The black cat <end>", "--ticks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[4].split() == ["cat", "✓", "✓", "✓", "✗", "cat", "✓", "✓", "✓", "✓"]
@@ -426,7 +432,7 @@ def test_the_verb_compares(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_verb_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal & keys(lengths=[1, 3])", "--n", "3", "--queries", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "mask": "causal & keys(lengths=[1, 3])",
@@ -440,7 +446,7 @@ def test_the_verb_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_verb_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1", "--head", "1"]) == 0
     )
@@ -449,7 +455,7 @@ def test_the_verb_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> N
     assert "head 1" in capsys.readouterr().out
 
 
-def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.svg"
     assert main(["mask", "causal", "--svg", str(path), "--tokens", "a b"]) == 0
     assert path.read_text(encoding="utf-8") == svg(causal(), 2, tokens=["a", "b"])
@@ -472,7 +478,9 @@ def test_the_verb_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["causal", "--frobnicate"], "No such option"),
     ],
 )
-def test_the_verb_refuses_in_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_errors_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["mask", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""Texts and arguments that nobody means well with: always a mask or a MaskError, quickly, and in little memory."""
+"""Hostile texts and arguments: always a mask or a MaskError, quickly, and in little memory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ QUICKLY = 0.05  # seconds, for any text
 
 
 def read(text: str) -> Mask | None:
-    """The mask of a text, None where it is refused; and never anything else, nor slowly."""
-    taken = []
+    """The mask of a text, or None if it is rejected; fails if another error is raised or it takes long."""
+    seconds = []
     for _ in range(5):  # another process may disturb the first attempts
         start = time.process_time()
         try:
             made, words = _parsed(text), ""
         except MaskError as error:
             made, words = None, str(error)
-        taken.append(time.process_time() - start)
-        if taken[-1] < QUICKLY:
+        seconds.append(time.process_time() - start)
+        if seconds[-1] < QUICKLY:
             assert len(words) < 600
             return made
-    raise AssertionError(f"{text[:40]!r}: {min(taken)} s")
+    raise AssertionError(f"{text[:40]!r}: {min(seconds)} s")
 
 
 def whole(start: str, repeated: str, end: str) -> str:
@@ -47,7 +47,7 @@ def whole(start: str, repeated: str, end: str) -> str:
     return start + repeated * ((LONGEST - len(start) - len(end)) // len(repeated)) + end
 
 
-REFUSED = {
+REJECTED = {
     "one name": whole("", "a", ""),
     "one number": whole("window(", "9", ")"),
     "one number in base 16": whole("window(0x", "f", ")"),
@@ -87,12 +87,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
-def test_hostile_texts_are_refused_quickly(text: str) -> None:
+@pytest.mark.parametrize("text", REJECTED.values(), ids=REJECTED)
+def test_hostile_texts_are_rejected_quickly(text: str) -> None:
     assert read(text) is None
 
 
-TAKEN = {
+ACCEPTED = {
     "the lengths of many documents": whole("documents(lengths=[", "1, ", "])"),
     "ids": whole("documents([", "-1, ", "])"),
     "lengths of many rows": whole("keys(lengths=[", "7,", "])"),
@@ -102,7 +102,7 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("text", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("text", ACCEPTED.values(), ids=ACCEPTED)
 def test_long_texts_are_read_quickly(text: str) -> None:
     assert isinstance(read(text), Mask)
 
@@ -170,7 +170,7 @@ texts = st.one_of(st.text(), pieces.map(lambda parts: "".join(piece * n for piec
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(texts)
-def test_any_text_is_a_mask_or_refused(text: str) -> None:
+def test_any_text_is_a_mask_or_rejected(text: str) -> None:
     made = read(text)
     if made is not None and len(text) < 500 and "<" not in repr(made):
         assert lt.mask(repr(made)) == made
@@ -180,11 +180,11 @@ def test_any_text_is_a_mask_or_refused(text: str) -> None:
 @settings(deadline=None, max_examples=6000, suppress_health_check=[HealthCheck.too_slow])
 @given(texts)
 def test_sweep_any_text_is_a_mask_or_refused(text: str) -> None:
-    test_any_text_is_a_mask_or_refused.hypothesis.inner_test(text)
+    test_any_text_is_a_mask_or_rejected.hypothesis.inner_test(text)
 
 
-def test_masks_joined_without_end_are_refused() -> None:
-    """A mask is walked through in every question: neither deep ones nor ones that double are built."""
+def test_too_many_joined_masks_are_rejected() -> None:
+    """Every question recurses through the mask, so neither deep masks nor ones that double can be built."""
     some = [lt.first(n + 1) for n in range(2000)]
     with pytest.raises(MaskError, match="at most 1000 masks and 100 operators"):
         functools.reduce(operator.or_, some)
@@ -316,22 +316,22 @@ calls = st.one_of(
 
 def made(call: tuple[Callable[..., Mask], tuple[Any, ...], dict[str, Any]]) -> Mask | None:
     make, args, named = call
-    return answered(lambda: make(*args, **named))
+    return result_of(lambda: make(*args, **named))
 
 
-def answered(ask: Callable[[], Any]) -> Any:
-    """The answer, or None where it is refused in a few words; any other error goes on."""
+def result_of(act: Callable[[], Any]) -> Any:
+    """The result, or None if a MaskError with a short message is raised."""
     try:
-        return ask()
+        return act()
     except MaskError as error:
         words = str(error)
     assert len(words) < 600
     return None
 
 
-def questions(mask: Mask, n: Any) -> None:
-    """What is asked of a mask: each is answered, or refused in words."""
-    for ask in (
+def use(mask: Mask, n: Any) -> None:
+    """Use the mask in several ways: each gives a result or a MaskError."""
+    for act in (
         lambda: (repr(mask), hash(mask), mask == ~mask),
         lambda: mask.tile(0, END, n, END),
         lambda: mask.tile(np.array([0, 5]), np.array([9, END]), n, 2**62),
@@ -340,16 +340,16 @@ def questions(mask: Mask, n: Any) -> None:
         lambda: mask.draw(3, n),
         lambda: mask.dense(2, n).size if isinstance(n, int) and n < 10**5 else mask.dense(n, 10**6),
     ):
-        answered(ask)
+        result_of(act)
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(calls, numbers.filter(lambda n: not isinstance(n, list | tuple)))
-def test_any_argument_makes_a_mask_or_is_refused(call: Any, n: Any) -> None:
+def test_any_argument_makes_a_mask_or_is_rejected(call: Any, n: Any) -> None:
     start = time.process_time()
     mask = made(call)
     if mask is not None and call[0] is not lt.where:
-        questions(mask, n)
+        use(mask, n)
     assert time.process_time() - start < 2
 
 
@@ -357,18 +357,18 @@ def test_any_argument_makes_a_mask_or_is_refused(call: Any, n: Any) -> None:
 @settings(deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
 @given(calls, numbers.filter(lambda n: not isinstance(n, list | tuple)))
 def test_sweep_any_argument_makes_a_mask_or_is_refused(call: Any, n: Any) -> None:
-    test_any_argument_makes_a_mask_or_is_refused.hypothesis.inner_test(call, n)
+    test_any_argument_makes_a_mask_or_is_rejected.hypothesis.inner_test(call, n)
 
 
 def test_numbers_that_python_refuses_to_print() -> None:
     with pytest.raises(MaskError, match="window: n is a whole number of 16610 bits"):
         lt.window(10**5000)
-    with pytest.raises(MaskError, match="documents: ids is no array"):
+    with pytest.raises(MaskError, match="documents: ids is not an array"):
         lt.documents([10**5000])
 
 
 def test_a_sum_of_lengths_does_not_wrap() -> None:
-    """64-bit sums of these are 0, and an array of that size was then written to."""
+    """The sum of these in 64 bits is 0; an array of that size was then written to."""
     with pytest.raises(MaskError, match=f"lengths add up to {2**64}, but positions end at"):
         lt.documents(lengths=[2**62] * 4)
     assert lt.documents(lengths=[2**61, 2**61]).tile(0, 2**61, 2**61, END) == lt.EMPTY
@@ -396,7 +396,7 @@ def test_documents_of_any_length_take_no_memory_for_their_tokens() -> None:
 
 
 def test_positions_of_any_integer_type_are_the_same_positions() -> None:
-    """Differences of unsigned numbers, and small types beside large masks, must not wrap."""
+    """Differences of unsigned numbers, and small integer types with large masks, must not wrap."""
     q, k = np.arange(120)[:, None], np.arange(120)[None, :]
     for mask in (lt.band(3, 5), lt.window(300), lt.chunks(300), lt.strided(7), lt.documents(lengths=[40, 300])):
         for dtype in (np.int8, np.uint8, np.uint16, np.uint32, np.uint64):
@@ -416,7 +416,7 @@ def test_pictures_of_any_size_cost_the_same() -> None:
         lt.causal().draw(10**12, ticks=True)
 
 
-def test_sizes_that_do_not_fit_are_refused_and_not_allocated() -> None:
+def test_sizes_that_do_not_fit_are_rejected_and_not_allocated() -> None:
     code = """
 import resource, numpy as np
 from lowtri import masks as lt
@@ -440,7 +440,7 @@ for ask in (
         ask()
     except MaskError:
         continue
-    raise SystemExit("not refused")
+    raise SystemExit("not rejected")
 lt.documents(lengths=[10**9])(5, 10**9)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

@@ -1,4 +1,4 @@
-"""The laws of masks, for random masks: the table asked pair by pair is the oracle."""
+"""The laws of masks, for random masks: the table of pairs is the oracle."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ rectangles = st.lists(st.tuples(edges, edges, edges, edges), min_size=1, max_siz
 
 @law
 @given(cases)
-def test_a_mask_says_what_its_pairs_say(case: Case) -> None:
-    """Atoms, & | ~ -, batch rows and heads; and a negative position is never there."""
+def test_arrays_of_positions_agree_with_single_pairs(case: Case) -> None:
+    """Single masks, & | ~ -, batch rows and heads; negative positions hold no token."""
     q, k = np.array(positions)[:, None], np.array(positions)[None, :]
     np.testing.assert_array_equal(case.mask(q, k), case.table(positions, positions))
 
 
 @law
 @given(cases)
-def test_dense_pairs_and_causality_follow_from_the_pairs(case: Case) -> None:
+def test_dense_pairs_and_is_causal_agree_with_the_pairs(case: Case) -> None:
     table = case.table(range(SIZE), range(SIZE))
     np.testing.assert_array_equal(case.mask.dense(SIZE), table)
     np.testing.assert_array_equal(case.mask.pairs(SIZE), table.sum((-1, -2)))
@@ -38,7 +38,7 @@ def test_dense_pairs_and_causality_follow_from_the_pairs(case: Case) -> None:
 
 @law
 @given(cases, rectangles)
-def test_tile_answers_never_lie(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
+def test_tile_answers_are_never_wrong(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
     table = case.table(range(SIZE), range(SIZE))
     answers = case.mask.tile(*np.array(tiles).T)
     assert answers.dtype == np.int8 and answers.shape == (*case.mask.batch, len(tiles))
@@ -55,7 +55,7 @@ def test_tile_answers_never_lie(case: Case, tiles: list[tuple[int, int, int, int
 
 @law
 @given(cases, rectangles)
-def test_many_tiles_at_once_are_answered_as_one_by_one(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
+def test_arrays_of_tiles_agree_with_single_tiles(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
     together = case.mask.tile(*np.array(tiles).T)
     for number, tile in enumerate(tiles):
         alone = case.mask.tile(*tile)
@@ -67,8 +67,8 @@ def test_many_tiles_at_once_are_answered_as_one_by_one(case: Case, tiles: list[t
 @given(
     cases.filter(lambda case: "table(" not in repr(case.mask)), st.integers(0, SIZE), st.integers(0, SIZE), st.data()
 )
-def test_the_end_of_time_does_not_lie_either(case: Case, q0: int, k0: int, data: st.DataObject) -> None:
-    """``tile(t, END, k, k + 1)`` is what a cache asks before it drops a key."""
+def test_answers_for_tiles_without_end_are_never_wrong(case: Case, q0: int, k0: int, data: st.DataObject) -> None:
+    """A cache evicts a key if ``tile(t, END, k, k + 1)`` is EMPTY."""
     k1 = data.draw(st.sampled_from([k0 + 1, k0 + 4, END, float("inf")]))
     answer = np.asarray(case.mask.tile(q0, END, k0, k1))
     np.testing.assert_array_equal(answer, case.mask.tile(np.array([q0]), float("inf"), k0, k1)[..., 0])
@@ -79,7 +79,7 @@ def test_the_end_of_time_does_not_lie_either(case: Case, q0: int, k0: int, data:
 
 @law
 @given(exact_cases, rectangles)
-def test_atoms_lengths_keys_and_tables_answer_exactly(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
+def test_formulas_lengths_keys_and_tables_answer_exactly(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
     table = case.table(range(SIZE), range(SIZE))
     for q0, q1, k0, k1 in tiles:
         q0, k0 = max(q0, 0), max(k0, 0)
@@ -92,19 +92,19 @@ def test_atoms_lengths_keys_and_tables_answer_exactly(case: Case, tiles: list[tu
 
 @law
 @given(text_cases)
-def test_the_printed_form_reads_back(case: Case) -> None:
-    again = mask(repr(case.mask))
-    assert again == case.mask
-    assert hash(again) == hash(case.mask)
+def test_the_repr_can_be_read(case: Case) -> None:
+    copy = mask(repr(case.mask))
+    assert copy == case.mask
+    assert hash(copy) == hash(case.mask)
 
 
 @law
 @given(cases)
 def test_masks_are_values(case: Case) -> None:
-    again = pickle.loads(pickle.dumps(case.mask))
-    assert again == case.mask
-    assert hash(again) == hash(case.mask)
-    assert repr(again) == repr(case.mask)
+    copy = pickle.loads(pickle.dumps(case.mask))
+    assert copy == case.mask
+    assert hash(copy) == hash(case.mask)
+    assert repr(copy) == repr(case.mask)
     assert case.mask != ~case.mask
 
 
@@ -121,7 +121,7 @@ def test_at_is_one_row_and_head_of_the_batch(case: Case) -> None:
 @law
 @given(text_cases, text_cases)
 def test_the_operators_are_set_operations(one: Case, two: Case) -> None:
-    """De Morgan and friends, as tables; equality of masks itself is structural."""
+    """De Morgan's and other laws, on tables; equality of masks is structural."""
     a, b = one.mask, two.mask
 
     def same(left: Mask, right: Mask) -> None:
@@ -139,17 +139,17 @@ def test_the_operators_are_set_operations(one: Case, two: Case) -> None:
 @settings(deadline=None, max_examples=4000, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, rectangles)
 def test_sweep_tile_answers_never_lie(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
-    test_tile_answers_never_lie.hypothesis.inner_test(case, tiles)
-    test_a_mask_says_what_its_pairs_say.hypothesis.inner_test(case)
+    test_tile_answers_are_never_wrong.hypothesis.inner_test(case, tiles)
+    test_arrays_of_positions_agree_with_single_pairs.hypothesis.inner_test(case)
 
 
-def test_the_laws_would_notice_a_lie() -> None:
-    """A mask that calls everything EMPTY breaks them: the laws above can fail."""
+def test_the_laws_find_a_wrong_answer() -> None:
+    """A mask that always answers EMPTY fails them."""
 
-    class Liar(type(causal())):
+    class Wrong(type(causal())):
         def _tile(self, q0, q1, k0, k1):
             return 0 * (q0 + q1)
 
-    liar = Case(Liar(2**62, 0, "causal"), lambda q, k, *_: k <= q)
+    wrong = Case(Wrong(2**62, 0, "causal"), lambda q, k, *_: k <= q)
     with pytest.raises(AssertionError):
-        test_tile_answers_never_lie.hypothesis.inner_test(liar, [(0, 4, 0, 2)])
+        test_tile_answers_are_never_wrong.hypothesis.inner_test(wrong, [(0, 4, 0, 2)])

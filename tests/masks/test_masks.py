@@ -1,4 +1,4 @@
-"""Masks by example: little grids to look at, what lies beyond an array, tables to add, and the words of every error.
+"""Masks by example: small grids, positions past an array, tables to add, and every error.
 
 The laws, for random masks, are in test_laws.py.
 """
@@ -131,7 +131,7 @@ def test_printing_a_mask_draws_it() -> None:
     assert lines[1:4] == ["█···········", "██··········", "·██·········"]
 
 
-def test_queries_stand_at_the_last_positions() -> None:
+def test_queries_have_the_last_positions() -> None:
     assert causal().draw(2, 4).split() == ["███·", "████"]
     assert causal().dense(1, 5).all()
 
@@ -152,17 +152,17 @@ def test_one_pair_gives_a_plain_bool() -> None:
         assert type((m & causal())(0, 0)) is bool, m
 
 
-def test_negative_positions_see_nothing_and_are_seen_by_nobody() -> None:
+def test_negative_positions_are_hidden_and_see_no_key() -> None:
     for m in [full(), ~causal(), ~keys([False]), documents([0]), hidden([[False]])]:
         assert not m(-1, 0)
         assert not m(0, -1)
         assert not np.any(m(np.array([-1, -7])[:, None], np.array([0, -1])))
 
 
-# Beyond an array.
+# Positions past an array.
 
 
-def test_documents_go_on_with_their_last_document() -> None:
+def test_positions_past_the_ids_belong_to_the_last_document() -> None:
     m = documents([0, 0, 1])
     assert m(99, 2) and m(99, 98)
     assert not m(99, 1)
@@ -170,7 +170,7 @@ def test_documents_go_on_with_their_last_document() -> None:
     assert m.tile(50, END, 0, 2) == EMPTY
 
 
-def test_a_key_beyond_the_flags_is_a_new_token() -> None:
+def test_keys_past_the_flags_are_visible() -> None:
     m = keys([True, False])
     assert m(9, 2) and m(9, END - 1)
     assert m.tile(2, END, 1, 2) == EMPTY
@@ -178,25 +178,25 @@ def test_a_key_beyond_the_flags_is_a_new_token() -> None:
     assert m.tile(2, END, 1, END) == PARTIAL
 
 
-def test_lengths_of_keys_have_no_beyond() -> None:
+def test_keys_past_the_lengths_are_hidden() -> None:
     assert keys(lengths=[1, 3]).tile(9, 10, 3, 4).tolist() == [EMPTY, EMPTY]
 
 
-def test_a_table_says_nothing_beyond_itself() -> None:
+def test_positions_outside_of_a_table_raise() -> None:
     m = table(np.ones((2, 3), bool))  # queries 1 and 2, keys 0 .. 2
     assert m(1, 0) and m(2, 2)
     assert m.tile(1, 3, 0, 3) == FULL
     assert m.tile(0, 9, 0, 9) == PARTIAL
     for q, k in [(0, 0), (3, 0), (1, 3)]:
         with pytest.raises(
-            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but was"
+            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but the call has"
         ):
             m(q, k)
     assert table(np.ones((3, 2), bool)).dense(3, 2).all()  # more rows than columns count from 0
     assert not m(-1, 9 - 10)  # no token, no row
 
 
-def test_infinity_is_accepted_at_the_door() -> None:
+def test_infinity_is_the_end_of_a_tile() -> None:
     assert causal().tile(5, math.inf, 0, 5) == FULL
     assert window(4).tile(10, math.inf, 6, 7) == EMPTY
     assert window(4).tile(9, math.inf, 6, 7) == PARTIAL
@@ -255,13 +255,13 @@ def test_masks_are_values() -> None:
     assert m == documents([0, 0, 1])
     assert m != documents([0, 0, 2])
     assert {causal() & window(3), causal() & window(3)} == {causal() & window(3)}
-    assert window(3) != band(2, 0)  # the same pairs, written otherwise: equality is structural
+    assert window(3) != band(2, 0)  # the same pairs, built in another way: equality is structural
     assert causal() & full() != full() & causal()
     with pytest.raises(ValueError, match="read-only"):
         pickle.loads(pickle.dumps(m)).ids.array[0] = 7
 
 
-def test_masks_that_hold_arrays_print_shape_and_digest() -> None:
+def test_masks_of_arrays_print_shape_and_digest() -> None:
     ids = documents([[0, 1], [0, 0]])
     assert repr(ids).startswith("documents(<2x2 int64 ")
     assert len(repr(table(np.ones((4096, 4096), bool)))) < 50
@@ -294,7 +294,7 @@ def test_text(text: str, expected: Mask) -> None:
     assert mask(expected) is expected
 
 
-def test_text_keeps_brackets_where_they_matter() -> None:
+def test_text_has_parentheses_where_precedence_needs_them() -> None:
     a, b, c = causal(), window(2), first(1)
     for m in [
         a & (b & c),
@@ -310,7 +310,7 @@ def test_text_keeps_brackets_where_they_matter() -> None:
         assert mask(repr(m)) == m, m
 
 
-def test_a_long_sum_of_masks_reads_back() -> None:
+def test_the_text_of_many_joined_masks_can_be_read() -> None:
     m = first(1)
     for n in range(2, 90):
         m = m | first(n)
@@ -324,7 +324,7 @@ class Unhashable:
         return k <= q
 
 
-# The words of every error.
+# Every error.
 
 LONG = "~" * 150 + "causal"
 
@@ -371,7 +371,7 @@ ERRORS = [
     (lambda: documents(lengths=[1], key_ids=[0]), "documents: give one of ids"),
     (lambda: documents([]), "documents: ids is empty"),
     (lambda: documents([0.0, 1.0]), "documents: ids is float64 (2,), but it takes integers of shape (N,) or (B, N)"),
-    (lambda: documents([[0, 1], [0]]), "documents: ids is no array, but it takes integers"),
+    (lambda: documents([[0, 1], [0]]), "documents: ids is not an array, but it takes integers"),
     (lambda: documents([[0, 1]], [0, 1]), "documents: ids (1, 2) and key_ids (2,) differ in their batch"),
     (
         lambda: documents(lengths=[2, 0]),
@@ -437,28 +437,28 @@ ERRORS = [
     (lambda: mask("window"), "mask: 'window': missing 1 required positional argument: 'n'"),
     (lambda: mask("window(3, 4)"), "mask: 'window(3, 4)': takes 1 positional argument but 2 were given"),
     (lambda: mask("window(size=3)"), "mask: 'window(size=3)': got an unexpected keyword argument 'size'"),
-    (lambda: mask("window(2.5)"), "mask: 2.5 is no whole number"),
-    (lambda: mask("window('3')"), "mask: '3' is no whole number"),
+    (lambda: mask("window(2.5)"), "mask: 2.5 is not a whole number"),
+    (lambda: mask("window('3')"), "mask: '3' is not a whole number"),
     (lambda: mask("window(0)"), "window: n is 0, but it must lie in 1"),
     (lambda: mask("window(**3)"), "mask: 'window(**3)': ** has no meaning here"),
     (lambda: mask("causal and full"), "mask: 'causal and full': masks are joined by & | ~ -, not by and, or, not"),
     (lambda: mask("not causal"), "mask: 'not causal': masks are joined by & | ~ -"),
-    (lambda: mask("causal + full"), "mask: 'causal + full' is no mask. Fix: masks are joined by & | ~ -"),
-    (lambda: mask("3"), "mask: '3' is no mask"),
+    (lambda: mask("causal + full"), "mask: 'causal + full' is not a mask. Fix: masks are joined by & | ~ -"),
+    (lambda: mask("3"), "mask: '3' is not a mask"),
     (
         lambda: mask("table([[True]])"),
         "mask: table holds an array or a function, which a text cannot hold. Fix: lowtri.table(...)",
     ),
     (lambda: mask("where(print)"), "mask: where holds an array or a function"),
     (lambda: mask(LONG), "mask: the text nests more than 100 operators"),
-    (lambda: mask("__import__('os').system('true')"), "is no mask"),
-    (lambda: mask("(lambda: causal)()"), "is no mask"),
-    (lambda: mask("causal if 1 else full"), "is no mask"),
+    (lambda: mask("__import__('os').system('true')"), "there is no mask '__import__'"),
+    (lambda: mask("(lambda: causal)()"), "there is no mask 'lambda'"),
+    (lambda: mask("causal if 1 else full"), "is not a mask"),
 ]
 
 
 @pytest.mark.parametrize(("act", "words"), ERRORS, ids=[words[:40] for _, words in ERRORS])
-def test_the_words_of_errors(act, words: str) -> None:
+def test_errors(act, words: str) -> None:
     with pytest.raises(MaskError) as caught:
         act()
     message = str(caught.value)
@@ -467,7 +467,7 @@ def test_the_words_of_errors(act, words: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_reading_a_text_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr("builtins.print", lambda *a, **k: ran.append(a))
     for text in ["print(1)", "window(print(1))", "[print(1)]", "causal & print(1)", "documents(lengths=[print(1)])"]:
@@ -476,11 +476,11 @@ def test_reading_a_text_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == []
 
 
-def test_the_public_doors_are_the_rooms_own() -> None:
+def test_the_public_names_are_those_of_the_package() -> None:
     assert lowtri.causal is causal and lowtri.Mask is Mask and END == 2**62
 
 
-def test_a_text_is_read_once_unless_it_may_stand_for_an_array():
+def test_texts_without_lists_are_cached():
     assert lowtri.mask("causal & window(4)") is lowtri.mask("causal & window(4)")
     assert lowtri.mask("documents(lengths=[2])") is not lowtri.mask("documents(lengths=[2])")
 

@@ -1,4 +1,4 @@
-"""Plans: what a kernel reads must say exactly what the mask says, wherever queries and keys stand."""
+"""Plans: exactly the pairs of the mask, for any positions of queries and keys."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from random_masks import SIZE, Case, cases
 
 
 def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
-    """The plan against the pairs, for every batch row and head; and its own order."""
+    """Compare the plan with the pairs, for every batch row and head; and check the order of its runs."""
     p = plan(m, q, k, tile_k=tile_k)
     q, k = np.atleast_2d(q), np.atleast_2d(k)
     rows, columns = max(len(q), len(k), *(m.batch[:1] or (1,))), (*m.batch, 1, 1)[1]
-    assert p.sheet.shape == (rows, columns)
+    assert p.mask_index.shape == (rows, columns)
     total = 0
     for b, h in np.ndindex(rows, columns):
         expected = m.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
-        np.testing.assert_array_equal(p.dense(int(p.sheet[b, h])), expected)
-        assert p.sheet_pairs[p.sheet[b, h]] == expected.sum()
+        np.testing.assert_array_equal(p.dense(int(p.mask_index[b, h])), expected)
+        assert p.mask_pairs[p.mask_index[b, h]] == expected.sum()
         total += int(expected.sum())
     assert p.pairs == total
     check_order(p)
@@ -48,10 +48,10 @@ def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
 
 
 def check_order(p: Plan) -> None:
-    for sheet in range(len(p.sheet_pairs)):
+    for index in range(len(p.mask_pairs)):
         for r in range(p.rows):
             before, kind_before = 0, None
-            for start, stop, kind, place in p.row(r, sheet).tolist():
+            for start, stop, kind, place in p.row(r, index).tolist():
                 assert before <= start < stop <= -(-p.nk // p.tile_k)
                 assert kind in (PARTIAL, FULL)
                 assert not (start == before and kind == kind_before), "neighbours of one kind are one run"
@@ -60,12 +60,12 @@ def check_order(p: Plan) -> None:
                 before, kind_before = stop, kind
     assert len({word.tobytes() for word in p.bits}) == len(p.bits), "equal bits are stored once"
     assert p.bits.any(1).all(), "all-zero bits are EMPTY"
-    assert set(p.tile_bits.tolist()) == set(range(len(p.bits))), "nothing is stored that nobody reads"
+    assert set(p.tile_bits.tolist()) == set(range(len(p.bits))), "every stored pattern is used"
 
 
 @st.composite
-def places(draw: st.DrawFn, most: int) -> np.ndarray:
-    """(N,) or (2, N) positions below ``most``: in a row, shuffled, a ring with sinks, with or without holes of -1."""
+def positions_below(draw: st.DrawFn, most: int) -> np.ndarray:
+    """(N,) or (2, N) positions below ``most``: in order, shuffled, a ring with sinks, with or without holes of -1."""
     n = draw(st.integers(1, 150))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["range", "shuffled", "ring", "repeated"]))
@@ -88,16 +88,16 @@ def places(draw: st.DrawFn, most: int) -> np.ndarray:
 
 @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, st.data(), st.sampled_from([16, 64, 128]))
-def test_a_plan_says_what_the_mask_says(case: Case, data: st.DataObject, tile_k: int) -> None:
+def test_a_plan_has_the_pairs_of_the_mask(case: Case, data: st.DataObject, tile_k: int) -> None:
     most = SIZE if "table(" in repr(case.mask) else 10_000
-    check(case.mask, data.draw(places(most)), data.draw(places(most)), tile_k)
+    check(case.mask, data.draw(positions_below(most)), data.draw(positions_below(most)), tile_k)
 
 
 @pytest.mark.sweep
 @settings(deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, st.data(), st.sampled_from([8, 16, 32, 64, 128, 256]))
 def test_sweep_a_plan_says_what_the_mask_says(case: Case, data: st.DataObject, tile_k: int) -> None:
-    test_a_plan_says_what_the_mask_says.hypothesis.inner_test(case, data, tile_k)
+    test_a_plan_has_the_pairs_of_the_mask.hypothesis.inner_test(case, data, tile_k)
 
 
 LONG = [
@@ -122,7 +122,7 @@ def test_long_rows(text: str, nq: int, nk: int) -> None:
 
 @pytest.mark.parametrize("text", LONG)
 def test_a_ring_with_sinks(text: str) -> None:
-    """As a cache keeps them: four sinks, then a ring that has turned, then free slots."""
+    """The positions of a cache: four sinks, then a ring that has wrapped around, then free slots."""
     k = np.concatenate([np.arange(4), np.arange(260, 300), np.arange(120, 260), np.full(30, -1)])
     check(mask(text), np.array([299]), k, 64)
 
@@ -134,7 +134,7 @@ def test_no_queries_and_no_keys() -> None:
         assert p.dense().shape == (nq, nk)
 
 
-# What is shared, and what is promoted.
+# Shared patterns, and tiles promoted to FULL.
 
 
 def test_the_diagonal_is_stored_once() -> None:
@@ -150,8 +150,8 @@ def test_a_bit_is_a_query_and_a_word_is_a_key() -> None:
     assert p.bits[0, 63] == np.uint64(1) << np.uint64(63)  # key 63 by the last alone
 
 
-def test_partial_answers_that_turn_out_whole_are_promoted() -> None:
-    """``where`` answers PARTIAL always; the bits know better."""
+def test_partial_tiles_whose_pairs_are_all_visible_are_promoted() -> None:
+    """``where`` always answers PARTIAL; the bits decide."""
     everything = plan(where(lambda q, k: k >= 0), np.arange(100), np.arange(300), tile_k=64)
     assert everything.row(0).tolist() == everything.row(1).tolist() == [[0, 5, FULL, 0]]
     assert len(everything.bits) == 0
@@ -167,12 +167,12 @@ def test_a_hole_keeps_a_tile_from_being_full() -> None:
     assert p.bits[0, 10] == 0
 
 
-def test_rows_and_heads_that_are_alike_share_a_sheet() -> None:
+def test_equal_masks_of_rows_and_heads_are_planned_once() -> None:
     n = np.arange(100)
-    assert plan(heads([causal(), window(5), causal()]), n, n).sheet.tolist() == [[0, 1, 0]]
+    assert plan(heads([causal(), window(5), causal()]), n, n).mask_index.tolist() == [[0, 1, 0]]
     same = documents(np.zeros((3, 100), int)) & causal()
-    assert len(plan(same, n, n).sheet_pairs) == 1
-    assert plan(causal(), np.stack([n, n + 1, n]), n).sheet.tolist() == [[0], [1], [0]]
+    assert len(plan(same, n, n).mask_pairs) == 1
+    assert plan(causal(), np.stack([n, n + 1, n]), n).mask_index.tolist() == [[0], [1], [0]]
 
 
 def test_a_batched_mask_with_a_table() -> None:
@@ -193,41 +193,41 @@ SIGNED = [
 
 @pytest.mark.parametrize("m", SIGNED, ids=map(repr, SIGNED))
 @pytest.mark.parametrize("tile_k", [64, 128])
-def test_tiles_that_are_alike_are_read_once_and_rightly(m: Mask, tile_k: int) -> None:
+def test_tiles_of_equal_signature_are_evaluated_once_and_correctly(m: Mask, tile_k: int) -> None:
     k = np.arange(900)
     check(m, k, k, tile_k)
     check(m, k[37:500], np.where(k % 97 == 5, -1, k + 64), tile_k)
     check(m, np.roll(k, 300), np.roll(k, 77), tile_k)
 
 
-def test_each_mask_reads_only_the_tiles_that_it_has_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a mask whose tiles all differ, a window is read where its edge lies: a few patterns, at any length."""
+def test_each_mask_evaluates_only_its_partial_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined with a mask whose tiles all differ, a window is evaluated at its edge only: a few patterns, at any length."""
     n = 16_384
     shuffled = documents(np.random.default_rng(0).permutation(np.repeat(np.arange(16), n // 16)))
-    band, ids, read = type(window(1)), type(shuffled), {}
+    band, ids, evaluated = type(window(1)), type(shuffled), {}
     for kind in (band, ids):
 
         def counting(self: Mask, q, k, sees=kind._sees, kind=kind):
             out = sees(self, q, k)
-            read[kind] = read.get(kind, 0) + np.size(out)
+            evaluated[kind] = evaluated.get(kind, 0) + np.size(out)
             return out
 
         monkeypatch.setattr(kind, "_sees", counting)
     positions = np.arange(n)
     p = plan(window(512) & shuffled, positions, positions)
     assert len(p.bits) == len(p.tile_bits) > 1000
-    assert read[band] <= 2 * 20 * TILE_Q * p.tile_k  # in two rounds of tiles
-    assert read[ids] == len(p.tile_bits) * TILE_Q * p.tile_k
+    assert evaluated[band] <= 2 * 20 * TILE_Q * p.tile_k  # in two rounds of tiles
+    assert evaluated[ids] == len(p.tile_bits) * TILE_Q * p.tile_k
 
 
-def test_equal_documents_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, read = type(documents(lengths=[1])), []
+def test_equal_documents_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, evaluated = type(documents(lengths=[1])), []
     sees = kind._sees
-    monkeypatch.setattr(kind, "_sees", lambda self, q, k: read.append(len(k)) or sees(self, q, k))
+    monkeypatch.setattr(kind, "_sees", lambda self, q, k: evaluated.append(len(k)) or sees(self, q, k))
     positions = np.arange(64 * 1000)
     p = plan(window(300) & documents(lengths=[640] * 100), positions, positions)
     assert p.pairs == 100 * (300 * 640 - 300 * 299 // 2)
-    assert sum(read) < 40
+    assert sum(evaluated) < 40
 
 
 @pytest.mark.parametrize(

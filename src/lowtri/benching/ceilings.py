@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from lowtri.kernels.abi import Abi
+from lowtri.kernels.compilation import compiled
 from lowtri.kernels.product import product
 from lowtri.kernels.record import take
 from lowtri.kernels.select import SPECS
 from lowtri.kernels.simd import add, load, splat, store
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.target import ISA
-from lowtri.kernels.threads import compiled, run_team
+from lowtri.kernels.threads import run_team
 
 __all__ = ["in_pairs", "multiply", "multiply_flops", "read"]
 

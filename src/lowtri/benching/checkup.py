@@ -87,8 +87,8 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
 
 def _cache(trouble: list[str]) -> dict[str, Any]:
     """The folder of compiled code, and which of the kernels that calls choose lie in it."""
+    from lowtri.kernels.compilation import cache_folder
     from lowtri.kernels.select import KERNELS
-    from lowtri.kernels.threads import cache_folder
 
     folder = cache_folder()
     if folder is None:

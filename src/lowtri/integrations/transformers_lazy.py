@@ -48,7 +48,7 @@ class LazyMask:
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:
         """The positions to pass to ``attention``; empty where keys are at 0 .. Nk-1 and the queries at the last of them."""
-        usual = self.k0 == 0 and (self.q0 == self.nk - self.nq or not self.mask.asks_query)
+        usual = self.k0 == 0 and (self.q0 == self.nk - self.nq or not self.mask.depends_on_query)
         if usual:
             return {}
         q_positions, k_positions = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
@@ -61,7 +61,7 @@ class LazyMask:
         One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
         """
         mask, q0, q1, low, high = self.mask, self.q0, self.q0 + self.nq, self.k0, self.k0 + self.nk
-        if not mask.asks_query or low == high:
+        if not mask.depends_on_query or low == high:
             return self
         if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
             high = q1

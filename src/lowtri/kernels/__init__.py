@@ -1,13 +1,27 @@
-"""The CPU kernels: attention in Python, compiled for this CPU by LLVM (through Numba).
+"""The CPU kernels: attention in Python, compiled for this CPU by LLVM (through Numba). Each file imports only from the files above it:
 
-abi              the record that a launch writes and a kernel reads;  record: how it is read
+isa              the instruction sets: their operations and register tiles
+target           the instruction set of this CPU
 spec             what a kernel is compiled for: dtype, how rows are read, instruction set
-isa              the instruction sets: words and register tiles;  target: the one that this CPU has
 select           which spec reads which arrays
-simd, exponent   the words that kernels are written in, on vectors of 64 bytes;  lanes, bf16: more of them
-product, gemv    the register-tiled product, and its counterpart for few queries
-rows             rows on their way into a product and out of it
-plan_walk        the tiles of a plan;  scores, softmax, ds, non_finite: passes over one of them
-forward          attention, tile by tile of the plan;  backward: its gradients;  decode: few queries against a cache
-threads          the threads, and the cache of compiled code
+abi              the record that a launch writes and a kernel reads
+record           the record as a Numba type
+device_function  functions that only kernels call
+simd             the operations that kernels are written in, on vectors of 64 bytes
+lanes            operations across lanes
+bf16             pairs of bf16
+exponent         2 ** x
+product          the register-tiled matrix product
+gemv             its counterpart for few queries
+plan_walk        the key tiles of a query tile
+rows             rows of arrays as operands of a product
+scores           passes over a tile: softcap, bias, mask
+softmax          online softmax
+non_finite       the path for NaN and inf
+ds               passes of the backward
+forward          attention, tile by tile of the plan
+backward         its gradients
+decode           few queries against a cache
+compilation      compiling kernels, and the cache of compiled code
+threads          running a kernel on a team of threads
 """

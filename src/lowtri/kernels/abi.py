@@ -1,8 +1,8 @@
 """The kernels' binary interface: the record that a launch writes and a kernel reads, by name and with types, on both sides.
 
 A record is a NumPy structured dtype. Its first fields change with each run: two counters, the address of the scratch memory and the
-addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in numbers, options, the plan, and
-where each part of the scratch memory begins. Kernels read fields through :mod:`lowtri.kernels.record`.
+addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in numbers, options, the plan, and the
+offsets of the parts of the scratch memory. Kernels read fields through :mod:`lowtri.kernels.record`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 __all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
 
-COUNTER = np.dtype([("count", np.int64)])  # members of the team add to it; a run begins at 0
+COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
 
 def _integers(*names: str) -> np.dtype[Any]:
@@ -25,8 +25,8 @@ def _integers(*names: str) -> np.dtype[Any]:
 
 
 STRIDES = _integers("b", "h", "n", "d")  # along (B, H, N, D), in numbers
-BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 where one entry serves all
-PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from one part's sums to the next part's
+BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 along broadcast axes
+PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from the sums of one part to the next part's
 PLAN = _integers(
     "rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits"
 )  # of masks.plan.Plan
@@ -38,9 +38,9 @@ class Abi:
     """A kernel's record.
 
     Attributes:
-        addresses: the arrays that each run brings; 0 stands for one that the call does not have.
-        fields: what is written when a call is prepared: an int64, or a record of numbers.
-        scratch: the parts of the scratch memory of one thread.  shared: those that all threads use together.
+        addresses: the arrays of a run; the address is 0 if the call does not have the array.
+        fields: the fields that are written when a call is prepared, each an int64 or a record of numbers.
+        scratch: the parts of the scratch memory of one thread.  shared: the parts that all threads share.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Abi:
 
     @cached_property
     def run_format(self) -> struct.Struct:
-        """What a run writes, from the record's start on: two counters, the scratch memory, the addresses."""
+        """The fields that each run writes, at the record's start: two counters, the scratch memory, the addresses."""
         return struct.Struct(f"{3 + len(self.addresses)}q")
 
     @cached_property
     def prepared_fields(self) -> dict[str, tuple[str, ...]]:
-        """What is written when a call is prepared, after that: the names, with those in a record of numbers."""
+        """The other fields: each name, with the names inside it if it is a record of numbers."""
         names = (self.dtype.names or ())[3 + len(self.addresses) :]
         return {name: self.dtype[name].names or () for name in names}
 
@@ -79,10 +79,10 @@ class Abi:
         return struct.Struct("".join(kinds[leaf] for leaf in leaves))
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
-        """The prepared fields as bytes, each given by its name.
+        """The bytes of the prepared fields, each given by its name.
 
         Raises:
-            KeyError: if a field has no value, or a value no field.
+            KeyError: if a field has no value, or if there is no field of a value's name.
         """
         flat: list[float] = []
         for name, parts in self.prepared_fields.items():
@@ -98,7 +98,7 @@ class Abi:
         return self.prepared_format.pack(*flat)
 
     def layout(self, thread: Mapping[str, int], shared: Mapping[str, int], threads: int) -> dict[str, Any]:
-        """The scratch memory from the bytes of its parts: ``thread_bytes``, ``offsets`` and, for the launch, ``bytes`` in all."""
+        """The layout of the scratch memory: the fields ``thread_bytes`` and ``offsets``, and ``bytes``, its size."""
         offsets, end = {}, 0
         for name in self.scratch:
             offsets[name] = end
@@ -125,20 +125,20 @@ FORWARD = Abi(
     ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
 )
 
-# dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size); d_bias has its parts in front. All are packed
-# sums in the compute dtype.
+# dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size), d_bias is (parts, ...): packed sums in the
+# compute dtype.
 BACKWARD = Abi(
     "backward",
     ("q", "k", "v", "bias", "lse", "delta", "d_output", "dq", "dk", "dv_sums", "d_bias"),
     {"parts": np.int64, **_SIZES, **_INPUTS}
     | {"d_output_strides": STRIDES, "d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
     (
-        *("queries", "d_output", "dq", "scores", "ds", "slopes", "shift", "delta", "q_rows", "d_output_rows"),
+        *("queries", "d_output", "dq", "scores", "ds", "d_softcap", "shift", "delta", "q_rows", "d_output_rows"),
         *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros"),
     ),
 )
 
-# visible is a table of bytes (B|1, Hq|1, Nq, Nk), or 0 where every query sees every key; the keys before first_key are seen by none.
+# visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.
 DECODE = Abi(
     "decode",
     ("q", "k", "v", "o", "lse", "bias", "sinks"),

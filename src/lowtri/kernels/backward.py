@@ -1,41 +1,53 @@
 """The gradients of attention, tile by tile of the same plan.
 
-A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It owns its share of dK
-and dV, so nothing is added up by two threads at once and the result does not depend on which was faster. Five products a tile, all
-with queries in lanes; ``weights`` and ``ds`` (dS^T) come out as the A of the next ones, so nothing is turned:
+A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It has its own sums of dK
+and dV, so the result does not depend on the order in which threads finish. Five products a tile, all with queries in lanes;
+``weights`` and ``ds`` (dS^T) are the A of the next products without being transposed:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
     dV     += weights dO                 dK     += dS Q                      dQ^T += K^T dS
 
-dP and delta round apart, so their difference is off by a few roundings of |dO| |V|, also where it should be 0 (one key has all
-the weight) and the plain formula, which takes both from the same numbers, gives 0: the floor of the gradients' precision.
+dP and delta are rounded separately, so their difference has an error of a few roundings of |dO| |V|. Where one key has all the weight,
+the plain formula computes both from the same numbers and gives exactly 0; this kernel gives that error.
 
 Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttention-2 (2023).
 """
 
 from __future__ import annotations
 
-from lowtri.kernels.device_function import by_spec, inlined
-from lowtri.kernels.ds import add_d_bias, query_rows, shifts, slopes_of, times_slopes, weights_and_ds
+from lowtri.kernels.device_function import by_spec, inline_device_function
+from lowtri.kernels.ds import (
+    add_d_bias,
+    apply_softcap_derivative,
+    load_lse_and_delta,
+    pack_query_rows,
+    softcap_derivative,
+    weights_and_ds,
+)
 from lowtri.kernels.forward import KEYS
-from lowtri.kernels.non_finite import add_key_rows, add_query_rows, clean_rows, input_rows_finite
-from lowtri.kernels.plan_walk import tiles
+from lowtri.kernels.non_finite import (
+    add_non_finite_keys,
+    add_non_finite_queries,
+    input_rows_finite,
+    zero_non_finite_rows,
+)
+from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
-    head_words,
-    in_words,
-    key_words,
-    rows_in_place,
-    sum_words,
-    times,
-    turn_in,
-    turn_out,
+    head_operand,
+    in_place_operand,
+    key_operand,
+    multiply_by,
+    row_operand,
+    transpose_in,
+    transpose_out,
+    word_count,
 )
-from lowtri.kernels.scores import LOG2E, add_bias, cap
-from lowtri.kernels.simd import number
+from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
+from lowtri.kernels.simd import as_number
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
 __all__ = ["backward", "padded", "scratch"]
@@ -48,48 +60,48 @@ def padded(spec: KernelSpec, size: int) -> int:
 
 def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     """Bytes of each part of the memory that one thread works in."""
-    row, wide, pairs = spec.row_bytes, spec.number_bytes, spec.rows == "pairs"
-    d_rows, dv_rows = wide * QUERIES * padded(spec, d), wide * QUERIES * padded(spec, dv)
+    row, number, pairs = spec.row_bytes, spec.number_bytes, spec.rows == "pairs"
+    d_rows, dv_rows = number * QUERIES * padded(spec, d), number * QUERIES * padded(spec, dv)
     return {
         "queries": row * d,
         "d_output": row * dv,
         "dq": row * d,
         "scores": row * KEYS,
         "ds": row * KEYS,
-        "slopes": row * KEYS,  # in pairs also dS for dQ
+        "d_softcap": row * KEYS,  # in pairs also dS for dQ
         "shift": row,
         "delta": row,
         "q_rows": d_rows,
         "d_output_rows": dv_rows,
         "finite_q": d_rows,
         "finite_d_output": dv_rows,
-        "keys": wide * KEYS * padded(spec, d),
-        "values": wide * KEYS * dv if spec.rows == "widened" else 0,
+        "keys": number * KEYS * padded(spec, d),
+        "values": number * KEYS * dv if spec.rows == "widened" else 0,
         "q_pairs": d_rows // 2 if pairs else 0,
         "d_output_pairs": dv_rows // 2 if pairs else 0,
-        "zeros": wide * padded(spec, d) if pairs else 0,
+        "zeros": number * padded(spec, d) if pairs else 0,
     }
 
 
 @by_spec
-def turned_rows(spec):
-    """n query rows as words with queries in lanes: from the array where it holds pairs, else from its packed copy."""
+def transposed_rows(spec):
+    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from its packed copy."""
 
     def from_copy(source, row_step, step, n, size, rows, row, target, spec):
-        turn_in(rows, row, 1, n, size, target, spec)
+        transpose_in(rows, row, 1, n, size, target, spec)
 
     def from_array(source, row_step, step, n, size, rows, row, target, spec):
-        turn_in(source, row_step // 2, step, n, size // 2, target, spec)
+        transpose_in(source, row_step // 2, step, n, size // 2, target, spec)
 
     return from_array if spec.rows == "pairs" else from_copy
 
 
 @by_spec
 def keys_for_dq(spec):
-    """K as words along the keys; where rows are widened, ``widened`` holds them since the scores."""
+    """K as an operand with words along the keys; widened rows are still in scratch memory from the scores."""
 
     def as_they_are(source, row_step, step, n, size, zeros, target, spec):
-        return key_words(source, row_step, step, n, size, zeros, target, spec)
+        return key_operand(source, row_step, step, n, size, zeros, target, spec)
 
     def widened(source, row_step, step, n, size, zeros, target, spec):
         return target, size, 1
@@ -97,83 +109,86 @@ def keys_for_dq(spec):
     return widened if spec.rows == "widened" else as_they_are
 
 
-@inlined
+@inline_device_function
 def backward_tile(call, memory, part, b, h, r, spec):
     """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
-    d, dv, nk, kv, wide = call.d, call.dv, call.nk, h // call.group, spec.number_bytes
+    d, dv, nk, kv = call.d, call.dv, call.nk, h // call.group
+    input_bytes, number_bytes = spec.input_bytes, spec.number_bytes
     d_row, dv_row = -(-d // spec.lanes) * spec.lanes, -(-dv // spec.lanes) * spec.lanes
-    at, q_step, k_step = call.offsets, call.q_strides, call.k_strides
+    offsets, q_step, k_step = call.offsets, call.q_strides, call.k_strides
     v_step, do_step = call.v_strides, call.d_output_strides
-    queries, d_output, dq = memory + at.queries, memory + at.d_output, memory + at.dq
-    scores, ds, slopes = memory + at.scores, memory + at.ds, memory + at.slopes
-    shift, delta, zeros = memory + at.shift, memory + at.delta, memory + at.zeros
-    q_rows, do_rows = memory + at.q_rows, memory + at.d_output_rows
-    k_rows, v_rows = memory + at.keys, memory + at.values
+    queries, d_output, dq = memory + offsets.queries, memory + offsets.d_output, memory + offsets.dq
+    scores, ds, d_softcap = memory + offsets.scores, memory + offsets.ds, memory + offsets.d_softcap
+    shift, delta, zeros = memory + offsets.shift, memory + offsets.delta, memory + offsets.zeros
+    q_rows, do_rows = memory + offsets.q_rows, memory + offsets.d_output_rows
+    k_rows, v_rows = memory + offsets.keys, memory + offsets.values
     n = min(QUERIES, call.nq - r * QUERIES)
-    scale, softcap = number(call.options.scale, spec), number(call.options.softcap, spec)
-    line = (b * call.heads + h) * call.nq + r * QUERIES
-    lse = call.lse + wide * line
-    from_q = call.q + spec.input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
-    from_do = call.d_output + spec.input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
-    finite = query_rows(from_q, q_step.n, q_step.d, n, d, lse, q_rows, d_row, spec)
-    finite = query_rows(from_do, do_step.n, do_step.d, n, dv, lse, do_rows, dv_row, spec) and finite
-    turned_rows(from_q, q_step.n, q_step.d, n, d, q_rows, d_row, queries, spec)
-    turned_rows(from_do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
-    q_words = sum_words(q_rows, n, d_row, memory + at.q_pairs, spec)
-    do_words = sum_words(do_rows, n, dv_row, memory + at.d_output_pairs, spec)
-    shifts(lse, call.delta + wide * line, n, shift, delta, spec)
+    scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
+    query0 = (b * call.heads + h) * call.nq + r * QUERIES
+    lse = call.lse + number_bytes * query0
+    q = call.q + input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
+    do = call.d_output + input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
+    finite = pack_query_rows(q, q_step.n, q_step.d, n, d, lse, q_rows, d_row, spec)
+    finite = pack_query_rows(do, do_step.n, do_step.d, n, dv, lse, do_rows, dv_row, spec) and finite
+    transposed_rows(q, q_step.n, q_step.d, n, d, q_rows, d_row, queries, spec)
+    transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
+    q_words = row_operand(q_rows, n, d_row, memory + offsets.q_pairs, spec)
+    do_words = row_operand(do_rows, n, dv_row, memory + offsets.d_output_pairs, spec)
+    load_lse_and_delta(lse, call.delta + number_bytes * query0, n, shift, delta, spec)
     if spec.per_word > 1:
         fill(zeros, d, 0.0, spec)
     fill(dq, QUERIES * d, 0.0, spec)
     head_row = ((part * call.batch + b) * (call.heads // call.group) + kv) * nk
-    for key0, keys, words in tiles(call.plan, b, h, r, KEYS, nk):
-        from_k = call.k + spec.input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
-        from_v = call.v + spec.input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
-        k, k_n, k_d = head_words(from_k, k_step.n, k_step.d, keys, d, k_rows, spec)
-        product(k, k_n, k_d, queries, QUERIES, scores, QUERIES, keys, in_words(d, spec), QUERIES, spec)
-        v, v_n, v_d = head_words(from_v, v_step.n, v_step.d, keys, dv, v_rows, spec)
-        product(v, v_n, v_d, d_output, QUERIES, ds, QUERIES, keys, in_words(dv, spec), QUERIES, spec)
-        unit = scale * number(LOG2E, spec)
-        if softcap > 0 or call.bias:  # these work on scaled scores
-            times(scores, QUERIES * keys, unit, spec)
-            unit = number(1.0, spec)
+    for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
+        k_tile = call.k + input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
+        v_tile = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
+        k, k_n, k_d = head_operand(k_tile, k_step.n, k_step.d, keys, d, k_rows, spec)
+        product(k, k_n, k_d, queries, QUERIES, scores, QUERIES, keys, word_count(d, spec), QUERIES, spec)
+        v, v_n, v_d = head_operand(v_tile, v_step.n, v_step.d, keys, dv, v_rows, spec)
+        product(v, v_n, v_d, d_output, QUERIES, ds, QUERIES, keys, word_count(dv, spec), QUERIES, spec)
+        unit = scale * as_number(LOG2E, spec)
+        if softcap > 0 or call.bias:  # these passes need scaled scores
+            multiply_by(scores, QUERIES * keys, unit, spec)
+            unit = as_number(1.0, spec)
         if softcap > 0:
-            cap(scores, QUERIES * keys, softcap, spec)
-            slopes_of(scores, slopes, keys, softcap, spec)
+            apply_softcap(scores, QUERIES * keys, softcap, spec)
+            softcap_derivative(scores, d_softcap, keys, softcap, spec)
         if call.bias:
             step = call.bias_strides
-            start = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            add_bias(scores, call.bias + wide * start, step.q, step.k, n, keys, spec)
-        weights_and_ds(scores, ds, unit, words, keys, shift, delta, spec)
+            index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
+            add_bias(scores, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
+        weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec)
         if call.d_bias:
-            to = call.d_bias_strides
-            start = part * to.part + b * to.b + h * to.h + r * QUERIES * to.q + key0 * to.k
-            add_d_bias(ds, call.d_bias + wide * start, to.q, to.k, n, keys, spec)
+            step = call.d_bias_strides
+            index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
+            add_d_bias(ds, call.d_bias + number_bytes * index, step.q, step.k, n, keys, spec)
         if softcap > 0:
-            times_slopes(ds, slopes, words, keys, spec)
-        to_dk, to_dv = call.dk + wide * (head_row + key0) * d_row, call.dv_sums + wide * (head_row + key0) * dv_row
-        some_q, some_do = q_words, do_words
-        if words != 0 and not (finite and input_rows_finite(from_k, k_step.n, k_step.d, keys, d, spec)):
-            # A row of Q, dO or K is not finite, and some pairs are hidden: it reaches those that see it, row by row.
-            add_query_rows(scores, words, keys, do_rows, n, dv_row, to_dv, spec)
-            add_query_rows(ds, words, keys, q_rows, n, d_row, to_dk, spec)
-            some_q, some_do = memory + at.finite_q, memory + at.finite_d_output
-            clean_rows(q_rows, n, d_row, some_q, spec)
-            clean_rows(do_rows, n, dv_row, some_do, spec)
-            some_q, some_do = sum_words(some_q, n, d_row, some_q, spec), sum_words(some_do, n, dv_row, some_do, spec)
-            add_key_rows(from_k, k_step.n, k_step.d, ds, words, keys, dq, d, k_rows, spec)
-            k, k_n, k_d = sum_words(k_rows, keys, d, k_rows, spec), d, 1
+            apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec)
+        dk = call.dk + number_bytes * (head_row + key0) * d_row
+        dv_sums = call.dv_sums + number_bytes * (head_row + key0) * dv_row
+        q_operand, do_operand = q_words, do_words
+        if mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec)):
+            # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
+            add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, dv_sums, spec)
+            add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, dk, spec)
+            finite_q, finite_do = memory + offsets.finite_q, memory + offsets.finite_d_output
+            zero_non_finite_rows(q_rows, n, d_row, finite_q, spec)
+            zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
+            q_operand = row_operand(finite_q, n, d_row, finite_q, spec)
+            do_operand = row_operand(finite_do, n, dv_row, finite_do, spec)
+            add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, keys, dq, d, k_rows, spec)
+            k, k_n, k_d = row_operand(k_rows, keys, d, k_rows, spec), d, 1
         else:
-            k, k_n, k_d = keys_for_dq(from_k, k_step.n, k_step.d, keys, d, zeros, k_rows, spec)
-        key_ds = sum_words(ds, keys, QUERIES, slopes, spec)
-        rows_in_place(scores, keys, spec)
-        rows_in_place(ds, keys, spec)
-        n_words = in_words(n, spec)
-        product_add(scores, QUERIES, 1, some_do, dv_row, to_dv, dv_row, keys, n_words, dv_row, spec)
-        product_add(ds, QUERIES, 1, some_q, d_row, to_dk, d_row, keys, n_words, d_row, spec)
-        product_add(k, k_d, k_n, key_ds, QUERIES, dq, QUERIES, d, in_words(keys, spec), QUERIES, spec)
-    times(dq, QUERIES * d, scale, spec)
-    turn_out(dq, n, d, call.dq + wide * line * d, d, spec)
+            k, k_n, k_d = keys_for_dq(k_tile, k_step.n, k_step.d, keys, d, zeros, k_rows, spec)
+        ds_operand = row_operand(ds, keys, QUERIES, d_softcap, spec)
+        in_place_operand(scores, keys, spec)
+        in_place_operand(ds, keys, spec)
+        n_words = word_count(n, spec)
+        product_add(scores, QUERIES, 1, do_operand, dv_row, dv_sums, dv_row, keys, n_words, dv_row, spec)
+        product_add(ds, QUERIES, 1, q_operand, d_row, dk, d_row, keys, n_words, d_row, spec)
+        product_add(k, k_d, k_n, ds_operand, QUERIES, dq, QUERIES, d, word_count(keys, spec), QUERIES, spec)
+    multiply_by(dq, QUERIES * d, scale, spec)
+    transpose_out(dq, n, d, call.dq + number_bytes * query0 * d, d, spec)
 
 
 def backward(call):

@@ -1,4 +1,4 @@
-"""Pairs of bf16: two numbers in a 32-bit word; 16 pairs travel as a vector of floats."""
+"""Pairs of bf16: two numbers interleaved in a 32-bit word. A vector of 16 pairs has the type of a vector of floats."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels.isa.baseline import constant, integers
-from lowtri.kernels.lanes import picked
-from lowtri.kernels.simd import I16, I64, at
+from lowtri.kernels.lanes import shuffled
+from lowtri.kernels.simd import I16, I64, pointer
 
-__all__ = ["pair", "pair_up", "zipped_rows"]
+__all__ = ["interleave", "interleave_loaded", "interleaved_rows"]
 
 
-def _zipped(builder: Any, low: Any, high: Any, kind: Any) -> Any:
+def _interleaved(builder: Any, low: Any, high: Any, kind: Any) -> Any:
     """Two vectors of 16-bit integers as one vector of pairs."""
     words = integers(kind)
     high = builder.shl(builder.zext(high, words), constant(words, 16))
     return builder.bitcast(builder.or_(builder.zext(low, words), high), kind)
 
 
-def zipped_rows(builder: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
+def interleaved_rows(builder: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
     """Two rows of bf16 in memory, 32 numbers ``count`` times, as vectors of pairs."""
     lanes = kind.count
     row = ir.VectorType(I16, 2 * lanes)
-    zipped = []
+    pairs = []
     for offset in (ir.Constant(I64, 64 * n) for n in range(count)):
-        both = [builder.load(at(builder, builder.add(address, offset), row), align=2) for address in (low, high)]
+        both = [builder.load(pointer(builder, builder.add(address, offset), row), align=2) for address in (low, high)]
         for first in (0, lanes):
             order = [n for lane in range(first, first + lanes) for n in (lane, lane + 2 * lanes)]
-            zipped.append(builder.bitcast(picked(builder, *both, order), kind))
-    return zipped
+            pairs.append(builder.bitcast(shuffled(builder, *both, order), kind))
+    return pairs
 
 
 @intrinsic
-def pair(typing, low, high, spec):
+def interleave(typing, low, high, spec):
     """16 pairs from two vectors of floats, rounded."""
 
     def emit(c, b, s, a):
-        return _zipped(b, *(spec.value.isa.narrow(b, x, "bfloat16") for x in a[:2]), low.ir)
+        return _interleaved(b, *(spec.value.isa.narrow(b, x, "bfloat16") for x in a[:2]), low.ir)
 
     return low(low, high, spec), emit
 
 
 @intrinsic
-def pair_up(typing, low, high, spec):
+def interleave_loaded(typing, low, high, spec):
     """16 pairs from two rows of bf16 in memory."""
     kind = spec.value.vector
 
     def emit(c, b, s, a):
         row = ir.VectorType(I16, kind.lanes)
-        return _zipped(b, *(b.load(at(b, address, row), align=2) for address in a[:2]), kind.ir)
+        return _interleaved(b, *(b.load(pointer(b, address, row), align=2) for address in a[:2]), kind.ir)
 
     return kind(types.intp, types.intp, spec), emit

@@ -1,7 +1,7 @@
-"""``@device_function``: a function that kernels call and Python never does; ``@by_spec``: one that is chosen by the kernel's spec.
+"""``@device_function``: a function that only kernels call; ``@by_spec``: one that is chosen by the kernel's spec.
 
-Numba would make two wrappers of every function, one for Python and one for C, and compile them with it: a quarter of the time that
-a kernel takes to compile. Nothing here allocates, so nothing is counted; and a division is the machine's own, without a check.
+They are compiled without Numba's wrappers for Python and C, which take a quarter of a kernel's compile time; without reference
+counting, since kernels do not allocate; and without checks of divisions by zero.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
-__all__ = ["OPTIONS", "by_spec", "device_function", "inlined"]
+__all__ = ["NUMBA_OPTIONS", "by_spec", "device_function", "inline_device_function"]
 
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
-_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
+NUMBA_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
+_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **NUMBA_OPTIONS}
 
 device_function = njit(**_NO_WRAPPERS)
 
-# Copied into its only caller before it is typed. LLVM optimises each function with all that it calls, so a chain of large ones is
-# optimised once for each link; copying has a price too, and pays for the last links only.
-inlined = njit(inline="always", **_NO_WRAPPERS)
+# Inlined into its only caller before type inference. LLVM optimises each function together with all that it calls, so the end of a
+# chain of large functions is optimised once for each link. Inlining costs compile time as well, and pays for the last links only.
+inline_device_function = njit(inline="always", **_NO_WRAPPERS)
 
 
 def by_spec(choose: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """A device function that ``choose(spec)`` picks while a kernel is typed. Its last argument is the spec."""
+    """A device function that ``choose(spec)`` selects during type inference. Its last argument is the spec."""
 
     def chosen(*arguments: Any) -> Any:
         raise NotImplementedError(f"{choose.__name__} is called by kernels only")

@@ -1,6 +1,6 @@
-"""Passes of the backward over one tile: rows of Q and dO, weights and dS^T, the softcap's slope, the gradient of the bias.
+"""Passes of the backward over one tile: rows of Q and dO, weights and dS^T, the softcap's derivative, the gradient of the bias.
 
-A tile is rows of 64 numbers, a lane for each query. Gradients bear their symbols: dS is the gradient of the scores.
+A tile is rows of 64 numbers, a lane for each query. dS is the gradient of the scores.
 """
 
 from __future__ import annotations
@@ -9,114 +9,124 @@ import numpy as np
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.plan_walk import ALL
+from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.rows import fill
 from lowtri.kernels.scores import LOG2E
 from lowtri.kernels.simd import (
-    above_or,
+    all_lanes_finite,
+    as_number,
     fma,
     load,
     load_input,
     mul,
-    number,
-    only,
     read,
     read_input,
     read_word,
+    select_bits,
+    select_greater,
     splat,
     store,
     sub,
-    where_finite,
     write,
 )
 from lowtri.kernels.spec import QUERIES
 
-__all__ = ["add_d_bias", "query_rows", "shifts", "slopes_of", "times_slopes", "weights_and_ds"]
+__all__ = [
+    "add_d_bias",
+    "pack_query_rows",
+    "load_lse_and_delta",
+    "softcap_derivative",
+    "apply_softcap_derivative",
+    "weights_and_ds",
+]
 
 
 @device_function
-def query_rows(source, row_step, step, n, size, lse, target, row, spec):
-    """n rows of an array, packed to ``row`` numbers with 0 at the end; a query that sees nothing comes in as 0.
+def pack_query_rows(source, row_step, step, n, size, lse, target, row, spec):
+    """Pack n rows of an array to ``row`` numbers each, padded with 0; a query that sees no key becomes a row of 0.
 
-    Returns whether every number that came in is finite.
+    Returns whether all of these numbers are finite.
     """
-    finite, wide = True, spec.input_bytes
+    finite, input_bytes, number_bytes = True, spec.input_bytes, spec.number_bytes
     for i in range(n):
-        from_row, to = source + wide * i * row_step, target + spec.number_bytes * i * row
-        if read(lse + spec.number_bytes * i, spec) == -np.inf:
-            fill(to, row, 0.0, spec)
+        input_row, packed_row = source + input_bytes * i * row_step, target + number_bytes * i * row
+        if read(lse + number_bytes * i, spec) == -np.inf:
+            fill(packed_row, row, 0.0, spec)
         elif step == 1 and size == row:
             for d in range(0, size, spec.lanes):
-                x = load_input(from_row + wide * d, spec)
-                finite = finite and where_finite(x)
-                store(to + spec.number_bytes * d, x)
+                x = load_input(input_row + input_bytes * d, spec)
+                finite = finite and all_lanes_finite(x)
+                store(packed_row + number_bytes * d, x)
         else:
             for d in range(row):
-                x = read_input(from_row + wide * d * step, spec) if d < size else number(0.0, spec)
+                x = read_input(input_row + input_bytes * d * step, spec) if d < size else as_number(0.0, spec)
                 finite = finite and np.isfinite(x)
-                write(to + spec.number_bytes * d, x, spec)
+                write(packed_row + number_bytes * d, x, spec)
     return finite
 
 
 @device_function
-def shifts(lse, delta, n, shift, share, spec):
-    """The log-sum-exp of 64 queries in units of log 2, and their delta; a query that sees nothing, and a lane without one, get
-    weights of 0: 2 ** (0 - inf)."""
+def load_lse_and_delta(lse, delta, n, shift, tile_delta, spec):
+    """The log-sum-exp of 64 queries in units of log 2, and their delta.
+
+    A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0.
+    """
     for i in range(QUERIES):
-        at = spec.number_bytes * i
-        sees = i < n and read(lse + at, spec) != -np.inf
-        write(shift + at, read(lse + at, spec) * number(LOG2E, spec) if sees else number(np.inf, spec), spec)
-        write(share + at, read(delta + at, spec) if sees else number(0.0, spec), spec)
+        offset = spec.number_bytes * i
+        sees_keys = i < n and read(lse + offset, spec) != -np.inf
+        log2_sum = read(lse + offset, spec) * as_number(LOG2E, spec) if sees_keys else as_number(np.inf, spec)
+        write(shift + offset, log2_sum, spec)
+        write(tile_delta + offset, read(delta + offset, spec) if sees_keys else as_number(0.0, spec), spec)
 
 
 @device_function
-def weights_and_ds(scores, ds, unit, words, keys, shift, delta, spec):
-    """Scores become weights, and dP becomes dS = weights * (dP - delta); 0 at hidden pairs, whatever stood there.
+def weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec):
+    """Scores become weights, and dP becomes dS = weights * (dP - delta); both are 0 at hidden pairs.
 
-    ``unit`` brings scores to units of log 2, where the log-sum-exp already is.
+    ``unit`` is the factor that brings scores to units of log 2, those of the shift.
     """
     zero, unit = splat(0.0, spec), splat(unit, spec)
     for j in range(keys):
-        word = read_word(words + 8 * j) if words else ALL
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
         for lane in range(0, QUERIES, spec.lanes):
-            at = spec.number_bytes * lane
-            place, to = scores + spec.row_bytes * j + at, ds + spec.row_bytes * j + at
-            power = fma(load(place, spec), unit, sub(zero, load(shift + at, spec)), spec)
-            # At most 1, also where scores are so large that rounding says more.
-            weight = exp2(above_or(power, zero, zero, power), spec)
-            d_score = mul(weight, sub(load(to, spec), load(delta + at, spec)))
-            if word != ALL:
-                weight = only(word, np.uint64(lane), weight, zero)
-                d_score = only(word, np.uint64(lane), d_score, zero)
-            store(place, weight)
-            store(to, d_score)
+            offset = spec.number_bytes * lane
+            score, d_score_at = scores + spec.row_bytes * j + offset, ds + spec.row_bytes * j + offset
+            power = fma(load(score, spec), unit, sub(zero, load(shift + offset, spec)), spec)
+            # At most 1, also for scores so large that rounding would exceed it.
+            weight = exp2(select_greater(power, zero, zero, power), spec)
+            d_score = mul(weight, sub(load(d_score_at, spec), load(delta + offset, spec)))
+            if word != ALL_QUERIES:
+                weight = select_bits(word, np.uint64(lane), weight, zero)
+                d_score = select_bits(word, np.uint64(lane), d_score, zero)
+            store(score, weight)
+            store(d_score_at, d_score)
 
 
 @device_function
-def slopes_of(scores, slopes, keys, softcap, spec):
-    """The slope of the softcap at each capped score: 1 - (capped / c) ** 2."""
-    one, per_c = splat(1.0, spec), splat(number(1.0, spec) / (softcap * number(LOG2E, spec)), spec)
-    for at in range(0, spec.row_bytes * keys, 64):
-        part = mul(load(scores + at, spec), per_c)
-        store(slopes + at, sub(one, mul(part, part)))
+def softcap_derivative(scores, d_softcap, keys, softcap, spec):
+    """The derivative of the softcap at each capped score: 1 - (capped / c) ** 2."""
+    one, per_c = splat(1.0, spec), splat(as_number(1.0, spec) / (softcap * as_number(LOG2E, spec)), spec)
+    for offset in range(0, spec.row_bytes * keys, 64):
+        tanh = mul(load(scores + offset, spec), per_c)
+        store(d_softcap + offset, sub(one, mul(tanh, tanh)))
 
 
 @device_function
-def times_slopes(ds, slopes, words, keys, spec):
-    """dS through the softcap; hidden pairs stay 0."""
+def apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec):
+    """Multiply dS by the derivative of the softcap; hidden pairs stay 0."""
     zero = splat(0.0, spec)
     for j in range(keys):
-        word = read_word(words + 8 * j) if words else ALL
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
         for lane in range(0, QUERIES, spec.lanes):
-            at = spec.row_bytes * j + spec.number_bytes * lane
-            x = mul(load(ds + at, spec), load(slopes + at, spec))
-            store(ds + at, only(word, np.uint64(lane), x, zero))
+            offset = spec.row_bytes * j + spec.number_bytes * lane
+            x = mul(load(ds + offset, spec), load(d_softcap + offset, spec))
+            store(ds + offset, select_bits(word, np.uint64(lane), x, zero))
 
 
 @device_function
 def add_d_bias(ds, d_bias, q_step, k_step, n, keys, spec):
-    """Add dS to the gradient of the bias; a step of 0 adds up over what the bias broadcasts."""
+    """Add dS to the gradient of the bias; along a broadcast axis its step is 0, so that entries are summed."""
     for j in range(keys):
         for i in range(n):
-            to = d_bias + spec.number_bytes * (i * q_step + j * k_step)
-            write(to, read(to, spec) + read(ds + spec.row_bytes * j + spec.number_bytes * i, spec), spec)
+            d_bias_ij = d_bias + spec.number_bytes * (i * q_step + j * k_step)
+            write(d_bias_ij, read(d_bias_ij, spec) + read(ds + spec.row_bytes * j + spec.number_bytes * i, spec), spec)

@@ -1,4 +1,4 @@
-"""2 ** x for a vector: a whole power of two by its bits, the rest by a polynomial."""
+"""2 ** x for a vector: the whole part of x sets the exponent's bits, a polynomial gives the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.isa.baseline import call, constant, integers
 
-__all__ = ["exp2", "exp2_less_1"]
+__all__ = ["exp2", "exp2m1"]
 
 # (2^r - 1) / r on [-1/2, 1/2], highest power first. float32: a polynomial fitted to equal relative error of 2^r, 2e-9; float64:
 # Taylor's, 4e-18.
@@ -23,7 +23,7 @@ def _is_double(kind: Any) -> bool:
     return bool(kind.element == ir.DoubleType())
 
 
-def _least(kind: Any) -> float:
+def _min_exponent(kind: Any) -> float:
     """The least whole x for which 2 ** x is not denormal."""
     return -1022.0 if _is_double(kind) else -126.0
 
@@ -46,7 +46,7 @@ def _per_r(b: Any, r: Any, isa: Any) -> Any:
 
 
 def _power(b: Any, n: Any) -> Any:
-    """2 ** n for whole n, not denormal: the exponent's bits, written."""
+    """2 ** n for whole n, not denormal, made from the exponent's bits."""
     kind = integers(n.type)
     if _is_double(n.type):  # no conversion to 64-bit integers before AVX-512: a large number keeps n in its last bits
         whole, bias, by = b.bitcast(b.fadd(n, constant(n.type, 1.5 * 2.0**52)), kind), 1023, 52
@@ -57,22 +57,22 @@ def _power(b: Any, n: Any) -> Any:
 
 def _split(b: Any, x: Any, isa: Any) -> tuple[Any, Any]:
     """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1."""
-    whole = _nearest(b, _greater(b, x, constant(x.type, _least(x.type))))
+    whole = _nearest(b, _greater(b, x, constant(x.type, _min_exponent(x.type))))
     r = b.fsub(x, whole)
-    more = b.fmul(_per_r(b, r, isa), r)
-    return _power(b, whole), more
+    fraction = b.fmul(_per_r(b, r, isa), r)
+    return _power(b, whole), fraction
 
 
 def _exp2(b: Any, x: Any, isa: Any) -> Any:
     if isa.has_scale:
-        # Far below the least number: 2 ** -1200 is 0, and so is 2 ** -inf.
+        # 2 ** -1200 is 0, as is 2 ** -inf.
         x = _greater(b, constant(x.type, -1200.0 if _is_double(x.type) else -200.0), x)
         whole = _nearest(b, x)
         r = b.fsub(x, whole)
         return isa.scale(b, isa.fma(b, _per_r(b, r, isa), r, constant(x.type, 1.0)), whole)
-    scale, more = _split(b, x, isa)
-    out = isa.fma(b, scale, more, scale)
-    out = b.select(b.fcmp_ordered("<", x, constant(x.type, _least(x.type))), constant(x.type, 0.0), out)
+    scale, fraction = _split(b, x, isa)
+    out = isa.fma(b, scale, fraction, scale)
+    out = b.select(b.fcmp_ordered("<", x, constant(x.type, _min_exponent(x.type))), constant(x.type, 0.0), out)
     return b.select(b.fcmp_unordered("uno", x, x), x, out)
 
 
@@ -83,11 +83,11 @@ def exp2(typing, x, spec):
 
 
 @intrinsic
-def exp2_less_1(typing, x, spec):
+def exp2m1(typing, x, spec):
     """2 ** x - 1, to a few ulp also where x is small. For -126 <= x <= 127."""
 
     def emit(c, b, s, a):
-        scale, more = _split(b, a[0], spec.value.isa)
-        return spec.value.isa.fma(b, scale, more, b.fsub(scale, constant(scale.type, 1.0)))
+        scale, fraction = _split(b, a[0], spec.value.isa)
+        return spec.value.isa.fma(b, scale, fraction, b.fsub(scale, constant(scale.type, 1.0)))
 
     return x(x, spec), emit

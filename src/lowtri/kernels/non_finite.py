@@ -1,7 +1,7 @@
-"""The non-finite path: a NaN or inf in a row of Q, K, V or dO reaches those who see it, and leaves no trace anywhere else.
+"""The non-finite path: a NaN or inf in a row of Q, K, V or dO changes the results of the pairs that see it, and no others.
 
-A weight of 0 does not hide it from a product, since 0 * NaN is NaN. So rows that are not finite are added pair by pair where they are
-visible, and the product gets a copy with 0 in their place.
+A product would spread it to hidden pairs, whose weight is 0, since 0 * NaN is NaN. So non-finite rows are added pair by pair where they
+are visible, and the product reads a copy of the rows with 0 in their place.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.plan_walk import ALL
+from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.simd import (
     add,
+    all_lanes_finite,
     load,
     load_input,
     mul,
-    only,
     read,
     read_input,
     read_word,
+    select_bits,
     splat,
     store,
-    where_finite,
     write,
 )
 from lowtri.kernels.spec import QUERIES
 
-__all__ = ["add_key_rows", "add_query_rows", "all_finite", "clean_rows", "input_rows_finite"]
+__all__ = ["add_non_finite_keys", "add_non_finite_queries", "all_finite", "zero_non_finite_rows", "input_rows_finite"]
 
 
 @device_function
 def all_finite(address, count, spec):
     """Whether ``count`` numbers (whole vectors) are all finite."""
-    for at in range(0, spec.number_bytes * count, 64):
-        if not where_finite(load(address + at, spec)):
+    for offset in range(0, spec.number_bytes * count, 64):
+        if not all_lanes_finite(load(address + offset, spec)):
             return False
     return True
 
@@ -41,62 +41,63 @@ def all_finite(address, count, spec):
 @device_function
 def input_rows_finite(rows, row_step, step, n, size, spec):
     """Whether all numbers of n rows of an array are finite."""
-    wide, finite = spec.input_bytes, True
+    input_bytes, finite = spec.input_bytes, True
     for j in range(n):
-        row = rows + wide * j * row_step
+        row = rows + input_bytes * j * row_step
         if step == 1 and size % spec.lanes == 0:
             for d in range(0, size, spec.lanes):
-                finite = finite and where_finite(load_input(row + wide * d, spec))
+                finite = finite and all_lanes_finite(load_input(row + input_bytes * d, spec))
         else:
             for d in range(size):
-                finite = finite and np.isfinite(read_input(row + wide * d * step, spec))
+                finite = finite and np.isfinite(read_input(row + input_bytes * d * step, spec))
     return finite
 
 
 @device_function
-def add_key_rows(rows, row_step, step, weights, words, keys, output, size, clean, spec):
-    """Output (size, 64) += rows^T weights for those rows of an array that are not finite, at the queries that see them.
+def add_non_finite_keys(rows, row_step, step, weights, mask_bits, keys, output, size, finite_rows, spec):
+    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at the queries that see them.
 
-    ``clean`` becomes a packed copy of the rows (keys, size) with 0 in place of these.
+    ``finite_rows`` becomes a packed copy of the rows (keys, size) with 0 in place of the non-finite ones.
     """
-    wide = spec.number_bytes
+    number_bytes = spec.number_bytes
     for j in range(keys):
         row, finite = rows + spec.input_bytes * j * row_step, True
         for d in range(size):
             finite = finite and np.isfinite(read_input(row + spec.input_bytes * d * step, spec))
-        word = read_word(words + 8 * j) if words else ALL
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
         for d in range(size):
             x = read_input(row + spec.input_bytes * d * step, spec)
-            write(clean + wide * (j * size + d), x if finite else 0.0, spec)
+            write(finite_rows + number_bytes * (j * size + d), x if finite else 0.0, spec)
             if not finite:
                 for lane in range(0, QUERIES, spec.lanes):
-                    place = output + spec.row_bytes * d + wide * lane
-                    so_far = load(place, spec)
-                    more = add(so_far, mul(load(weights + spec.row_bytes * j + wide * lane, spec), splat(x, spec)))
-                    store(place, only(word, np.uint64(lane), more, so_far))
+                    address = output + spec.row_bytes * d + number_bytes * lane
+                    before = load(address, spec)
+                    weight = load(weights + spec.row_bytes * j + number_bytes * lane, spec)
+                    after = add(before, mul(weight, splat(x, spec)))
+                    store(address, select_bits(word, np.uint64(lane), after, before))
 
 
 @device_function
-def clean_rows(source, n, size, target, spec):
-    """A copy of packed rows with 0 in those that are not finite."""
+def zero_non_finite_rows(source, n, size, target, spec):
+    """Copy packed rows, with 0 in place of the non-finite ones."""
     for i in range(n):
         row = spec.number_bytes * i * size
         finite = all_finite(source + row, size, spec)
-        for at in range(row, row + spec.number_bytes * size, 64):
-            x = load(source + at, spec)
-            store(target + at, x if finite else splat(0.0, spec))
+        for offset in range(row, row + spec.number_bytes * size, 64):
+            x = load(source + offset, spec)
+            store(target + offset, x if finite else splat(0.0, spec))
 
 
 @device_function
-def add_query_rows(weights, words, keys, source, n, size, target, spec):
-    """target[j] += weights[j, i] * source[i] for those packed rows i that are not finite, from the keys that query i sees."""
-    wide = spec.number_bytes
+def add_non_finite_queries(weights, mask_bits, keys, source, n, size, target, spec):
+    """target[j] += weights[j, i] * source[i] for the non-finite packed rows i and the keys j that query i sees."""
+    number_bytes = spec.number_bytes
     for i in range(n):
-        row = source + wide * i * size
+        row = source + number_bytes * i * size
         if not all_finite(row, size, spec):
             for j in range(keys):
-                if (read_word(words + 8 * j) >> np.uint64(i)) & np.uint64(1):
-                    weight = read(weights + spec.row_bytes * j + wide * i, spec)
+                if (read_word(mask_bits + 8 * j) >> np.uint64(i)) & np.uint64(1):
+                    weight = read(weights + spec.row_bytes * j + number_bytes * i, spec)
                     for d in range(size):
-                        to = target + wide * (j * size + d)
-                        write(to, read(to, spec) + weight * read(row + wide * d, spec), spec)
+                        address = target + number_bytes * (j * size + d)
+                        write(address, read(address, spec) + weight * read(row + number_bytes * d, spec), spec)

@@ -1,8 +1,8 @@
-"""The product that everything is made of: C (+)= A B, with a tile of C in registers.
+"""The matrix product of all kernels: C = A B or C += A B, with a tile of C in registers.
 
-A is read one word at a time and may lie in any direction in memory; B and C are packed rows. Mostly their 64 columns are
-queries: with S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the A of every product and are read where
-they lie. A word is a number or a pair of bf16. Source of the register tile: Goto and van de Geijn 2008.
+A is read one word at a time and may have any strides; B and C are packed rows, and their 64 columns are mostly queries. With
+S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the A of every product and are read without a copy. A word is a number or a
+pair of bf16. Source of the register tile: Goto and van de Geijn 2008.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from numba.extending import intrinsic
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import I64, broadcast, clamped
 
-__all__ = ["multiplied", "product", "product_add"]
+__all__ = ["multiply_add", "product", "product_add"]
 
 
-def multiplied(spec: Any) -> Any:
-    """The word x * y + z of a product: of numbers, or the dot product of pairs."""
+def multiply_add(spec: Any) -> Any:
+    """The operation x * y + z on vectors of words: of numbers, or with dot products of pairs."""
     return spec.isa.dot_pairs if spec.rows == "pairs" else spec.isa.fma
 
 
-def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, spec: Any) -> None:
-    """One register tile, ``rows`` x ``vectors`` accumulators over all steps. Rows past the last one do its work again."""
+def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, spec: Any) -> None:
+    """One register tile, ``rows`` x ``vectors`` accumulators over the whole depth. Rows past the last one repeat it."""
     a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
-    kind, multiply = spec.vector.ir, multiplied(spec)
+    kind, multiply = spec.vector.ir, multiply_add(spec)
     a, b, c = (builder.inttoptr(p, kind.element.as_pointer()) for p in (a, b, c))
 
     def vector_at(base: Any, offset: Any, j: int) -> Any:
-        place = builder.add(offset, ir.Constant(I64, j * kind.count))
-        return builder.bitcast(builder.gep(base, [place]), kind.as_pointer())
+        index = builder.add(offset, ir.Constant(I64, j * kind.count))
+        return builder.bitcast(builder.gep(base, [index]), kind.as_pointer())
 
     tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
@@ -44,17 +44,17 @@ def _panel(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, s
         for j in range(vectors):
             builder.store(ir.Constant(kind, None), tile[r][j])
     with cgutils.for_range(builder, depth) as loop:
-        from_b = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
+        b_vectors = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
         for r in range(rows):
-            one = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4), kind.count)
+            a_word = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4), kind.count)
             for j in range(vectors):
-                builder.store(multiply(builder, one, from_b[j], builder.load(tile[r][j])), tile[r][j])
-    # At the end: a sum of sums loses fewer digits than one long sum. Before any store, since rows may repeat.
+                builder.store(multiply(builder, a_word, b_vectors[j], builder.load(tile[r][j])), tile[r][j])
+    # C is added at the end, since a sum of sums loses fewer digits than one long sum; and before any store, since rows may repeat.
     for r in range(rows if accumulate else 0):
         for j in range(vectors):
-            so_far = builder.load(vector_at(c, c_rows[r], j), align=4)
-            builder.store(builder.fadd(so_far, builder.load(tile[r][j])), tile[r][j])
+            sum_before = builder.load(vector_at(c, c_rows[r], j), align=4)
+            builder.store(builder.fadd(sum_before, builder.load(tile[r][j])), tile[r][j])
     for r in range(rows):
         for j in range(vectors):
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
@@ -67,7 +67,7 @@ def _tile(wide: bool, accumulate: bool) -> Any:
 
         def emit(context, builder, signature, args):
             shape = (rows, vectors) if wide else (narrow_rows, 1)
-            _panel(builder, args[:-1], *shape, accumulate, spec.value)
+            _emit_tile(builder, args[:-1], *shape, accumulate, spec.value)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9, spec), emit
@@ -96,17 +96,17 @@ def _over_tiles(wide: Any, narrow: Any) -> Any:
         whole = columns - columns % tile_columns
         for j in range(0, size * whole, size * tile_columns):
             for r in range(0, rows, tile_rows):
-                last, from_a, to = min(tile_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
-                wide(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, spec)
+                last, a_tile, c_tile = min(tile_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
+                wide(a_tile, row_step, depth_step, b + j, b_row, c_tile, c_row, depth, last, spec)
         for j in range(size * whole, size * columns, 64):
             for r in range(0, rows, narrow_rows):
-                last, from_a, to = min(narrow_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
-                narrow(from_a, row_step, depth_step, b + j, b_row, to, c_row, depth, last, spec)
+                last, a_tile, c_tile = min(narrow_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
+                narrow(a_tile, row_step, depth_step, b + j, b_row, c_tile, c_row, depth, last, spec)
 
     return product
 
 
-# C = A B, and C += A B.  A (rows, depth); rows of B (depth, columns) and C (rows, columns) stand ``b_row`` and ``c_row`` words
-# apart; columns are whole vectors. Addresses in bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
+# C = A B, and C += A B, of A (rows, depth), B (depth, columns) and C (rows, columns). Columns are whole vectors; rows of B and C are
+# ``b_row`` and ``c_row`` words apart. Addresses in bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
 product = _over_tiles(_tile(wide=True, accumulate=False), _tile(wide=False, accumulate=False))
 product_add = _over_tiles(_tile(wide=True, accumulate=True), _tile(wide=False, accumulate=True))

@@ -1,7 +1,7 @@
-"""A record in memory as a Numba type: ``call.nq`` loads the field of that name, at the place and with the type that the ABI gives it.
+"""A record in memory as a Numba type: ``call.nq`` loads the field of that name, with the offset and type of the ABI.
 
-A field that is a record itself (``call.q_strides``) is one at its own address. The type of a call's record also carries the spec that
-the kernel is compiled for: ``call.spec``.
+A field that is a record itself (``call.q_strides``) is a record at its own address. The type of a call's record also carries the spec
+that the kernel is compiled for: ``call.spec``.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ def _field(context: Any, builder: Any, record: RecordType, value: Any, name: str
     if name == "spec":
         return context.get_dummy_value()
     kind, offset = record.dtype.fields[name][:2]
-    place = builder.gep(value, [ir.Constant(ir.IntType(64), offset)])
+    address = builder.gep(value, [ir.Constant(ir.IntType(64), offset)])
     if kind.names:
-        return place
-    return builder.load(builder.bitcast(place, context.get_value_type(from_dtype(kind)).as_pointer()), align=8)
+        return address
+    return builder.load(builder.bitcast(address, context.get_value_type(from_dtype(kind)).as_pointer()), align=8)
 
 
 @intrinsic
 def take(typing, counter):
-    """The counter's value, which is then one more: safe among threads."""
+    """Increment a counter, atomically; returns its value before."""
     if not (isinstance(counter, RecordType) and counter.dtype == COUNTER):
-        raise TypeError(f"take: a counter was expected, not {counter}")
+        raise TypeError(f"take: expected a counter, got {counter}")
 
     def emit(c, b, s, a):
         integer = ir.IntType(64)
-        place = b.bitcast(a[0], integer.as_pointer())
-        return b.atomic_rmw("add", place, ir.Constant(integer, 1), "seq_cst")
+        count = b.bitcast(a[0], integer.as_pointer())
+        return b.atomic_rmw("add", count, ir.Constant(integer, 1), "seq_cst")
 
     return types.int64(counter), emit

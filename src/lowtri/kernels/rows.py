@@ -1,12 +1,13 @@
-"""Rows on their way into a product and out of it: turned so that queries stand in lanes, widened, in pairs, rounded.
+"""Rows of arrays as operands of a product, and results as rows of arrays: transposed, widened, interleaved, rounded.
 
-A tile is rows of 64 numbers, one for each query. What enters a product is *words* (see :mod:`lowtri.kernels.product`); the functions
-chosen by the spec bring rows of the arrays into that form and give (address, row step, depth step), in words.
+A tile is rows of 64 numbers, one for each query. Operands are made of words (see :mod:`lowtri.kernels.product`). The ``*_operand``
+functions, chosen by the spec, convert rows to words where that is necessary and return the operand's address, and where it may have
+strides also its row step and depth step, in words.
 """
 
 from __future__ import annotations
 
-from lowtri.kernels.bf16 import pair, pair_up
+from lowtri.kernels.bf16 import interleave, interleave_loaded
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import (
@@ -25,17 +26,17 @@ from lowtri.kernels.spec import QUERIES
 
 __all__ = [
     "fill",
-    "head_words",
-    "in_words",
-    "key_words",
-    "pair_rows",
-    "rows_in_place",
+    "head_operand",
+    "word_count",
+    "key_operand",
+    "interleave_rows",
+    "in_place_operand",
     "store_rows",
-    "sum_words",
-    "times",
-    "turn_in",
-    "turn_out",
-    "turned_queries",
+    "row_operand",
+    "multiply_by",
+    "transpose_in",
+    "transpose_out",
+    "transposed_queries",
     "widen_rows",
 ]
 
@@ -43,73 +44,73 @@ __all__ = [
 @device_function
 def fill(address, count, value, spec):
     """Set ``count`` numbers (whole vectors) to one value."""
-    for at in range(0, spec.number_bytes * count, 64):
-        store(address + at, splat(value, spec))
+    for offset in range(0, spec.number_bytes * count, 64):
+        store(address + offset, splat(value, spec))
 
 
 @device_function
-def times(address, count, factor, spec):
+def multiply_by(address, count, factor, spec):
     """Multiply ``count`` numbers (whole vectors) by one factor."""
-    for at in range(0, spec.number_bytes * count, 64):
-        store(address + at, mul(load(address + at, spec), splat(factor, spec)))
+    for offset in range(0, spec.number_bytes * count, 64):
+        store(address + offset, mul(load(address + offset, spec), splat(factor, spec)))
 
 
 @device_function
-def in_words(count, spec):
-    """A count of numbers as a count of words, rounded up."""
+def word_count(count, spec):
+    """How many words hold this many numbers."""
     return (count + spec.per_word - 1) // spec.per_word
 
 
 @device_function
-def turn_in(source, row_step, step, n, size, target, spec):
-    """n <= 64 rows of ``size`` words become (size, 64): queries in lanes. Lanes past n repeat the last row."""
-    wide, lanes, row = spec.number_bytes, spec.lanes, spec.row_bytes
+def transpose_in(source, row_step, step, n, size, target, spec):
+    """Transpose n <= 64 rows of ``size`` words to (size, 64): queries in lanes. Lanes past n repeat the last row."""
+    number_bytes, lanes, row = spec.number_bytes, spec.lanes, spec.row_bytes
     if step == 1 and size >= lanes:
         for lane in range(0, QUERIES, lanes):
             top = min(lane, n - 1)
             last = min(n - 1 - top, lanes - 1)
             for d in range(0, size, lanes):
-                at = min(d, size - lanes)  # the last block overlaps the one before
-                from_row = source + wide * (top * row_step + at)
-                transpose(from_row, wide * row_step, last, target + row * at + wide * lane, row, spec)
+                column = min(d, size - lanes)  # the last block overlaps the one before
+                block = source + number_bytes * (top * row_step + column)
+                transpose(block, number_bytes * row_step, last, target + row * column + number_bytes * lane, row, spec)
     else:
         for d in range(size):
             for i in range(QUERIES):
-                x = read(source + wide * (min(i, n - 1) * row_step + d * step), spec)
-                write(target + row * d + wide * i, x, spec)
+                x = read(source + number_bytes * (min(i, n - 1) * row_step + d * step), spec)
+                write(target + row * d + number_bytes * i, x, spec)
 
 
 @device_function
-def turn_out(source, n, size, target, row_step, spec):
-    """(size, 64) becomes n <= 64 rows of ``size`` numbers, one after the other."""
-    wide, lanes, row = spec.number_bytes, spec.lanes, spec.row_bytes
+def transpose_out(source, n, size, target, row_step, spec):
+    """Transpose (size, 64) to n <= 64 rows of ``size`` numbers."""
+    number_bytes, lanes, row = spec.number_bytes, spec.lanes, spec.row_bytes
     whole = n - n % lanes if size >= lanes else 0
     for lane in range(0, whole, lanes):
         for d in range(0, size, lanes):
-            at = min(d, size - lanes)
-            to = target + wide * (lane * row_step + at)
-            transpose(source + row * at + wide * lane, row, lanes - 1, to, wide * row_step, spec)
+            column = min(d, size - lanes)
+            block = target + number_bytes * (lane * row_step + column)
+            transpose(source + row * column + number_bytes * lane, row, lanes - 1, block, number_bytes * row_step, spec)
     for i in range(whole, n):
         for d in range(size):
-            write(target + wide * (i * row_step + d), read(source + row * d + wide * i, spec), spec)
+            write(target + number_bytes * (i * row_step + d), read(source + row * d + number_bytes * i, spec), spec)
 
 
 @device_function
 def widen_rows(source, row_step, step, n, size, target, spec):
-    """n rows of an array, packed, as numbers that are computed with."""
-    wide, lanes = spec.number_bytes, spec.lanes
+    """n rows of an array, packed, in the compute dtype."""
+    number_bytes, lanes = spec.number_bytes, spec.lanes
     for i in range(n):
-        row, to = source + spec.input_bytes * i * row_step, target + wide * i * size
+        row, widened = source + spec.input_bytes * i * row_step, target + number_bytes * i * size
         whole = size - size % lanes if step == 1 else 0
         for d in range(0, whole, lanes):
-            store(to + wide * d, load_input(row + spec.input_bytes * d, spec))
+            store(widened + number_bytes * d, load_input(row + spec.input_bytes * d, spec))
         for d in range(whole, size):
-            write(to + wide * d, read_input(row + spec.input_bytes * d * step, spec), spec)
+            write(widened + number_bytes * d, read_input(row + spec.input_bytes * d * step, spec), spec)
 
 
 @device_function
 def round_row(source, size, target, spec):
-    """A packed row of numbers to a row of an array, rounded to its dtype."""
+    """Copy a packed row of numbers to a row of an array, rounded to its dtype."""
     whole = size - size % spec.lanes
     for d in range(0, whole, spec.lanes):
         store_input(target + spec.input_bytes * d, load(source + spec.number_bytes * d, spec), spec)
@@ -119,13 +120,13 @@ def round_row(source, size, target, spec):
 
 @by_spec
 def store_rows(spec):
-    """A tile (size, 64) to n rows of an array, ``row_step`` numbers apart; ``rows`` is scratch for (n, size)."""
+    """Copy a tile (size, 64) to n rows of an array, ``row_step`` numbers apart; ``rows`` is scratch for (n, size)."""
 
     def direct(source, n, size, rows, target, row_step, spec):
-        turn_out(source, n, size, target, row_step, spec)
+        transpose_out(source, n, size, target, row_step, spec)
 
     def rounded(source, n, size, rows, target, row_step, spec):
-        turn_out(source, n, size, rows, size, spec)
+        transpose_out(source, n, size, rows, size, spec)
         for i in range(n):
             round_row(rows + spec.number_bytes * i * size, size, target + spec.input_bytes * i * row_step, spec)
 
@@ -133,45 +134,45 @@ def store_rows(spec):
 
 
 @device_function
-def pair_rows(rows, n, size, pairs, spec):
-    """Packed rows (n, size) as pairs of bf16 (n / 2, size): neighbouring rows side by side, zero-padded to an even count."""
+def interleave_rows(rows, n, size, pairs, spec):
+    """Packed rows (n, size) as pairs of bf16 (n / 2, size): neighbouring rows interleaved, zero-padded to an even count."""
     for j in range(0, n, 2):
-        for at in range(0, 4 * size, 64):
-            row = rows + 4 * size * j + at
+        for offset in range(0, 4 * size, 64):
+            row = rows + 4 * size * j + offset
             high = load(row + 4 * size, spec) if j + 1 < n else splat(0.0, spec)
-            store(pairs + 2 * size * j + at, pair(load(row, spec), high, spec))
+            store(pairs + 2 * size * j + offset, interleave(load(row, spec), high, spec))
 
 
 @device_function
-def pair_input_rows(source, row_step, n, size, zeros, pairs, spec):
-    """Rows of a bf16 array (n, size) as pairs (n / 2, size); ``zeros`` is a row of 0."""
+def interleave_input_rows(source, row_step, n, size, zeros, pairs, spec):
+    """Rows of a bf16 array (n, size) as pairs (n / 2, size); ``zeros`` is a row of 0, the neighbour of an odd last row."""
     for j in range(0, n, 2):
         low = source + 2 * j * row_step
         high = low + 2 * row_step if j + 1 < n else zeros
         for d in range(0, size, 16):
-            store(pairs + 4 * (j // 2 * size + d), pair_up(low + 2 * d, high + 2 * d, spec))
+            store(pairs + 4 * (j // 2 * size + d), interleave_loaded(low + 2 * d, high + 2 * d, spec))
 
 
 @by_spec
-def turned_queries(spec):
-    """n rows of an array as words with queries in lanes, (words, 64); ``rows`` is scratch for (n, size)."""
+def transposed_queries(spec):
+    """n rows of an array as an operand (words, 64) with queries in lanes; ``rows`` is scratch for (n, size)."""
 
     def direct(source, row_step, step, n, size, rows, target, spec):
-        turn_in(source, row_step, step, n, size, target, spec)
+        transpose_in(source, row_step, step, n, size, target, spec)
 
     def pairs(source, row_step, step, n, size, rows, target, spec):
-        turn_in(source, row_step // 2, step, n, size // 2, target, spec)
+        transpose_in(source, row_step // 2, step, n, size // 2, target, spec)
 
     def widened(source, row_step, step, n, size, rows, target, spec):
         widen_rows(source, row_step, step, n, size, rows, spec)
-        turn_in(rows, size, 1, n, size, target, spec)
+        transpose_in(rows, size, 1, n, size, target, spec)
 
     return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
 
 
 @by_spec
-def head_words(spec):
-    """Rows of keys or values as words along the head: the A of K Q^T; ``target`` is scratch for (n, size)."""
+def head_operand(spec):
+    """Rows of keys or values as an operand with words along the head, the A of K Q^T; ``target`` is scratch for (n, size)."""
 
     def direct(source, row_step, step, n, size, target, spec):
         return source, row_step, step
@@ -187,14 +188,14 @@ def head_words(spec):
 
 
 @by_spec
-def key_words(spec):
-    """Rows of keys or values as words along the keys: the A of V^T P^T; ``target`` and ``zeros`` are scratch."""
+def key_operand(spec):
+    """Rows of keys or values as an operand with words along the keys, the A of V^T P^T; ``target`` and ``zeros`` are scratch."""
 
     def direct(source, row_step, step, n, size, zeros, target, spec):
         return source, row_step, step
 
     def pairs(source, row_step, step, n, size, zeros, target, spec):
-        pair_input_rows(source, row_step, n, size, zeros, target, spec)
+        interleave_input_rows(source, row_step, n, size, zeros, target, spec)
         return target, size, 1
 
     def widened(source, row_step, step, n, size, zeros, target, spec):
@@ -205,22 +206,22 @@ def key_words(spec):
 
 
 @by_spec
-def sum_words(spec):
-    """Packed rows of numbers as words of a product that sums over rows; ``pairs`` is scratch, and may be ``rows`` itself."""
+def row_operand(spec):
+    """Packed rows as an operand of a product that sums over rows; ``pairs`` is scratch, and may be ``rows`` itself."""
 
     def numbers(rows, n, size, pairs, spec):
         return rows
 
     def in_pairs(rows, n, size, pairs, spec):
-        pair_rows(rows, n, size, pairs, spec)
+        interleave_rows(rows, n, size, pairs, spec)
         return pairs
 
     return in_pairs if spec.rows == "pairs" else numbers
 
 
 @by_spec
-def rows_in_place(spec):
-    """A tile of n rows as words along the queries, where it stands: pairs fill the first half of each row."""
+def in_place_operand(spec):
+    """A tile of n rows as an operand with words along the queries, in place: pairs fill the first half of each row."""
 
     def numbers(rows, n, spec):
         pass

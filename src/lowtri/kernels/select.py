@@ -1,4 +1,4 @@
-"""Which kernel reads which arrays, said once: for each dtype the ways to read its rows, in order of preference."""
+"""Which kernel reads which arrays: for each dtype the variants of each family, in order of preference."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["KERNELS", "SPECS", "Array", "spec_of"]
 
 
 class Array(NamedTuple):
-    """What the choice depends on: the strides of an array (B, H, N, D) in numbers, and its last size."""
+    """The properties of an array (B, H, N, D) that decide: its strides in numbers, and its last size."""
 
     strides: tuple[int, ...]
     size: int
 
     @property
     def even(self) -> bool:
-        """Rows are packed and begin at whole words, so that two neighbours are one."""
+        """Whether rows are packed and begin at whole words, so that two neighbours are one word."""
         b, h, n, d = self.strides
         return d == 1 and (b | h | n) % 2 == 0
 
@@ -40,40 +40,42 @@ def _packed_pairs(q: Array, k: Array, v: Array) -> bool:
     return _in_pairs(q, k, v) and q.size % 32 == 0 and v.size % 32 == 0
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
+    """A kernel family for one dtype and one way to read rows."""
+
     family: str  # forward (and its gradients), or decode
     dtype: str
     rows: str
-    fits: Callable[[Array, Array, Array], bool]
-    here: bool = True  # whether this CPU should
+    accepts: Callable[[Array, Array, Array], bool]
+    enabled: bool = True  # on this CPU
 
 
-# The first row that fits is taken. A call without one is not decoded, or is cast to float32.
-_TABLE = (
-    Way("forward", "float32", "direct", _any),
-    Way("forward", "float64", "direct", _any),
-    Way("forward", "bfloat16", "pairs", _in_pairs, ISA.has_pairs),
-    Way("forward", "bfloat16", "widened", _any),
-    Way("forward", "float16", "widened", _any, HAS_FLOAT16),
-    Way("decode", "float32", "direct", _packed_rows),
-    Way("decode", "bfloat16", "pairs", _packed_pairs, ISA.has_pairs),
-    Way("decode", "bfloat16", "widened", _packed_rows),
-    Way("decode", "float16", "widened", _packed_rows, HAS_FLOAT16),
+# The first variant that accepts the arrays is chosen. If there is none, backends do not decode, or cast to float32.
+_VARIANTS = (
+    Variant("forward", "float32", "direct", _any),
+    Variant("forward", "float64", "direct", _any),
+    Variant("forward", "bfloat16", "pairs", _in_pairs, ISA.has_pairs),
+    Variant("forward", "bfloat16", "widened", _any),
+    Variant("forward", "float16", "widened", _any, HAS_FLOAT16),
+    Variant("decode", "float32", "direct", _packed_rows),
+    Variant("decode", "bfloat16", "pairs", _packed_pairs, ISA.has_pairs),
+    Variant("decode", "bfloat16", "widened", _packed_rows),
+    Variant("decode", "float16", "widened", _packed_rows, HAS_FLOAT16),
 )
-SPECS = {(way.family, way.dtype, way.rows): KernelSpec(way.dtype, way.rows, ISA) for way in _TABLE}
+SPECS = {variant[:3]: KernelSpec(variant.dtype, variant.rows, ISA) for variant in _VARIANTS}
 
-# The kernels that some call may choose on this CPU: family and spec.
+# The kernels that calls may use on this CPU: family and spec.
 KERNELS = tuple(
-    (family, SPECS[way[:3]])
-    for way in _TABLE
-    if way.here
-    for family in (("forward", "backward") if way.family == "forward" else ("decode",))
+    (family, SPECS[variant[:3]])
+    for variant in _VARIANTS
+    if variant.enabled
+    for family in (("forward", "backward") if variant.family == "forward" else ("decode",))
 )
 
 
 def spec_of(family: str, dtype: str, q: Array, k: Array, v: Array) -> KernelSpec | None:
-    """The spec of the kernel that reads these arrays."""
-    for way in _TABLE:
-        if way.family == family and way.dtype == dtype and way.here and way.fits(q, k, v):
-            return SPECS[way[:3]]
+    """The spec of the kernel that reads these arrays, or None."""
+    for variant in _VARIANTS:
+        if variant[:2] == (family, dtype) and variant.enabled and variant.accepts(q, k, v):
+            return SPECS[variant[:3]]
     return None

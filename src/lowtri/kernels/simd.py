@@ -1,7 +1,7 @@
-"""The words that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
+"""The operations that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
 
-Addresses are integers in bytes. Where a word reads or writes memory its spec says what lies there: numbers that are computed with, or
-(``*_input``) the numbers of the arrays.
+Addresses are integers, in bytes. What lies in memory follows from the spec: numbers of the compute dtype, or (``*_input``) numbers of
+the arrays' dtype.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numba.extending import intrinsic
 from lowtri.kernels.isa.baseline import constant, integers
 
 __all__ = [
-    *("F32", "I16", "I32", "I64", "at", "broadcast", "clamped", "input_vector"),  # for intrinsics
+    *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer"),  # for intrinsics
     *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
-    *("store", "store_input", "write", "write_input", "fetch_add", "number", "splat"),
-    *("add", "sub", "mul", "div", "fma", "maximum", "only", "above_or", "any_above", "where_finite"),
+    *("store", "store_input", "write", "write_input", "fetch_add", "as_number", "splat"),
+    *("add", "sub", "mul", "div", "fma", "maximum", "select_bits", "select_greater", "any_greater", "all_lanes_finite"),
 ]
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -26,43 +26,42 @@ I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatTyp
 
 def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     """A number in every lane of a vector."""
-    nothing, zeros = (
-        ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined),
-        ir.Constant(ir.VectorType(I32, lanes), None),
-    )
-    return builder.shuffle_vector(builder.insert_element(nothing, scalar, ir.Constant(I32, 0)), nothing, zeros)
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first_lane = ir.Constant(ir.VectorType(I32, lanes), None)
+    return builder.shuffle_vector(builder.insert_element(undefined, scalar, ir.Constant(I32, 0)), undefined, first_lane)
 
 
-def clamped(builder: Any, number: int, last: Any) -> Any:
-    """The number of a row, or of the last one where there are fewer: it stands in for those past it."""
-    own = ir.Constant(I64, number)
-    return builder.select(builder.icmp_signed("<", own, last), own, last)
+def clamped(builder: Any, row: int, last: Any) -> Any:
+    """The index of a row; of the last row if there are fewer."""
+    index = ir.Constant(I64, row)
+    return builder.select(builder.icmp_signed("<", index, last), index, last)
 
 
-def at(builder: Any, address: Any, kind: Any) -> Any:
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    """A pointer to a value of this kind at an address."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
-    """``count`` numbers of the arrays, as numbers that are computed with."""
+    """``count`` numbers of an array, in the compute dtype."""
     if spec.input_bytes > 2:
-        return builder.load(at(builder, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
-    shorts = builder.load(at(builder, address, ir.VectorType(I16, count)), align=2)
+        return builder.load(pointer(builder, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
+    shorts = builder.load(pointer(builder, address, ir.VectorType(I16, count)), align=2)
     return spec.isa.widen(builder, shorts, spec.dtype)
 
 
 def _output_vector(builder: Any, x: Any, address: Any, spec: Any) -> None:
-    """Numbers that are computed with, rounded to the dtype of the arrays."""
+    """Store numbers of the compute dtype, rounded to the arrays' dtype."""
     if spec.input_bytes == 2:
         x = spec.isa.narrow(builder, x, spec.dtype)
-    builder.store(x, at(builder, address, x.type), align=2 if spec.input_bytes == 2 else 4)
+    builder.store(x, pointer(builder, address, x.type), align=2 if spec.input_bytes == 2 else 4)
 
 
 @intrinsic
 def load(typing, address, spec):
     """A vector of numbers from memory."""
     kind = spec.value.vector
-    return kind(types.intp, spec), lambda c, b, s, a: b.load(at(b, a[0], kind.ir), align=4)
+    return kind(types.intp, spec), lambda c, b, s, a: b.load(pointer(b, a[0], kind.ir), align=4)
 
 
 @intrinsic
@@ -70,7 +69,7 @@ def store(typing, address, x):
     """A vector to memory."""
 
     def emit(c, b, s, a):
-        b.store(a[1], at(b, a[0], x.ir), align=4)
+        b.store(a[1], pointer(b, a[0], x.ir), align=4)
         return c.get_dummy_value()
 
     return types.void(types.intp, x), emit
@@ -80,7 +79,7 @@ def store(typing, address, x):
 def read(typing, address, spec):
     """One number from memory."""
     kind = spec.value.vector
-    return kind.number(types.intp, spec), lambda c, b, s, a: b.load(at(b, a[0], kind.ir.element), align=4)
+    return kind.number(types.intp, spec), lambda c, b, s, a: b.load(pointer(b, a[0], kind.ir.element), align=4)
 
 
 @intrinsic
@@ -89,7 +88,7 @@ def write(typing, address, x, spec):
     kind = spec.value.vector
 
     def emit(c, b, s, a):
-        b.store(a[1], at(b, a[0], kind.ir.element), align=4)
+        b.store(a[1], pointer(b, a[0], kind.ir.element), align=4)
         return c.get_dummy_value()
 
     return types.void(types.intp, kind.number, spec), emit
@@ -128,22 +127,20 @@ def write_input(typing, address, x, spec):
     """One number to an array."""
 
     def emit(c, b, s, a):
-        kind = ir.VectorType(a[1].type, 1)
-        _output_vector(
-            b, b.insert_element(ir.Constant(kind, ir.Undefined), a[1], ir.Constant(I32, 0)), a[0], spec.value
-        )
+        undefined = ir.Constant(ir.VectorType(a[1].type, 1), ir.Undefined)
+        _output_vector(b, b.insert_element(undefined, a[1], ir.Constant(I32, 0)), a[0], spec.value)
         return c.get_dummy_value()
 
     return types.void(types.intp, spec.value.number, spec), emit
 
 
-def _reader(kind: Any, result: Any) -> Any:
-    """One integer from memory."""
+def _integer_reader(kind: Any, result: Any) -> Any:
+    """The operation that reads one integer from memory."""
 
     @intrinsic
     def read_integer(typing, address):
         def emit(c, b, s, a):
-            x = b.load(at(b, a[0], kind), align=kind.width // 8)
+            x = b.load(pointer(b, a[0], kind), align=kind.width // 8)
             return x if kind.width == 64 else b.sext(x, I64) if kind.width == 32 else b.zext(x, I64)
 
         return result(types.intp), emit
@@ -151,13 +148,13 @@ def _reader(kind: Any, result: Any) -> Any:
     return read_integer
 
 
-read_byte, read_int32, read_int64 = (_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
-read_word = _reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
+read_byte, read_int32, read_int64 = (_integer_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
+read_word = _integer_reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
 
 
 @intrinsic
-def number(typing, x, spec):
-    """A number as one that is computed with."""
+def as_number(typing, x, spec):
+    """A number in the compute dtype."""
     kind = spec.value.number
     return kind(kind, spec), lambda c, b, s, a: a[0]
 
@@ -188,12 +185,12 @@ def fma(typing, x, y, z, spec):
 
 @intrinsic
 def maximum(typing, x, y):
-    """The greater; y where either is NaN, so a NaN in y stays. One instruction, unlike the maximum of IEEE 754."""
+    """The greater number; y where either is NaN. One instruction, unlike the maximum of IEEE 754."""
     return x(x, y), lambda c, b, s, a: b.select(b.fcmp_ordered(">", *a), *a)
 
 
 @intrinsic
-def only(typing, word, shift, x, other):
+def select_bits(typing, word, shift, x, other):
     """x in the lanes whose bit in ``word >> shift`` is set, ``other`` in the rest."""
 
     def emit(c, b, s, a):
@@ -204,13 +201,13 @@ def only(typing, word, shift, x, other):
 
 
 @intrinsic
-def above_or(typing, x, limit, yes, no):
+def select_greater(typing, x, limit, yes, no):
     """``yes`` in the lanes where x > limit, ``no`` in the rest (and where x is NaN)."""
     return x(x, x, x, x), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[2], a[3])
 
 
 @intrinsic
-def any_above(typing, x, y):
+def any_greater(typing, x, y):
     """Whether x > y in any lane, or either is NaN in one."""
 
     def emit(c, b, s, a):
@@ -221,21 +218,21 @@ def any_above(typing, x, y):
 
 
 @intrinsic
-def where_finite(typing, x):
+def all_lanes_finite(typing, x):
     """Whether all numbers of a vector are finite: their exponents are not all ones."""
 
     def emit(c, b, s, a):
         kind, flags = integers(x.ir), ir.IntType(x.lanes)
         ones = constant(kind, 0x7FF0000000000000 if x.bits == 64 else 0x7F800000)
-        broken = b.icmp_unsigned("==", b.and_(b.bitcast(a[0], kind), ones), ones)
-        return b.icmp_unsigned("==", b.bitcast(broken, flags), ir.Constant(flags, 0))
+        non_finite = b.icmp_unsigned("==", b.and_(b.bitcast(a[0], kind), ones), ones)
+        return b.icmp_unsigned("==", b.bitcast(non_finite, flags), ir.Constant(flags, 0))
 
     return types.boolean(x), emit
 
 
 @intrinsic
 def fetch_add(typing, address, n):
-    """Add n to the int at the address and give back what stood there; safe among threads."""
+    """Add n to the integer at the address, atomically; returns its value before."""
     return types.int64(types.intp, types.int64), lambda c, b, s, a: b.atomic_rmw(
-        "add", at(b, a[0], I64), a[1], "seq_cst"
+        "add", pointer(b, a[0], I64), a[1], "seq_cst"
     )

@@ -13,21 +13,21 @@ import numpy as np
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.simd import above_or, add, any_above, fma, load, maximum, mul, splat, store, sub
+from lowtri.kernels.simd import add, any_greater, fma, load, maximum, mul, select_greater, splat, store, sub
 
 __all__ = ["softmax_tile"]
 
 _LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
-_RISE = 8.0  # rescale only when the maximum rose by more: weights then stay below 2 ** 8
+_MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
 
 
 @device_function
 def softmax_tile(scores, unit, spans, m, l, output, size, spec):
-    """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are brought to the new shift.
+    """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are rescaled to the new shift.
 
     Args:
         scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.
-        spans: the first key and one past the last for each 16 queries; what lies outside is not touched.
+        spans: the first key and one past the last for each 16 queries; other scores are not touched.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
     zero, hidden, one, unit = splat(0.0, spec), splat(-np.inf, spec), splat(1.0, spec), splat(unit, spec)
@@ -35,7 +35,7 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
         first, last = spans[2 * part], spans[2 * part + 1]
-        # Four chains of maxima at once: each waits for itself only.
+        # Four independent chains of maxima, for instruction-level parallelism.
         a = b = c = d = hidden
         j = first
         while j + 4 <= last:
@@ -48,41 +48,37 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
             j += 1
         greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
         old = load(m + lane, spec)
-        limit = add(old, splat(_RISE, spec))
-        if any_above(greatest, limit):
-            # Each lane for itself: what its neighbours met leaves no trace, not even in the last digit.
-            new = above_or(greatest, limit, maximum(greatest, old), old)
-            factor = exp2(sub(old, above_or(new, hidden, new, zero)), spec)
+        limit = add(old, splat(_MAX_RISE, spec))
+        if any_greater(greatest, limit):
+            # Lane by lane: the keys of one query do not change a bit of another query's result.
+            new = select_greater(greatest, limit, maximum(greatest, old), old)
+            factor = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
             store(m + lane, new)
             store(l + lane, mul(load(l + lane, spec), factor))
             for r in range(size):
-                place = output + step * r + lane
-                store(place, mul(load(place, spec), factor))
+                address = output + step * r + lane
+                store(address, mul(load(address, spec), factor))
             old = new
-        # A query that has seen nothing yet has no shift: 0 serves, and 2 ** -inf is 0.
-        shift = sub(zero, above_or(old, hidden, old, zero))
-        by = unit
+        # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
+        shift = sub(zero, select_greater(old, hidden, old, zero))
+        scale = unit
         amount, large = maximum(shift, sub(zero, shift)), splat(_LARGE, spec)
-        if any_above(amount, large):
-            # The product inside fma is not rounded and the shift is: here that would be more than a unit. Round both.
+        if any_greater(amount, large):
+            # fma rounds the shift but not the product; for scores this large the difference exceeds 1. So round both.
             for j in range(first, last):
-                place = scores + step * j + lane
-                x = load(place, spec)
-                store(place, above_or(amount, large, mul(x, unit), x))
-            by = above_or(amount, large, one, unit)
+                address = scores + step * j + lane
+                x = load(address, spec)
+                store(address, select_greater(amount, large, mul(x, unit), x))
+            scale = select_greater(amount, large, one, unit)
         a = b = c = d = zero
         j = first
         while j + 4 <= last:
             row = scores + step * j + lane
-            e, f = (
-                exp2(fma(load(row, spec), by, shift, spec), spec),
-                exp2(fma(load(row + step, spec), by, shift, spec), spec),
-            )
             row_2, row_3 = row + 2 * step, row + 3 * step
-            g, h = (
-                exp2(fma(load(row_2, spec), by, shift, spec), spec),
-                exp2(fma(load(row_3, spec), by, shift, spec), spec),
-            )
+            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
+            f = exp2(fma(load(row + step, spec), scale, shift, spec), spec)
+            g = exp2(fma(load(row_2, spec), scale, shift, spec), spec)
+            h = exp2(fma(load(row_3, spec), scale, shift, spec), spec)
             store(row, e)
             store(row + step, f)
             store(row_2, g)
@@ -91,7 +87,7 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
             j += 4
         while j < last:
             row = scores + step * j + lane
-            e = exp2(fma(load(row, spec), by, shift, spec), spec)
+            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
             store(row, e)
             a = add(a, e)
             j += 1

@@ -1,12 +1,12 @@
 """What a kernel is compiled for: a dtype, how its rows are read, and an instruction set.
 
 A kernel family (forward, backward, decode) is written once. Where its code depends on the spec, an intrinsic or a ``@by_spec``
-function chooses while the kernel is typed, so that nothing of the choice is left in machine code. A spec is a constant whose Numba
-type carries it; Numba's cache on disk finds a kernel by that type.
+function chooses during type inference, so that machine code has no branch for it. A spec is a constant whose Numba type carries it;
+Numba's cache on disk finds a kernel by that type.
 
     rows        how the rows of Q, K and V enter a product
-    direct      read where they lie
-    pairs       read where they lie, two neighbours in a 32-bit word; accumulated in float32
+    direct      read from the array
+    pairs       read from the array, two neighbours in a 32-bit word; accumulated in float32
     widened     a tile's rows are converted to float32 in scratch memory
 """
 
@@ -31,7 +31,7 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """See the module."""
+    """What a kernel is compiled for."""
 
     dtype: str  # of the arrays
     rows: str  # direct, pairs, widened
@@ -52,7 +52,7 @@ class KernelSpec:
 
     @property
     def number_bytes(self) -> int:
-        """Of a number that is computed with; a pair is as long."""
+        """Of a number of the compute dtype, and of a pair."""
         return _BYTES[self.compute_dtype]
 
     @property
@@ -62,7 +62,7 @@ class KernelSpec:
 
     @property
     def lanes(self) -> int:
-        """Numbers in a vector of 64 bytes; LLVM cuts it up where registers are smaller."""
+        """Numbers in a vector of 64 bytes; LLVM splits it where registers are smaller."""
         return 64 // self.number_bytes
 
     @property
@@ -72,12 +72,12 @@ class KernelSpec:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """The register tile: rows and vectors of the wide one, rows of the one that is a vector wide."""
+        """The register tile: rows and vectors of the wide one, rows of the narrow one, which is one vector wide."""
         return self.isa.pairs_tile if self.rows == "pairs" else self.isa.tile
 
     @property
     def number(self) -> Any:
-        """The Numba type of a number that is computed with."""
+        """The Numba type of the compute dtype."""
         return getattr(types, self.compute_dtype)
 
     @property
@@ -85,7 +85,7 @@ class KernelSpec:
         return VectorType(self.compute_dtype)
 
 
-# What kernels read of a spec as constants.
+# The properties of a spec that kernels read, as constants.
 _CONSTANTS = ("input_bytes", "number_bytes", "row_bytes", "lanes", "per_word")
 
 

@@ -1,109 +1,41 @@
-"""The threads, and the cache of compiled code.
+"""Running a kernel on a team of threads.
 
-In a process with torch the kernels run on torch's own OpenMP team: threads of our own would lose the second core after any torch
-operation, whose workers keep spinning on it. A kernel is a C function of one argument, the address of its record, which every member of
-the team calls; members take tasks from a counter in it. The call comes back when all are done, so Ctrl-C is seen after that.
+A kernel is a C function of one argument, the address of its record. Each thread of the team calls it and takes tasks from a counter in
+the record until none is left. If torch is loaded, the team is torch's own OpenMP team: its workers spin for a while after each torch
+operation, so that other threads would have to share their cores. An interrupt (Ctrl-C) is raised when all threads are done.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import llvmlite
-import numba
-from numba import cfunc, types
-from numba.core import config
+from lowtri.kernels.compilation import Code
 
-from lowtri.kernels import target
-from lowtri.kernels.abi import Abi
-from lowtri.kernels.device_function import OPTIONS
-from lowtri.kernels.record import RecordType
-from lowtri.kernels.spec import KernelSpec
-
-__all__ = ["Code", "cache_folder", "compiled", "run_team"]
+__all__ = ["run_team"]
 
 _forked = False
 
 
 def _after_fork() -> None:
-    # libgomp's team does not survive a fork (torch's own operations hang there, too): a child runs alone.
+    # libgomp's team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
     global _forked
     _forked = True
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
 @cache
-def cache_folder() -> Path | None:
-    """Where compiled code lies: a folder named by everything that it depends on, or None where nothing can be written.
-
-    Numba looks only at the file a function stands in, and would serve stale code after an edit elsewhere in the kernels.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
-    digest.update(repr(facts).encode())
-    root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(root) / "lowtri" / digest.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError:
-        return None
-    return folder
-
-
-@contextmanager
-def _numba_cache(spec: KernelSpec) -> Iterator[bool]:
-    """Numba's setting for where to keep code, a folder for each spec while a kernel is made, then the user's again."""
-    folder = cache_folder()
-    before = config.CACHE_DIR  # type: ignore[attr-defined]
-    try:
-        if folder is not None:
-            config.CACHE_DIR = str(folder / spec.name)  # type: ignore[attr-defined]
-        yield folder is not None
-    finally:
-        config.CACHE_DIR = before  # type: ignore[attr-defined]
-
-
-class Code:
-    """The machine code of a kernel."""
-
-    def __init__(self, compiled: Any) -> None:
-        self._compiled, self.address = compiled, compiled.address  # the code lives as long as what compiled it
-        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-
-
-@cache
-def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
-    """The code of ``kernel(record)``: from the disk cache, or compiled now. A cache that fails costs time only."""
-    signature = types.void(RecordType(abi.dtype, spec))
-    with _numba_cache(spec) as keeps:
-        if keeps:
-            try:
-                return Code(cfunc(signature, cache=True, **OPTIONS)(kernel))
-            except Exception:  # whatever a cache that is full, cut off or another's may raise
-                pass
-        return Code(cfunc(signature, **OPTIONS)(kernel))
-
-
-@cache
 def _gomp() -> Any:
-    """GOMP_parallel of the OpenMP library that torch has loaded, or None."""
+    """GOMP_parallel of torch's OpenMP library, or None."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return None
@@ -116,7 +48,7 @@ def _gomp() -> Any:
 
 
 def run_team(code: Code, record: int, threads: int) -> None:
-    """Call the code on ``threads`` threads, each with the record's address, and come back when all are done."""
+    """Call the code on ``threads`` threads, each with the record's address; returns when all are done."""
     if threads <= 1 or _forked:
         code.call(record)
         return
@@ -124,28 +56,28 @@ def run_team(code: Code, record: int, threads: int) -> None:
     if start is not None:
         start(code.address, record, threads, 0)
         return
-    _own_team(code.call, record, threads)
+    _python_team(code.call, record, threads)
 
 
-def _own_team(code: Callable[[int], None], record: int, threads: int) -> None:
-    """The same on threads of our own. An interrupt waits until all are back: what they write to must not be freed before."""
-    over, locks = False, [threading.Lock() for _ in range(threads - 1)]
+def _python_team(code: Callable[[int], None], record: int, threads: int) -> None:
+    """The same on Python threads. An interrupt waits until all are done: the memory that they write to must not be freed before."""
+    done, locks = False, [threading.Lock() for _ in range(threads - 1)]
 
-    def help(lock: threading.Lock) -> None:
+    def work(lock: threading.Lock) -> None:
         with lock:
-            if not over:  # else the work was done before this thread began
+            if not done:  # else all tasks were taken before this thread began
                 code(record)
 
     interrupt: BaseException | None = None
     try:
         for lock in locks:
-            threading.Thread(target=help, args=(lock,)).start()
+            threading.Thread(target=work, args=(lock,)).start()
         code(record)
-    except BaseException as error:  # Ctrl-C, or whatever a signal's handler raises
+    except BaseException as error:  # Ctrl-C, or any exception of a signal handler
         interrupt = error
-    over = True
+    done = True
     for lock in locks:
-        while lock.locked():  # by a helper that works; one that begins only now sees that it is over
+        while lock.locked():  # by a thread that works; one that begins only now reads `done`
             try:
                 with lock:
                     pass

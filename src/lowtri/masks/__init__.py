@@ -1,11 +1,12 @@
-"""Which query sees which key: masks as formulas over positions, and what follows from them. NumPy only.
+"""Which query may see which key: masks as formulas over positions, and what follows from them. NumPy only.
 
 Each file imports only from the files above it:
 
 positions       the range of positions, and the checks of positions and counts
-tile            the question about a tile of pairs, with three answers, and its law
+tile            the questions about pairs and tiles, with three answers for a tile
 arrays          users' arrays and tensors as NumPy arrays, checked; frozen copies of them
-mask            Mask: tables, text, and the set operations ``& | ~ -``
+mask            Mask: tables and text
+combinators     the set operations ``& | ~ -``
 grammar         the parser of mask texts
 text            a mask from a text or from a user's argument
 formulas        causal, full, window, band, first, chunks, strided
@@ -17,7 +18,7 @@ patterns        the bits of partial tiles, each distinct pattern stored once
 plan            what kernels read: runs of tiles, and the bits of the partial ones
 counts          the number of visible pairs, and whether a mask is causal
 labels          labels of pictures, and how a text is cut into tokens
-panels          the content of a picture
+panels          the content of a picture: cells, labels, headings
 svg             a picture as SVG
 draw            a picture as text
 """
@@ -60,7 +61,7 @@ __all__ = [
 ]
 
 END = POSITION_MAX
-"""Short for POSITION_MAX in calls of :meth:`Mask.tile`: the end of a tile that has none."""
+"""Another name of POSITION_MAX, as the end of a tile that has none."""
 
-for _method in (pairs, is_causal, draw, save):  # Mask declares them; they are defined in files that build on it
+for _method in (pairs, is_causal, draw, save):  # Mask declares them; the files that define them import it
     setattr(Mask, _method.__name__, _method)

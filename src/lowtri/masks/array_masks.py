@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray, bool_array, integer_array
+from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
 from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.positions import POSITION_MAX, Positions, within
-from lowtri.masks.tile import Answer, tile_answer
+from lowtri.masks.tile import PARTIAL, Answer, tile_answer
 
 __all__ = ["KeyLengths", "Keys", "Table", "hidden", "keys", "table"]
 
@@ -32,9 +32,7 @@ class Keys(Mask):
     def batch(self) -> tuple[int, ...]:
         return self.valid.array.shape[:-1]
 
-    @property
-    def asks_query(self) -> bool:
-        return False
+    depends_on_query = False
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:
@@ -47,8 +45,8 @@ class Keys(Mask):
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         n = len(self.valid.array)
         start, stop = np.minimum(k0, n), np.minimum(k1, n)
-        beyond = (k1 - k0) - (stop - start)
-        real = self._counts[stop] - self._counts[start] + beyond
+        past_the_array = (k1 - k0) - (stop - start)
+        real = self._counts[stop] - self._counts[start] + past_the_array
         return tile_answer(full=real == k1 - k0, empty=real == 0) + 0 * q0
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
@@ -72,9 +70,7 @@ class KeyLengths(Mask):
     def batch(self) -> tuple[int, ...]:
         return (len(self.lengths),)
 
-    @property
-    def asks_query(self) -> bool:
-        return False
+    depends_on_query = False
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -107,67 +103,65 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
     if lengths is not None:
-        sizes = integer_array("keys", "lengths", lengths, (1,)).tolist()
+        sizes = integer_array("keys", "lengths", lengths, VECTOR).tolist()
         if min(sizes) < 0 or max(sizes) > POSITION_MAX:
             raise MaskError(
                 f"keys: lengths are {sizes[:8]}; there is one for each batch row, none below 0 or beyond 2**62."
             )
         return KeyLengths(tuple(sizes))
-    return Keys(FrozenArray(bool_array("keys", "valid", valid, (1, 2))))
+    return Keys(FrozenArray(bool_array("keys", "valid", valid, ROWS)))
 
 
 @dataclass(frozen=True, repr=False)
 class Table(Mask):
-    """Every pair written out. Its rows are the queries at the last Nq of its Nk keys, as in a call."""
+    """All pairs written out. Its rows are the queries at the last Nq of its Nk keys, as in a call."""
 
-    pairs_: FrozenArray
+    table: FrozenArray
 
     @property
     def batch(self) -> tuple[int, ...]:
-        return self.pairs_.array.shape[:-2]
+        return self.table.array.shape[:-2]
 
-    @property
-    def asks_query(self) -> bool:
-        return False  # more rows than columns are fine: the rows then count from 0
+    depends_on_query = False  # a table of more rows than columns counts its rows from 0
 
     @cached_property
     def _sums(self) -> NDArray[np.int64]:
-        """How many pairs are visible above and to the left of each corner."""
-        table = self.pairs_.array
-        sums = np.zeros((table.shape[0] + 1, table.shape[1] + 1), np.int64)
-        np.cumsum(np.cumsum(table, axis=0, dtype=np.int64), axis=1, out=sums[1:, 1:])
+        """How many pairs are visible above and to the left of each corner of the table."""
+        nq, nk = self.table.array.shape
+        sums = np.zeros((nq + 1, nk + 1), np.int64)
+        np.cumsum(np.cumsum(self.table.array, axis=0, dtype=np.int64), axis=1, out=sums[1:, 1:])
         return sums
 
     @property
     def _start(self) -> int:
-        nq, nk = self.pairs_.array.shape
+        nq, nk = self.table.array.shape
         return max(nk - nq, 0)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
-        nq, nk = self.pairs_.array.shape
+        nq, nk = self.table.array.shape
         rows, last = q - self._start, self._start + nq - 1
         # A negative position holds no token and needs no row.
         if np.any((q >= 0) & ((rows < 0) | (rows >= nq))) or np.any(k >= nk):
             raise MaskError(
                 f"{self!r} has rows for the queries {self._start} .. {last} and columns for the keys 0 .. {nk - 1}, "
-                f"but was asked about queries {np.min(q)} .. {np.max(q)} and keys {np.min(k)} .. {np.max(k)}.\n"
+                f"but the call has queries {np.min(q)} .. {np.max(q)} and keys {np.min(k)} .. {np.max(k)}.\n"
                 "Fix: a larger table, or q_positions= and k_positions= that lie inside it."
             )
-        return self.pairs_.array[within(rows, nq), within(k, nk)]
+        return self.table.array[within(rows, nq), within(k, nk)]
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        nq, nk = self.pairs_.array.shape
+        nq, nk = self.table.array.shape
         rows0, rows1 = np.clip(q0 - self._start, 0, nq), np.clip(q1 - self._start, 0, nq)
         cols0, cols1 = np.clip(k0, 0, nk), np.clip(k1, 0, nk)
         inside = (rows1 - rows0 == q1 - q0) & (cols1 - cols0 == k1 - k0)
         sums = self._sums
-        seen = sums[rows1, cols1] - sums[rows0, cols1] - sums[rows1, cols0] + sums[rows0, cols0]
+        visible = sums[rows1, cols1] - sums[rows0, cols1] - sums[rows1, cols0] + sums[rows0, cols0]
         area = (rows1 - rows0) * (cols1 - cols0)
-        return np.where(inside, tile_answer(full=seen == area, empty=seen == 0), 1)
+        return np.where(inside, tile_answer(full=visible == area, empty=visible == 0), PARTIAL)
 
     @cached_property
     def _tables(self) -> dict[tuple[int, ...], Table]:
-        return {index: Table(FrozenArray(self.pairs_.array[index])) for index in np.ndindex(self.batch)}
+        return {index: Table(FrozenArray(self.table.array[index])) for index in np.ndindex(self.batch)}
 
     def _at(self, b: int, h: int) -> Mask:
         return self._tables[(b, h)[: len(self.batch)]]
@@ -187,7 +181,7 @@ def table(bools: Any) -> Mask:
 
     The same mask elsewhere: SDPA ``attn_mask`` of bools. For True = hidden write :func:`hidden`.
     """
-    return Table(FrozenArray(bool_array("table", "bools", bools, (2, 3, 4))))
+    return Table(FrozenArray(bool_array("table", "bools", bools, TABLES)))
 
 
 @constructor(in_text=False)
@@ -203,4 +197,4 @@ def hidden(bools: Any) -> Mask:
     Args:
         bools: bool, (Nq, Nk), or with (B,) or (B, H) in front; see :func:`table`.
     """
-    return Table(FrozenArray(bool_array("hidden", "bools", bools, (2, 3, 4), inverted=True)))
+    return Table(FrozenArray(bool_array("hidden", "bools", bools, TABLES, inverted=True)))

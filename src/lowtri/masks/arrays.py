@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,9 @@ from lowtri.errors import CallError, MaskError
 from lowtri.masks.positions import POSITION_MAX
 
 __all__ = [
+    "ROWS",
+    "TABLES",
+    "VECTOR",
     "FrozenArray",
     "bool_array",
     "in_numpy",
@@ -32,6 +35,11 @@ __all__ = [
     "why_not_plain",
 ]
 
+# Shapes that arguments take, by rank.
+VECTOR = {1: "(N,)"}
+ROWS = {**VECTOR, 2: "(B, N)"}
+TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
+
 _FIXES = {
     "CausalBias": 'the mask "causal"',
     "DTensor": "{}.to_local()",
@@ -41,24 +49,24 @@ _FIXES = {
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a torch tensor, without loading torch to find out."""
+    """Whether x is a torch tensor; torch is not imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_traced(value: Any) -> bool:
-    """Whether this is a tensor of a program that torch.compile or torch.export is tracing: a shape without numbers."""
+    """Whether this is a tensor of a program that torch.compile or torch.export is tracing: it has a shape and no numbers."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
 
 
 def is_fake(x: Any) -> bool:
-    """Whether x stands for a tensor while a program is recorded, and has no numbers."""
+    """Whether x is one of torch's fake tensors: it has a shape and no numbers."""
     return type(x).__module__ in ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 
 
 def why_not_plain(name: str, x: Any) -> str | None:
-    """Why the numbers of an array or a tensor cannot be read from its memory, with the fix; None where they can, or x is neither."""
+    """Why the memory of an array or a tensor cannot be read, with the fix; None if it can, or if x is neither."""
     kind = type(x)
     if kind is np.ndarray or kind is np.memmap:
         return None
@@ -80,11 +88,11 @@ def why_not_plain(name: str, x: Any) -> str | None:
 
 
 def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
-    """The numbers of a list, an array or a tensor on any device; or in words why there are none."""
+    """The numbers of a list, an array or a tensor on any device, or the reason why they cannot be read."""
     if is_tensor(value) or isinstance(value, np.ma.MaskedArray):
-        trouble = why_not_plain(name, value)
-        if trouble is not None:
-            return trouble
+        reason = why_not_plain(name, value)
+        if reason is not None:
+            return reason
     if is_tensor(value):
         torch = sys.modules["torch"]
         try:
@@ -100,7 +108,7 @@ def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
     try:
         return np.asarray(value)
     except Exception:  # rows of different lengths, or any error of an object's __array__
-        return f"{name} is no array"
+        return f"{name} is not an array"
 
 
 def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
@@ -113,13 +121,13 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
         return value.detach().cpu().numpy()
     array = in_numpy(name, value)
     if isinstance(array, str) or (array.size and array.dtype.kind not in "iu"):
-        came = array if isinstance(array, str) else f"{name} is {array.dtype} {array.shape}"
+        given = array if isinstance(array, str) else f"{name} is {array.dtype} {array.shape}"
         raise CallError(
-            f"{came}, but it holds whole numbers, {shapes}: the position of each in the sequence, -1 where there is no token."
+            f"{given}, but it holds whole numbers, {shapes}: the position of each in the sequence, -1 where there is no token."
         )
     if not array.size:
         return np.zeros(array.shape, np.int64)
-    if array.max() >= POSITION_MAX:  # asked before the cast, where uint64 would turn negative
+    if array.max() >= POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
         raise CallError(f"{name} reaches {array.max()}, but positions lie below 2**62.")
     array = array.astype(np.int64, copy=False)
     return array if array.min() >= -1 else np.maximum(array, -1)
@@ -157,73 +165,65 @@ class FrozenArray:
         return hash(self.digest)
 
     def __reduce__(self) -> tuple[type[FrozenArray], tuple[NDArray[Any]]]:
-        return FrozenArray, (self.array,)  # the copy on the other side is read-only again
+        return FrozenArray, (self.array,)  # unpickling freezes the array again
 
     def __repr__(self) -> str:
         return f"<{'x'.join(map(str, self.array.shape))} {self.array.dtype} {self.digest[:8]}>"
 
 
-def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> NDArray[np.int64]:
-    """Integers of one of these ranks, from lists, arrays or tensors."""
+def integer_array(mask: str, name: str, value: Any, shapes: Mapping[int, str]) -> NDArray[np.int64]:
+    """The integers of a user's list, array or tensor, of one of these shapes.
+
+    Raises:
+        MaskError: names ``mask``, the function, and ``name``, its argument.
+    """
+    array = _checked(mask, name, value, shapes, "integers")
     if is_traced(value):
-        return _traced(mask, name, value, ranks)
-    array = in_numpy(name, value)
-    if isinstance(array, str):
-        raise MaskError(f"{mask}: {array}, but it takes integers of shape {_shapes(ranks)}.")
-    if array.size == 0:
-        raise MaskError(f"{mask}: {name} is empty.")
-    if array.dtype.kind not in "iu" or array.ndim not in ranks:
-        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
-    whole = _fitting(mask, name, array, lambda: array.astype(np.int64))
+        return array
+    integers = _in_memory(mask, name, array, lambda: array.astype(np.int64))
     if array.max() > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
         raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most 2**62 is taken.")
-    return whole
+    return integers
 
 
 def bool_array(
-    mask: str, name: str, value: Any, ranks: tuple[int, ...], *, inverted: bool = False
+    mask: str, name: str, value: Any, shapes: Mapping[int, str], *, inverted: bool = False
 ) -> NDArray[np.bool_]:
-    """Bools of one of these ranks, or their opposites. Numbers are rejected, because 1 may mean either visible or hidden."""
+    """The same for bools, or their opposites. Numbers are rejected, because 1 may mean either visible or hidden."""
+    array = _checked(mask, name, value, shapes, "bools")
+    if not inverted:
+        return array
+    return ~array if is_traced(value) else _in_memory(mask, name, array, lambda: ~array)
+
+
+def _checked(mask: str, name: str, value: Any, shapes: Mapping[int, str], content: str) -> Any:
+    """The array of an argument, of these shapes and this content; a tensor of a traced program as it is, since it has no numbers."""
     if is_traced(value):
-        return ~_traced(mask, name, value, ranks) if inverted else _traced(mask, name, value, ranks)
+        if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in shapes:
+            raise MaskError(
+                f"{mask}: {name} is a tensor of a program that is being traced, so its numbers cannot be read. "
+                "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
+            )
+        return value
     array = in_numpy(name, value)
+    expected = f"but it takes {content} of shape {' or '.join(shapes.values())}."
     if isinstance(array, str):
-        raise MaskError(f"{mask}: {array}, but it takes bools of shape {_shapes(ranks)}.")
+        raise MaskError(f"{mask}: {array}, {expected}")
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
-    if array.dtype != bool or array.ndim not in ranks:
-        fix = (
-            " Fix: x != 0, after checking whether it marks visible or hidden pairs."
-            if array.dtype.kind in "iuf"
-            else ""
-        )
-        raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes bools of shape {_shapes(ranks)}.{fix}")
-    return _fitting(mask, name, array, lambda: ~array) if inverted else array
+    if array.dtype.kind not in ("b" if content == "bools" else "iu") or array.ndim not in shapes:
+        if content == "bools" and array.dtype.kind in "iuf":
+            expected += " Fix: x != 0, after checking whether it marks visible or hidden pairs."
+        raise MaskError(f"{mask}: {name} is {_described(array)}, {expected}")
+    return array
 
 
-def _fitting(mask: str, name: str, array: NDArray[Any], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+def _in_memory(mask: str, name: str, array: NDArray[Any], convert: Callable[[], NDArray[Any]]) -> NDArray[Any]:
     try:
-        return make()
+        return convert()
     except MemoryError:
-        raise MaskError(f"{mask}: {name} is {_came(array)}, which does not fit into memory.") from None
+        raise MaskError(f"{mask}: {name} is {_described(array)}, which does not fit into memory.") from None
 
 
-def _traced(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> Any:
-    """A tensor whose numbers come when the program runs; they are checked then."""
-    if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in ranks:
-        raise MaskError(
-            f"{mask}: {name} is a tensor of a program that is being traced, where it cannot be looked into. "
-            "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
-        )
-    return value
-
-
-def _came(array: NDArray[Any]) -> str:
-    return "no array" if array.dtype == object else f"{array.dtype} {array.shape}"
-
-
-def _shapes(ranks: tuple[int, ...]) -> str:
-    names = {1: "(N,)", 2: "(B, N)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
-    if ranks[0] == 2:
-        names[2] = "(Nq, Nk)"
-    return " or ".join(names[rank] for rank in ranks)
+def _described(array: NDArray[Any]) -> str:
+    return "not an array" if array.dtype == object else f"{array.dtype} {array.shape}"

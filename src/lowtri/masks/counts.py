@@ -1,4 +1,4 @@
-"""How many pairs a mask shows, and whether it is causal: both from its plan, without a table."""
+"""The number of visible pairs, and whether a mask is causal: both from its plan, without a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def pairs(mask: Mask, nq: int, nk: int | None = None) -> Any:
     500000500000
     """
 
-    def count(one: Mask) -> int:
-        q, k = default_positions(one, nq, nk)
-        return plan(one, q, k).pairs
+    def count(mask: Mask) -> int:
+        q, k = default_positions(mask, nq, nk)
+        return plan(mask, q, k).pairs
 
     return mask._each(count) if mask.batch else count(mask)
 

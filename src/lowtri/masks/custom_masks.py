@@ -1,4 +1,4 @@
-"""Masks of other things: a function of the user's, and a mask for each query head."""
+"""Masks of a user's function, and a mask for each query head."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Heads", "Where", "heads", "where"]
 
 @dataclass(frozen=True, repr=False)
 class Where(Mask):
-    """A user's formula, of which nothing is known but its values."""
+    """A user's formula: only its values are known."""
 
     fn: Callable[[Any, Any], Any]
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         try:
-            seen = np.asarray(self.fn(q, k))
+            visible = np.asarray(self.fn(q, k))
         except ValueError as error:
             if "truth value" in str(error):
                 raise MaskError(
@@ -35,17 +35,17 @@ class Where(Mask):
                     "Fix: write & | ~ instead of and, or, not, and np.where instead of if."
                 ) from error
             raise
-        if seen.dtype != bool:
-            raise MaskError(f"where: the formula gave {seen.dtype} values; it must give bools, True = may see.")
+        if visible.dtype != bool:
+            raise MaskError(f"where: the formula gave {visible.dtype} values; it must give bools, True = may see.")
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         try:
-            seen = np.broadcast_to(seen, shape)
+            visible = np.broadcast_to(visible, shape)
         except ValueError:
             raise MaskError(
-                f"where: the formula gave shape {seen.shape} for positions that broadcast to {shape}. "
+                f"where: the formula gave shape {visible.shape} for positions that broadcast to {shape}. "
                 "Fix: compute with q and k, element by element."
             ) from None
-        return seen if shape else bool(seen)
+        return visible if shape else bool(visible)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return 1 + 0 * (q0 + k0)  # always PARTIAL: plans then evaluate the pairs
@@ -71,11 +71,10 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
         fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure: plans are
             cached.
 
-    Plans evaluate the formula for every pair, because nothing else is known about it. Where possible, restrict it by a mask with
-    tile answers: ``window(n) & where(fn)``.
+    Plans evaluate the formula for every pair. Where possible, restrict it by a mask with tile answers: ``window(n) & where(fn)``.
 
     Raises:
-        MaskError: if ``fn`` is not callable or does not take two positions; when asked, if it gives no bools.
+        MaskError: if ``fn`` is not callable or does not take two positions; on evaluation, if it does not give bools.
 
     FlexAttention's ``mask_mod(b, h, q, k)`` becomes ``where(lambda q, k: mask_mod(0, 0, q, k))``; where it differs by head,
     one such mask for each head goes into :func:`heads`.
@@ -118,18 +117,15 @@ class Heads(Mask):
 
     def __post_init__(self) -> None:
         # Lists: torch.compile does not follow max() of a generator.
-        rows = max([1, *[one.batch[0] for one in self.masks if one.batch]])
+        rows = max([1, *[mask.batch[0] for mask in self.masks if mask.batch]])
         object.__setattr__(self, "_batch", (rows, len(self.masks)))
-        object.__setattr__(self, "_depth", max([one._depth for one in self.masks]))
-        object.__setattr__(self, "_joined", max([one._joined for one in self.masks]))
+        object.__setattr__(self, "_depth", max([mask._depth for mask in self.masks]))
+        object.__setattr__(self, "_size", max([mask._size for mask in self.masks]))
+        object.__setattr__(self, "depends_on_query", any([mask.depends_on_query for mask in self.masks]))
 
     @property
     def batch(self) -> tuple[int, ...]:
         return self._batch  # type: ignore[attr-defined]
-
-    @property
-    def asks_query(self) -> bool:
-        return any(one.asks_query for one in self.masks)
 
     def _at(self, b: int, h: int) -> Mask:
         return self.masks[h].at(b)
@@ -137,7 +133,7 @@ class Heads(Mask):
 
 @constructor()
 def heads(masks: Sequence[Mask | str]) -> Mask:
-    """Another mask for each query head.
+    """A mask of its own for each query head.
 
     >>> from lowtri import causal, window
     >>> heads([causal(), window(2)]).dense(3).astype(int)[0, 1].tolist()
@@ -147,19 +143,21 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
         masks: one for each of the H query heads, in order; masks or their texts. They may differ by batch row, not by head.
 
     Raises:
-        MaskError: if there are none, or one differs by head already.
+        MaskError: if the list is empty, or a mask in it differs by head already.
     """
     try:
-        # No arrays: torch makes a tensor's rows all at once before the first is seen.
+        # Arrays are rejected here: torch makes all rows of a tensor before the first one can be checked.
         entries = iter(() if isinstance(masks, str | Mask) or hasattr(masks, "dtype") else masks)
     except TypeError:
         entries = iter(())
-    given = tuple([as_mask(one) for one in entries])  # the first that is no mask ends it, however long the list
-    if not given:
+    parts = tuple(
+        [as_mask(entry) for entry in entries]
+    )  # raises at the first that is not a mask, however long the list
+    if not parts:
         raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
-    if any(len(one.batch) > 1 for one in given):
+    if any(len(part.batch) > 1 for part in parts):
         raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
-    rows = {one.batch[0] for one in given if one.batch} - {1}
+    rows = {part.batch[0] for part in parts if part.batch} - {1}
     if len(rows) > 1:
         raise MaskError(f"heads: the masks have batches of {sorted(rows)} rows, which do not fit together.")
-    return Heads(given)
+    return Heads(parts)

@@ -1,6 +1,6 @@
 """Documents packed in a row: a query sees the keys of its own document.
 
-Given by their lengths they store where each document begins; given by an id for each position they store that array.
+Documents given by their lengths store where each one begins; those given by an id for each position store that array.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray, integer_array
-from lowtri.masks.formulas import same_label
+from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.positions import POSITION_MAX, Positions, within
-from lowtri.masks.tile import Answer
+from lowtri.masks.tile import Answer, same_label
 
 __all__ = ["Documents", "Extremes", "PackedDocuments", "documents"]
 
@@ -41,8 +40,7 @@ class PackedDocuments(Mask):
         return self._documents(q) == self._documents(k)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        of = self._documents
-        return same_label(of(q0), of(q1 - 1), of(k0), of(k1 - 1))
+        return same_label(*map(self._documents, (q0, q1 - 1, k0, k1 - 1)))
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         edges = np.concatenate([[0], self._cuts, [POSITION_MAX]])
@@ -67,18 +65,18 @@ class Documents(Mask):
     def _labels(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Ids renamed in the order in which they first occur, so that packed documents count 0, 1, 2, ..."""
         keys = self.ids.array if self.key_ids is None else self.key_ids.array
-        every = keys if self.key_ids is None else np.concatenate([keys, self.ids.array])
-        _, at, names = np.unique(every, return_index=True, return_inverse=True)
-        rank = np.empty(len(at), np.min_scalar_type(len(at)))  # small numbers: an index of them is small, too
-        rank[np.argsort(at)] = np.arange(len(at))
-        labels = rank[names]
+        ids = keys if self.key_ids is None else np.concatenate([keys, self.ids.array])
+        _, first_index, number = np.unique(ids, return_index=True, return_inverse=True)
+        rank = np.empty(len(first_index), np.min_scalar_type(len(first_index)))  # the smallest dtype saves memory
+        rank[np.argsort(first_index)] = np.arange(len(first_index))
+        labels = rank[number]
         return (labels, labels) if self.key_ids is None else (labels[len(keys) :], labels[: len(keys)])
 
     @cached_property
     def _extremes(self) -> tuple[Extremes, Extremes]:
         queries, keys = self._labels
-        of_keys = Extremes(keys)
-        return (of_keys if queries is keys else Extremes(queries)), of_keys
+        key_extremes = Extremes(keys)
+        return (key_extremes if queries is keys else Extremes(queries)), key_extremes
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         queries, keys = self._labels
@@ -92,16 +90,16 @@ class Documents(Mask):
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the keys of each label begin and end, if they are packed; a label without keys ends where it begins."""
         queries, keys = self._labels
-        names = np.arange(1 + max(int(queries.max()), int(keys.max())), dtype=keys.dtype)
-        start, stop = keys.searchsorted(names), keys.searchsorted(names, side="right")
+        labels = np.arange(1 + max(int(queries.max()), int(keys.max())), dtype=keys.dtype)
+        start, stop = keys.searchsorted(labels), keys.searchsorted(labels, side="right")
         stop[keys[-1]] = POSITION_MAX
         return start, stop
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        of_queries, of_keys = self._extremes
-        if not of_keys.ordered:
+        query_extremes, key_extremes = self._extremes
+        if not key_extremes.ordered:
             return None
-        least, greatest = of_queries(q0, q0 + nq)
+        least, greatest = query_extremes(q0, q0 + nq)
         return _one_document(q0, k0, nk, least, greatest, *self._edges)
 
     @cached_property
@@ -131,13 +129,13 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
 
     Args:
         ids: the document of each position, integers, (N,), or (B, N) for a batch of rows.
-        key_ids: the documents of the keys where they are not those of the queries, same leading shape.
+        key_ids: the documents of the keys, where they differ from those of the queries (cross-attention), same leading shape.
         lengths: instead of ids: how long each document is, in tokens.
         cu_seqlens: instead of ids: where each begins, from 0, and where the last one ends.
 
     Positions past the array belong to the last document, so that generation continues it.
 
-    Documents given by their lengths store one number for each document, and none for each token.
+    Documents given by their lengths store one number a document; those given by ids one number a token.
 
     Raises:
         MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.
@@ -148,16 +146,16 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     if sum(given is not None for given in (ids, lengths, cu_seqlens)) != 1 or (key_ids is not None and ids is None):
         raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
     if cu_seqlens is not None:
-        edges = integer_array("documents", "cu_seqlens", cu_seqlens, (1,)).tolist()
+        edges = integer_array("documents", "cu_seqlens", cu_seqlens, VECTOR).tolist()
         if len(edges) < 2 or edges[0] != 0:
             raise MaskError(f"documents: cu_seqlens is {edges[:8]}; it begins with 0 and ends with the total.")
         return _of_lengths([after - before for before, after in pairwise(edges)])
     if lengths is not None:
-        return _of_lengths(integer_array("documents", "lengths", lengths, (1,)).tolist())
-    rows = integer_array("documents", "ids", ids, (1, 2))
+        return _of_lengths(integer_array("documents", "lengths", lengths, VECTOR).tolist())
+    rows = integer_array("documents", "ids", ids, ROWS)
     if key_ids is None:
         return Documents(FrozenArray(rows))
-    columns = integer_array("documents", "key_ids", key_ids, (1, 2))
+    columns = integer_array("documents", "key_ids", key_ids, ROWS)
     if columns.shape[:-1] != rows.shape[:-1]:
         raise MaskError(f"documents: ids {rows.shape} and key_ids {columns.shape} differ in their batch.")
     return Documents(FrozenArray(rows), FrozenArray(columns))
@@ -174,14 +172,14 @@ def _of_lengths(lengths: list[int]) -> Mask:
 def _one_document(
     q0: Positions, k0: Positions, nk: int, least: Any, greatest: Any, start: Any, stop: Any
 ) -> list[Positions]:
-    """The signature of packed documents: where all queries are of one document, which of the keys are; else the position itself."""
-    one = least == greatest
-    edges = (np.where(one, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
-    return [*edges, np.where(one, -1, q0), np.where(one, -1, k0)]
+    """The signature of packed documents: if all queries are of one document, its range among the keys; else the position itself."""
+    single = least == greatest
+    edges = (np.where(single, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
+    return [*edges, np.where(single, -1, q0), np.where(single, -1, k0)]
 
 
 class Extremes:
-    """Least and greatest label in any range of positions: two overlapping powers of two, looked up in a table."""
+    """Least and greatest label in any range of positions: a sparse table, in which two overlapping powers of two cover the range."""
 
     def __init__(self, labels: NDArray[Any]) -> None:
         self.n = len(labels)
@@ -195,13 +193,13 @@ class Extremes:
 
     def __call__(self, start: Positions, stop: Positions) -> tuple[Any, Any]:
         start, last = within(start, self.n), within(stop - 1, self.n)
-        if self.ordered:  # packed documents: the ends of the range are its extremes
+        if self.ordered:  # packed documents: the first and last label of the range
             return self.least[0][start], self.least[0][last]
         level = np.frexp(np.asarray(last - start + 1, np.float64))[1] - 1  # floor of log2 of the length
         low, high = (np.empty(np.shape(level), self.least[0].dtype) for _ in range(2))
         for depth in np.unique(level):
-            here = level == depth
-            one, two = np.asarray(start)[here], np.asarray(last)[here] - 2**depth + 1
-            low[here] = np.minimum(self.least[depth][one], self.least[depth][two])
-            high[here] = np.maximum(self.greatest[depth][one], self.greatest[depth][two])
+            same = level == depth
+            left, right = np.asarray(start)[same], np.asarray(last)[same] - 2**depth + 1
+            low[same] = np.minimum(self.least[depth][left], self.least[depth][right])
+            high[same] = np.maximum(self.greatest[depth][left], self.greatest[depth][right])
         return low, high

@@ -1,4 +1,4 @@
-"""Masks as text. The picture as a file is in :mod:`lowtri.masks.svg`, what both show in :mod:`lowtri.masks.panels`."""
+"""Masks as text: blocks, ticks, the matrix that is added to the scores, LaTeX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import zip_longest
 from lowtri.errors import MaskError
 from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.panels import MOST_CELLS, Panel, Picture, Tokens, compose
+from lowtri.masks.panels import MAX_CELLS, Panel, Picture, Tokens, compose
 from lowtri.masks.positions import check_count
 
 __all__ = ["draw"]
@@ -17,7 +17,7 @@ _BLOCKS = "·▒█"  # hidden, partly, visible
 _TICKS = "✗~✓"
 _NUMBERS = ("-inf", "", "0")  # what is added to the scores
 _LATEX = (r"-\infty", "", "0")
-_GAP = "    "  # between two pictures side by side
+_GAP = "    "  # between two masks side by side
 
 
 def draw(
@@ -60,34 +60,31 @@ def draw(
     \\end{array}\\right]
 
     Args:
-        mask: the mask, or its text. One that differs by batch row or head is drawn one after the other, under headings, at
-            most 16 of them.
+        mask: the mask, or its text. A batched mask is drawn row by row and head by head, under headings, at most 16 of them.
         nq, nk: how many queries and keys; ``nk`` defaults to ``nq``, and the queries stand at the last ``nq`` positions.
-            Beyond 64 a cell is a rectangle of positions, and ▒ says that some of its pairs are visible.
+            Beyond 64 a cell is a rectangle of positions, and ▒ means that some of its pairs are visible.
         beside: a second mask, drawn on the right of the first.
         tokens: a label for each key, in a list; a text is cut at its spaces, and by characters where its script has none.
             The queries are the last ``nq`` of them.
-        query_tokens: labels for the queries, where they are other tokens (cross-attention).
+        query_tokens: labels for the queries, if they are other tokens (cross-attention).
         ticks: ✓ and ✗ instead of blocks, in a table; without tokens the labels are positions.
         numbers: the matrix that is added to the scores, 0 where a query may see and -inf where not.
-        latex: that matrix for LaTeX, without labels or titles; needs no package.
+        latex: that matrix for LaTeX, without labels or titles; it needs no package.
         titles: a name for each of the one or two masks, instead of their formulas.
 
     Raises:
-        MaskError: if the labels do not fit the numbers, if more than one of ``ticks``, ``numbers`` and ``latex`` is asked
-            for, if a matrix is larger than 64 x 64, or the two masks' batches do not fit together.
+        MaskError: if there are not as many labels as queries and keys, if more than one of ``ticks``, ``numbers`` and
+            ``latex`` is set, if a matrix is larger than 64 x 64, or if the two masks' batches do not fit together.
     """
     if ticks + numbers + latex > 1:
-        raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: one of them.")
+        raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: set one of them.")
     if latex and (tokens is not None or titles is not None):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
     if ticks and tokens is None:
         nq = check_count("draw", "nq", nq)
         nk = nq if nk is None else check_count("draw", "nk", nk)
-        if max(nq, nk) > MOST_CELLS:
-            raise MaskError(
-                f"draw: ticks for {nq} queries and {nk} keys: at most {MOST_CELLS} each way. Fix: no ticks."
-            )
+        if max(nq, nk) > MAX_CELLS:
+            raise MaskError(f"draw: ticks for {nq} queries and {nk} keys: at most {MAX_CELLS} each way. Fix: no ticks.")
         tokens = [str(k) for k in range(nk)]
         query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
     picture = compose(mask, nq, nk, beside=beside, tokens=tokens, query_tokens=query_tokens, titles=titles)
@@ -128,38 +125,21 @@ def _panel(panel: Panel, picture: Picture, marks: Sequence[str], titled: bool) -
             lines = ["".join(row) for row in rows]
         columns.append([part.title, *lines] if titled else lines)
     heading = [panel.heading] if panel.heading else []
-    return "\n".join(heading + _side_by_side(columns))
+    return "\n".join(heading + _aligned(list(zip_longest(*columns, fillvalue="")), _GAP))
 
 
 def _table(rows: list[list[str]], picture: Picture) -> list[str]:
-    """Rows of marks under the keys' labels and behind the queries', each column as wide as its label."""
-    side = max(map(display_width, picture.query_labels))
-    columns = zip(picture.key_labels, *rows, strict=True)
-    widths = [max(1, *map(display_width, column)) for column in columns]
-    lines = [_line("", picture.key_labels, side, widths)]
-    for label, row in zip(picture.query_labels, rows, strict=True):
-        lines.append(
-            _line(label, [_centred(mark, width) for mark, width in zip(row, widths, strict=True)], side, widths)
-        )
-    return lines
+    """Rows of marks with the queries' labels on the left, each mark in the middle below its key's label."""
+    widths = [max(display_width(mark) for mark in column) for column in zip(picture.key_labels, *rows, strict=True)]
+    centred = [[" " * ((w - len(mark)) // 2) + mark for mark, w in zip(row, widths, strict=True)] for row in rows]
+    lines = zip(("", *picture.query_labels), (picture.key_labels, *centred), strict=True)
+    return _aligned([(label, *cells) for label, cells in lines], "  ")
 
 
-def _line(label: str, cells: Sequence[str], side: int, widths: Sequence[int]) -> str:
-    padded = [_padded(label, side), *(_padded(cell, width) for cell, width in zip(cells, widths, strict=True))]
-    return "  ".join(padded).rstrip()
-
-
-def _side_by_side(columns: list[list[str]]) -> list[str]:
-    widths = [max(map(display_width, column)) for column in columns]
+def _aligned(rows: Sequence[Sequence[str]], gap: str) -> list[str]:
+    """Rows of texts as lines, each column as wide as its widest text."""
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     return [
-        _GAP.join(_padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip_longest(*columns, fillvalue="")
+        gap.join(text + " " * (width - display_width(text)) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]
-
-
-def _padded(text: str, width: int) -> str:
-    return text + " " * (width - display_width(text))
-
-
-def _centred(mark: str, width: int) -> str:
-    return " " * ((width - len(mark)) // 2) + mark

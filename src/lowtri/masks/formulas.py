@@ -12,30 +12,14 @@ import numpy as np
 
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.positions import POSITION_MAX, Positions, check_count
-from lowtri.masks.tile import Answer, tile_answer
+from lowtri.masks.tile import Answer, same_label, tile_answer
 
-__all__ = [
-    "Band",
-    "Chunks",
-    "First",
-    "Full",
-    "Strided",
-    "band",
-    "causal",
-    "chunks",
-    "first",
-    "full",
-    "same_label",
-    "strided",
-    "window",
-]
+__all__ = ["Band", "First", "band", "causal", "chunks", "first", "full", "strided", "window"]
 
 
 @dataclass(frozen=True, repr=False)
 class Full(Mask):
-    @property
-    def asks_query(self) -> bool:
-        return False
+    depends_on_query = False
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (q >= 0) & (k >= 0)  # always true, in the shape of the answer
@@ -156,9 +140,7 @@ def band(before: int, after: int) -> Mask:
 class First(Mask):
     n: int
 
-    @property
-    def asks_query(self) -> bool:
-        return False
+    depends_on_query = False
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (k < self.n) & (q >= 0)
@@ -233,11 +215,8 @@ class Strided(Mask):
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         least, most = q0 - (k1 - 1), (q1 - 1) - k0
-        newest = most // self.n * self.n  # the greatest multiple of n that could occur
-        return tile_answer(
-            full=(self.n == 1) | ((least == most) & (newest == most)),
-            empty=newest < least if self.n > 1 else most < least,
-        )
+        multiple = most // self.n * self.n  # the greatest multiple of n that could occur
+        return tile_answer(full=(self.n == 1) | ((least == most) & (multiple == most)), empty=multiple < least)
 
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [(q0 - k0) % self.n]
@@ -260,10 +239,3 @@ def strided(n: int) -> Mask:
     Source: the strided pattern of Sparse Transformers (Child et al. 2019).
     """
     return Strided(check_count("strided", "n", n, least=1))
-
-
-def same_label(q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Answer:
-    """The answer for `label of q == label of k`, from the least and greatest label on either side."""
-    return tile_answer(
-        full=(q_low == q_high) & (k_low == k_high) & (q_low == k_low), empty=(q_high < k_low) | (k_high < q_low)
-    )

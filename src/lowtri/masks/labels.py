@@ -1,4 +1,4 @@
-"""Labels of pictures and tables: a text cut into tokens, and a token that can neither break a line nor reorder it."""
+"""Labels of pictures and tables: a text is cut into tokens, and a token can neither break a line nor reorder it."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def shortened(text: str, longest: int = 24) -> str:
     >>> shortened("a line\\n"), shortened("causal & window(4)", 10)
     ('a line\\\\n', 'causal & …')
     """
-    most = 4 * longest  # characters: a letter may carry marks that take no column, but not any number of them
-    short = spelled_out(text[: most + 1])
-    if len(text) <= most and display_width(short) <= longest:
+    limit = 4 * longest  # characters: a letter may carry marks that take no column, but not any number of them
+    short = spelled_out(text[: limit + 1])
+    if len(text) <= limit and display_width(short) <= longest:
         return short
-    short = short[:most]
+    short = short[:limit]
     while display_width(short) > longest - 1:
         short = short[:-1]
     return short + "…"
 
 
 def split(text: str) -> tuple[list[str], str]:
-    """A text as tokens, cut at spaces, and by characters where a script has none; and how it was cut, in words.
+    """A text as tokens, cut at spaces, and by characters where a script has none; and a description of the cuts.
 
     Marks stay with the character that carries them.
 
@@ -64,7 +64,7 @@ def split(text: str) -> tuple[list[str], str]:
     """
     tokens: list[str] = []
     for word in text.split():
-        base = ""  # the last character of this word that is no mark
+        base = ""  # the last character of this word that is not a mark
         for c in word:
             is_mark = unicodedata.category(c)[0] == "M" or c in _ATTACHED
             if base and (is_mark or not (_UNSPACED.match(c) or _UNSPACED.match(base))):

@@ -1,11 +1,10 @@
-"""Masks: the tile law, tables, text, and the set operations ``&``, ``|``, ``~`` and ``-`` with the combinators that they return."""
+"""Mask, the base of every mask: tables, text, and the functions that make masks by name."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,17 +12,15 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.positions import Positions, shown
-from lowtri.masks.tile import Answer, TileLaw, default_positions
+from lowtri.masks.positions import shown
+from lowtri.masks.tile import TileLaw, default_positions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONSTRUCTORS", "MAX_DEPTH", "And", "Join", "Constructor", "Mask", "Not", "Or", "constructor"]
+__all__ = ["CONSTRUCTORS", "Constructor", "Mask", "constructor", "field_text"]
 
-MAX_DEPTH = 100  # operators inside operators: every question descends through all of them
-_MAX_JOINED = 1000  # masks under all operators together
-_ROWS_AT_ONCE = 2**22  # pairs of a table that are computed together: about 32 MB of intermediate numbers
+_PAIRS_AT_ONCE = 2**22  # of a table: about 32 MB of intermediate numbers
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
@@ -72,8 +69,9 @@ class Mask(TileLaw):
     ``(B, H)``; the answers of a batched mask carry it in front.
     """
 
-    _depth = 0  # operators on the way to the deepest mask inside
-    _joined = 1  # masks joined
+    _depth = 0  # the operators around the deepest mask inside
+    _size = 1  # the masks inside
+    _strength = 3  # how strongly its text binds: | 1, & 2, all others 3
 
     # Tables.
 
@@ -105,9 +103,9 @@ class Mask(TileLaw):
                 f"dense: a table of {shape} pairs takes {size}, which is more than this machine has.\n"
                 "Fix: pairs(), tile() and draw() need no table, and attention takes the mask itself."
             ) from None
-        rows = max(1, _ROWS_AT_ONCE // max(1, len(k)))
-        for at in range(0, len(q), rows):
-            out[..., at : at + rows, :] = self(q[at : at + rows, None], k[None, :])
+        rows = max(1, _PAIRS_AT_ONCE // max(1, len(k)))
+        for row in range(0, len(q), rows):
+            out[..., row : row + rows, :] = self(q[row : row + rows, None], k[None, :])
         return out
 
     def additive(
@@ -147,7 +145,7 @@ class Mask(TileLaw):
             raise MaskError(f"additive: {kind} has no {hidden:g}: it would become -inf. Fix: hidden=-inf, or -1e4.")
         return out
 
-    # Counts and pictures: defined on top of masks, and added as methods by lowtri/masks/__init__.py.
+    # Methods that lowtri/masks/__init__.py adds: they are defined in files that import this one.
 
     if TYPE_CHECKING:
 
@@ -162,6 +160,11 @@ class Mask(TileLaw):
 
         def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
             """The mask as an SVG file: :func:`lowtri.masks.svg.save`."""
+
+        def __and__(self, other: Mask) -> Mask: ...
+        def __or__(self, other: Mask) -> Mask: ...
+        def __sub__(self, other: Mask) -> Mask: ...
+        def __invert__(self) -> Mask: ...
 
     # Text.
 
@@ -178,7 +181,7 @@ class Mask(TileLaw):
         if name not in CONSTRUCTORS:
             return None
         fields = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        texts = [_argument(value, arrays) for value in fields if value is not None]
+        texts = [field_text(value, arrays) for value in fields if value is not None]
         if None in texts:
             return None
         return f"{name}({', '.join([text for text in texts if text])})" if texts else name
@@ -192,31 +195,6 @@ class Mask(TileLaw):
         except MaskError:  # a table that does not cover positions 0 .. 11
             return repr(self)
 
-    # Set operations.
-
-    def __and__(self, other: object) -> Mask:
-        return And(self, _operand(other, "&"))
-
-    def __or__(self, other: object) -> Mask:
-        return Or(self, _operand(other, "|"))
-
-    def __sub__(self, other: object) -> Mask:
-        return And(self, Not(_operand(other, "-")))  # torch.compile traces classes, but not `~` of an object
-
-    def __invert__(self) -> Mask:
-        return Not(self)
-
-    # The left operand is not a mask: rejected, with the fix.
-
-    def __rand__(self, other: object) -> Mask:
-        return _operand(other, "&") & self
-
-    def __ror__(self, other: object) -> Mask:
-        return _operand(other, "|") | self
-
-    def __rsub__(self, other: object) -> Mask:
-        return _operand(other, "-") - self
-
     __array_ufunc__ = None  # NumPy then leaves array & mask to __rand__, instead of applying it element by element
 
     def __bool__(self) -> bool:
@@ -226,16 +204,7 @@ class Mask(TileLaw):
         )
 
 
-def _operand(other: object, sign: str) -> Mask:
-    if isinstance(other, Mask):
-        return other
-    raise MaskError(
-        f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
-        "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."
-    )
-
-
-def _argument(value: Any, arrays: list[Any] | None) -> str | None:
+def field_text(value: Any, arrays: list[Any] | None) -> str | None:
     """A field of a mask as text; see :meth:`Mask._text`."""
     if isinstance(value, FrozenArray):
         if arrays is None:
@@ -245,125 +214,7 @@ def _argument(value: Any, arrays: list[Any] | None) -> str | None:
     if isinstance(value, Mask):
         return repr(value) if arrays is None else value._text(arrays)
     if isinstance(value, tuple):
-        texts = [_argument(one, arrays) for one in value]
+        texts = [field_text(entry, arrays) for entry in value]
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     # index: while a program is traced a number may be symbolic; the text needs its value.
     return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
-
-
-@dataclass(frozen=True, repr=False)
-class Join(Mask):
-    """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
-
-    left: Mask
-    right: Mask
-
-    def __post_init__(self) -> None:
-        _limit(self, self.left, self.right)
-        object.__setattr__(self, "_batch", _common_batch(self.left, self.right))
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self._batch  # type: ignore[attr-defined]
-
-    @property
-    def asks_query(self) -> bool:
-        return self.left.asks_query or self.right.asks_query
-
-    def _at(self, b: int, h: int) -> Mask:
-        return type(self)(self.left.at(b, h), self.right.at(b, h))
-
-
-class And(Join):
-    """Visible where both masks are: the minimum of two answers."""
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return self.left._sees(q, k) & self.right._sees(q, k)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return min(left, right) if type(q0) is int else np.minimum(left, right)
-
-    def _text(self, arrays: list[Any] | None = None) -> str | None:
-        left, right = _argument(self.left, arrays), _argument(self.right, arrays)
-        if left is None or right is None:
-            return None
-        left = f"({left})" if isinstance(self.left, Or) else left
-        return f"{left} & ({right})" if isinstance(self.right, Join) else f"{left} & {right}"
-
-
-class Or(Join):
-    """Visible where either mask is: the maximum of two answers."""
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return self.left._sees(q, k) | self.right._sees(q, k)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return max(left, right) if type(q0) is int else np.maximum(left, right)
-
-    def _text(self, arrays: list[Any] | None = None) -> str | None:
-        left, right = _argument(self.left, arrays), _argument(self.right, arrays)
-        if left is None or right is None:
-            return None
-        return f"{left} | ({right})" if isinstance(self.right, Or) else f"{left} | {right}"
-
-
-@dataclass(frozen=True, repr=False)
-class Not(Mask):
-    """Visible where the other mask is not: EMPTY and FULL swap."""
-
-    inner: Mask
-
-    def __post_init__(self) -> None:
-        _limit(self, self.inner)
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.inner.batch
-
-    @property
-    def asks_query(self) -> bool:
-        return self.inner.asks_query
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        seen = self.inner._sees(q, k)
-        return not seen if isinstance(seen, bool) else ~seen
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 2 - self.inner._tile(q0, q1, k0, k1)
-
-    def _at(self, b: int, h: int) -> Mask:
-        return Not(self.inner.at(b, h))
-
-    def _text(self, arrays: list[Any] | None = None) -> str | None:
-        inner = _argument(self.inner, arrays)
-        if inner is None:
-            return None
-        return f"~({inner})" if isinstance(self.inner, Join) else f"~{inner}"
-
-
-def _limit(made: Mask, *parts: Mask) -> None:
-    """Count the joined masks, and reject those too deep to recurse through."""
-    depth, joined = 1 + max([part._depth for part in parts]), sum([part._joined for part in parts])
-    if depth > MAX_DEPTH or joined > _MAX_JOINED:
-        raise MaskError(
-            f"mask: {joined} masks under {depth} operators, one inside the other; at most {_MAX_JOINED} masks and "
-            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
-        )
-    object.__setattr__(made, "_depth", depth)
-    object.__setattr__(made, "_joined", joined)
-
-
-def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
-    """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
-    a, b = left.batch, right.batch
-    if not a or not b:
-        return a or b
-    long = max(len(a), len(b))
-    sizes = []
-    for m, n in zip(a + (1,) * (long - len(a)), b + (1,) * (long - len(b)), strict=True):
-        if m != n and 1 not in (m, n):
-            raise MaskError(f"{shown(left)} with {shown(right)}: their batches {a} and {b} do not fit together.")
-        sizes.append(max(m, n))
-    return tuple(sizes)

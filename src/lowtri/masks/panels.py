@@ -1,4 +1,4 @@
-"""What a picture of a mask shows, before it is text or SVG: cells, labels, headings. Always bounded in size.
+"""The content of a picture of a mask, the same for text and SVG: cells, labels, headings. Its size is bounded.
 
 A picture has at most 64 rows and columns. Up to that size a cell is one pair; beyond it a cell is a rectangle of positions and
 shows the answer of the tile question, so a picture of a million positions costs as much as one of a hundred.
@@ -23,8 +23,8 @@ from lowtri.masks.text import as_mask
 from lowtri.masks.tile import Tile, first_position
 
 __all__ = [
-    "MOST_CELLS",
-    "MOST_PANELS",
+    "MAX_CELLS",
+    "MAX_PANELS",
     "Panel",
     "Part",
     "Picture",
@@ -33,15 +33,15 @@ __all__ = [
     "compose",
 ]
 
-MOST_CELLS = 64  # rows, and columns, of one picture
-MOST_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
+MAX_CELLS = 64  # rows, and columns, of one picture
+MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
 
 Tokens: TypeAlias = Sequence[str] | str
 
 
 @dataclass(frozen=True)
 class Part:
-    """One mask in one panel."""
+    """One mask in a panel."""
 
     title: str
     cells: NDArray[np.int8]  # (rows, columns): 0 hidden, 1 partly, 2 visible
@@ -58,13 +58,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """All panels, with what they share."""
+    """All panels and their labels."""
 
     panels: tuple[Panel, ...]
-    left_out: int  # panels beyond MOST_PANELS
+    left_out: int  # how many panels exceed MAX_PANELS
     positions_a_cell: int
-    query_labels: tuple[str, ...]  # one for each row; none if the picture has no labels
-    key_labels: tuple[str, ...]
+    query_labels: tuple[str, ...]  # one for each row, or empty
+    key_labels: tuple[str, ...]  # one for each column, or empty
 
 
 def compose(
@@ -78,10 +78,10 @@ def compose(
     titles: Sequence[str] | None = None,
     weights: Sequence[Any] = (),
 ) -> Picture:
-    """Everything that a picture of ``mask`` (and of ``beside``) shows; see :func:`lowtri.masks.draw.draw` for the arguments.
+    """The picture of ``mask`` and ``beside``; the arguments are those of :func:`lowtri.masks.draw.draw`.
 
     Args:
-        weights: for each of the one or two masks None or its attention weights, ``(nq, nk)`` or with the batch in front.
+        weights: for each mask its attention weights, ``(nq, nk)`` or with the batch in front, or None.
     """
     masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
     nq = check_count("draw", "nq", nq)
@@ -92,35 +92,30 @@ def compose(
     if titles is not None and len(titles) != len(masks):
         raise MaskError(f"draw: {len(titles)} titles came for {len(masks)} masks.")
     names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
-    shades = [_weights(one, nq, nk) for one in (*weights, None, None)[: len(masks)]]
+    checked_weights = [_weights(each, nq, nk) for each in (*weights, None, None)[: len(masks)]]
 
     batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
     panels = []
-    for place in islice(np.ndindex(batch), MOST_PANELS):
-        b, h = (*place, 0, 0)[:2]
-        parts = zip(names, masks, shades, strict=True)
-        panels.append(
-            Panel(
-                heading=_heading(batch, b, h),
-                parts=tuple(
-                    Part(name, _cells(one.at(b, h), nq, nk), None if shade is None else _at(shade, b, h))
-                    for name, one, shade in parts
-                ),
-            )
-        )
+    for index in islice(np.ndindex(batch), MAX_PANELS):
+        b, h = (*index, 0, 0)[:2]
+        parts = [
+            Part(name, _cells(mask.at(b, h), nq, nk), None if of_batch is None else _weights_at(of_batch, b, h))
+            for name, mask, of_batch in zip(names, masks, checked_weights, strict=True)
+        ]
+        panels.append(Panel(_heading(batch, b, h), tuple(parts)))
     left_out = math.prod(batch) - len(panels)
     return Picture(tuple(panels), left_out, cell_size(nq, nk), queries, keys)
 
 
 def cell_size(nq: int, nk: int) -> int:
     """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
-    return -(-max(nq, nk) // MOST_CELLS)
+    return -(-max(nq, nk) // MAX_CELLS)
 
 
 def _cells(mask: Mask, nq: int, nk: int) -> NDArray[np.int8]:
-    """(rows, columns) of 0 hidden, 1 partly, 2 visible: the numbers of the three answers."""
+    """(rows, columns): the answer for each cell."""
     step = cell_size(nq, nk)
-    if step == 1:  # a pair is looked at, since the tile question may say PARTIAL of it
+    if step == 1:  # pair by pair, since the answer for a tile of one pair may be PARTIAL
         return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
     start, nq, nk = first_position(mask, nq, nk)
     q0 = start + step * np.arange(-(-nq // step))[:, None]
@@ -140,8 +135,8 @@ def _labels(
     keys = _token_list(tokens)
     if len(keys) != nk:
         raise MaskError(f"draw: {len(keys)} tokens came for {nk} keys. Fix: one token for each key, in a list.")
-    if max(nq, nk) > MOST_CELLS:
-        raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MOST_CELLS} cells. Fix: draw without tokens.")
+    if max(nq, nk) > MAX_CELLS:
+        raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MAX_CELLS} cells. Fix: draw without tokens.")
     if query_tokens is None and nq > nk:
         raise MaskError(f"draw: {nq} queries and {nk} tokens. Fix: query_tokens= names the queries.")
     queries = keys[nk - nq :] if query_tokens is None else _token_list(query_tokens)
@@ -162,8 +157,8 @@ def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
     array = np.asarray(weights, np.float64)
     if array.ndim not in (2, 3, 4) or array.shape[-2:] != (nq, nk):
         raise MaskError(f"draw: weights have shape {array.shape}, but the picture has ({nq}, {nk}) pairs.")
-    if max(nq, nk) > MOST_CELLS:
-        raise MaskError(f"draw: weights of {nq} x {nk} pairs: a picture has at most {MOST_CELLS} cells each way.")
+    if max(nq, nk) > MAX_CELLS:
+        raise MaskError(f"draw: weights of {nq} x {nk} pairs: a picture has at most {MAX_CELLS} cells each way.")
     if not np.all((array >= 0) & (array <= 1.0001)):
         raise MaskError(
             "draw: weights lie between 0 and 1, but some of these do not. Fix: pass them after the softmax."
@@ -171,8 +166,8 @@ def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
     return array
 
 
-def _at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
-    """The weights of one batch row and head; a leading size of 1 serves for all."""
+def _weights_at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
+    """The weights of one batch row and head; a leading size of 1 is broadcast."""
     for index in (b, h)[: weights.ndim - 2]:
         if index >= weights.shape[0] > 1:
             raise MaskError(f"draw: weights have no batch row or head {index}: their shape ends at {weights.shape[0]}.")

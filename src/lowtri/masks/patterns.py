@@ -1,7 +1,7 @@
-"""The bits of partial tiles: a word for each key, a bit for each of 64 queries; equal ones stored once.
+"""The bits of partial tiles: a word for each key, a bit for each of 64 queries. Each distinct pattern is stored once.
 
-The bits of ``m & n`` are the bits of ``m`` and of ``n``, joined word by word. So pairs are computed only for single masks, only in
-tiles that they answer with PARTIAL, and only once for all tiles with the same signature.
+The bits of ``m & n`` are the bits of ``m`` and of ``n``, joined word by word. So pairs are computed for single masks only, in the tiles
+for which they answer PARTIAL, and once for all tiles with the same signature.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.combinators import And, Join, Not
+from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.tile import FULL, PARTIAL
 
@@ -44,39 +45,42 @@ class Patterns:
 
     def of_tiles(self, mask: Mask, q: Ints, k: Ints, tiles: Ints) -> Ints:
         """The pattern of each tile (row, column)."""
-        queries, keys = _line(q, TILE_Q), _line(k, self.tile_k)
+        queries, keys = _tiles(q, TILE_Q), _tiles(k, self.tile_k)
         patterns = np.empty(len(tiles), np.int64)
-        for at in range(0, len(tiles), _TILES_AT_ONCE):
-            row, column = tiles[at : at + _TILES_AT_ONCE].T
-            group, words = _only_tokens(_words(mask, queries, keys, row, column), queries, keys, row, column)
-            pairs = queries.sizes[row] * keys.sizes[column]
-            patterns[at : at + _TILES_AT_ONCE] = self._stored(group, words, pairs)
+        for start in range(0, len(tiles), _TILES_AT_ONCE):
+            chunk = slice(start, start + _TILES_AT_ONCE)
+            row, column = tiles[chunk].T
+            group, words = _without_holes(_words(mask, queries, keys, row, column), queries, keys, row, column)
+            patterns[chunk] = self._stored(group, words, queries.sizes[row] * keys.sizes[column])
         return patterns
 
     def _stored(self, group: Ints, words: Words, pairs: Ints) -> Ints:
+        """The pattern of each tile, from its group and the words of each group."""
         counts = _ONES[words.view(np.uint8)].sum(1)
         partial = (counts[group] > 0) & (counts[group] < pairs)
-        number = np.full(len(words), -1)
-        fresh = []
-        for one in np.unique(group[partial]).tolist():
-            content = hashlib.blake2b(words[one].tobytes(), digest_size=16).digest()
+        pattern = np.full(len(words), -1)
+        new = []
+        for index in np.unique(group[partial]).tolist():
+            content = hashlib.blake2b(words[index].tobytes(), digest_size=16).digest()
             if content not in self._known:
                 self._known[content] = len(self._known)
-                fresh.append(one)
-            number[one] = self._known[content]
-        self._words.append(words[fresh])
-        self.counts = np.concatenate([self.counts, counts[fresh]])
-        return np.where(partial, number[group], np.where(counts[group] == 0, self.EMPTY, self.FULL))
+                new.append(index)
+            pattern[index] = self._known[content]
+        self._words.append(words[new])
+        self.counts = np.concatenate([self.counts, counts[new]])
+        return np.where(partial, pattern[group], np.where(counts[group] == 0, self.EMPTY, self.FULL))
 
 
 class Boxes(NamedTuple):
-    low: Ints  # least position in each block
+    """The range of the positions in each block of tiles."""
+
+    low: Ints  # the least position
     stop: Ints  # one past the greatest
     real: NDArray[np.bool_]  # whether every position holds a token
 
 
 def boxes(positions: Ints, tile: int) -> list[Boxes]:
-    """The least box of positions around each tile, each two tiles, each four, ... up to all."""
+    """The boxes of single tiles, of two tiles each, of four, ... up to one of all tiles."""
     if len(positions) == 0:
         return [Boxes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
     edges = np.arange(0, len(positions), tile)
@@ -91,60 +95,57 @@ def boxes(positions: Ints, tile: int) -> list[Boxes]:
     return levels
 
 
-class _Line(NamedTuple):
+class _Tiles(NamedTuple):
     """Queries or keys, tile by tile."""
 
-    positions: Ints  # (tiles, tile), the last one filled up with -1: no token, so nothing seen
-    box: Boxes
+    positions: Ints  # (tiles, tile), the last one padded with -1: no token
+    boxes: Boxes
     sizes: Ints  # positions in each tile
     real: NDArray[np.bool_]  # whether the tile is whole and every position of it holds a token
     ordered: NDArray[np.bool_]  # whether, moreover, its positions count up by one
 
 
-def _line(positions: Ints, tile: int) -> _Line:
+def _tiles(positions: Ints, tile: int) -> _Tiles:
     count = -(-len(positions) // tile)
-    filled = np.full(count * tile, -1, np.int64)
-    filled[: len(positions)] = positions
-    tiles = filled.reshape(-1, tile)
+    tiles = np.pad(positions, (0, count * tile - len(positions)), constant_values=-1).reshape(-1, tile)
     sizes = np.minimum(tile, len(positions) - tile * np.arange(count))
     real = np.all(tiles >= 0, axis=1)
-    return _Line(tiles, boxes(positions, tile)[0], sizes, real, real & np.all(np.diff(tiles, axis=1) == 1, axis=1))
+    return _Tiles(tiles, boxes(positions, tile)[0], sizes, real, real & np.all(np.diff(tiles, axis=1) == 1, axis=1))
 
 
-def _words(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> tuple[Ints, Words]:
-    """The bits of tiles: a group for each tile, and the words of each group. Group 0 is nothing, group 1 is everything."""
-    of_q, of_k = queries.box, keys.box
-    answer = mask.tile(of_q.low[row], of_q.stop[row], of_k.low[column], of_k.stop[column])
+def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Words]:
+    """The bits of tiles: a group for each tile, and the words of each group. Group 0 is EMPTY, group 1 is FULL."""
+    q, k = queries.boxes, keys.boxes
+    answer = mask.tile(q.low[row], q.stop[row], k.low[column], k.stop[column])
     undecided = np.flatnonzero(answer == PARTIAL)
     group = np.where(answer == FULL, 1, 0)
-    ends = np.zeros((2, keys.positions.shape[1]), np.uint64)
-    ends[1] = ~ends[1]
+    empty_and_full = np.zeros((2, keys.positions.shape[1]), np.uint64)
+    empty_and_full[1] = ~empty_and_full[1]
     if not len(undecided):
-        return group, ends
+        return group, empty_and_full
     row, column = row[undecided], column[undecided]
     if isinstance(mask, Not):
-        inside, words = _words(mask.inner, queries, keys, row, column)
+        subgroup, words = _words(mask.inner, queries, keys, row, column)
         words = ~words
     elif isinstance(mask, Join):
-        inside, words = _joined(
-            mask,
-            _words(mask.left, queries, keys, row, column),
-            _words(mask.right, queries, keys, row, column),
-        )
+        left, right = (_words(part, queries, keys, row, column) for part in (mask.left, mask.right))
+        subgroup, words = _joined(mask, left, right)
     else:
-        inside, sample = _alike(mask, queries, keys, row, column)
-        words = _read(mask, queries.positions[row[sample]], keys.positions[column[sample]])
-    group[undecided] = inside + 2
-    return group, np.concatenate([ends, words])
+        subgroup, sample = _group_by_signature(mask, queries, keys, row, column)
+        words = _evaluated(mask, queries.positions[row[sample]], keys.positions[column[sample]])
+    group[undecided] = subgroup + 2
+    return group, np.concatenate([empty_and_full, words])
 
 
 def _joined(mask: Join, left: tuple[Ints, Words], right: tuple[Ints, Words]) -> tuple[Ints, Words]:
     pairs, group = np.unique(left[0] * len(right[1]) + right[0], return_inverse=True)
-    one, two = left[1][pairs // len(right[1])], right[1][pairs % len(right[1])]
-    return group, (one & two if isinstance(mask, And) else one | two)
+    a, b = left[1][pairs // len(right[1])], right[1][pairs % len(right[1])]
+    return group, (a & b if isinstance(mask, And) else a | b)
 
 
-def _only_tokens(bits: tuple[Ints, Words], queries: _Line, keys: _Line, row: Ints, column: Ints) -> tuple[Ints, Words]:
+def _without_holes(
+    bits: tuple[Ints, Words], queries: _Tiles, keys: _Tiles, row: Ints, column: Ints
+) -> tuple[Ints, Words]:
     """The bits with the pairs cleared in which a position holds no token."""
     group, words = bits
     incomplete = np.flatnonzero(~(queries.real[row] & keys.real[column]))
@@ -157,8 +158,8 @@ def _only_tokens(bits: tuple[Ints, Words], queries: _Line, keys: _Line, row: Int
     return group, np.concatenate([words, real])
 
 
-def _alike(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> tuple[Ints, Ints]:
-    """Groups of tiles with the same bits, by the mask's signature: the group of each tile, and one tile of each group."""
+def _group_by_signature(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Ints]:
+    """Groups of tiles with the same signature, hence the same bits: the group of each tile, and one tile of each group."""
     each = np.arange(len(row))
     q, k = queries.positions, keys.positions
     signature = mask._signature(q[row, 0], k[column, 0], q.shape[1], k.shape[1])
@@ -173,12 +174,12 @@ def _alike(mask: Mask, queries: _Line, keys: _Line, row: Ints, column: Ints) -> 
     return group, sample
 
 
-def _read(mask: Mask, q: Ints, k: Ints) -> Words:
+def _evaluated(mask: Mask, q: Ints, k: Ints) -> Words:
     """(n, tile_k) words, pair by pair: the queries are (n, 64), the keys (n, tile_k)."""
     words = np.empty(k.shape, np.uint64)
     step = max(1, _PAIRS_AT_ONCE // (TILE_Q * k.shape[1]))
-    for at in range(0, len(q), step):
-        chunk = slice(at, at + step)
-        seen = np.broadcast_to(mask._sees(q[chunk, None, :], k[chunk, :, None]), (*k[chunk].shape, TILE_Q))
-        words[chunk] = np.packbits(seen, axis=2, bitorder="little").view(np.uint64)[:, :, 0]
+    for start in range(0, len(q), step):
+        chunk = slice(start, start + step)
+        visible = np.broadcast_to(mask._sees(q[chunk, None, :], k[chunk, :, None]), (*k[chunk].shape, TILE_Q))
+        words[chunk] = np.packbits(visible, axis=2, bitorder="little").view(np.uint64)[:, :, 0]
     return words

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lowtri.masks.mask import Mask
 from lowtri.masks.patterns import TILE_Q, Patterns, boxes
-from lowtri.masks.tile import FULL, PARTIAL
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Plan", "plan"]
 
@@ -34,59 +34,59 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Runs of key tiles for each row of 64 queries; one *sheet* of rows for each distinct mask and positions in the batch.
+    """Runs of key tiles for each row of 64 queries, of each distinct mask (with its positions) in the batch.
 
     Attributes:
         nq, nk, tile_k: queries, keys, and keys in a tile.
-        sheet: (B, H) int32, the sheet that serves a batch row and head; size 1 means all of them.
-        row_start: (sheets * rows + 1,) int64; the runs of row r of sheet s are ``runs[row_start[s * rows + r] : ...]``.
-        runs: (R, 4) int32: first key tile, one past the last, FULL or PARTIAL, and for PARTIAL the place of its first tile in
+        mask_index: (B, H) int32, the mask of a batch row and head; size 1 means all of them.
+        row_start: (masks * rows + 1,) int64; the runs of row r of mask m are ``runs[row_start[m * rows + r] : ...]``.
+        runs: (R, 4) int32: first key tile, one past the last, FULL or PARTIAL, and for PARTIAL the index of its first tile in
             ``tile_bits``.
         tile_bits: (P,) int32, for each partial tile the index of its pattern.
         bits: (U, tile_k) uint64, a word for each key of a pattern; bit i is query i.
-        sheet_pairs: visible pairs of each sheet.
+        mask_pairs: visible pairs of each mask.
     """
 
     nq: int
     nk: int
     tile_k: int
-    sheet: NDArray[np.int32]
+    mask_index: NDArray[np.int32]
     row_start: Ints
     runs: NDArray[np.int32]
     tile_bits: NDArray[np.int32]
     bits: NDArray[np.uint64]
-    sheet_pairs: tuple[int, ...]
+    mask_pairs: tuple[int, ...]
 
     @property
     def rows(self) -> int:
-        """Rows of query tiles in a sheet."""
+        """Rows of query tiles of a mask."""
         return -(-self.nq // TILE_Q)
 
     @property
     def pairs(self) -> int:
-        """Visible pairs, summed over ``sheet``."""
-        return sum(self.sheet_pairs[s] for s in self.sheet.flat)
+        """Visible pairs of all batch rows and heads."""
+        return sum(self.mask_pairs[index] for index in self.mask_index.flat)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.sheet, self.row_start, self.runs, self.tile_bits, self.bits))
+        return sum(part.nbytes for part in (self.mask_index, self.row_start, self.runs, self.tile_bits, self.bits))
 
-    def row(self, r: int, sheet: int = 0) -> NDArray[np.int32]:
+    def row(self, r: int, mask: int = 0) -> NDArray[np.int32]:
         """The runs of one row of query tiles, (n, 4)."""
-        at = sheet * self.rows + r
-        return self.runs[self.row_start[at] : self.row_start[at + 1]]
+        start, stop = self.row_start[mask * self.rows + r :][:2]
+        return self.runs[start:stop]
 
-    def dense(self, sheet: int = 0) -> NDArray[np.bool_]:
+    def dense(self, mask: int = 0) -> NDArray[np.bool_]:
         """The dense table of the plan, (nq, nk); slow, for tests."""
         out = np.zeros((self.rows * TILE_Q, -(-self.nk // self.tile_k) * self.tile_k), bool)
         for r in range(self.rows):
-            for first, last, kind, place in self.row(r, sheet).tolist():
+            for first, last, kind, index in self.row(r, mask).tolist():
                 for tile in range(first, last):
                     block = out[r * TILE_Q : (r + 1) * TILE_Q, tile * self.tile_k : (tile + 1) * self.tile_k]
                     if kind == FULL:
                         block[:] = True
                     else:
-                        words = self.bits[self.tile_bits[place + tile - first]]
+                        words = self.bits[self.tile_bits[index + tile - first]]
                         block[:] = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").T
         return out[: self.nq, : self.nk]
 
@@ -110,75 +110,77 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
     """
     q, k = np.atleast_2d(q_positions), np.atleast_2d(k_positions)
     shape = (max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1])
-    pool = Patterns(tile_k)
+    patterns = Patterns(tile_k)
     known: dict[tuple[Mask, bytes, bytes], int] = {}
-    sheets: list[_Sheet] = []
-    sheet = np.zeros(shape, np.int32)
+    plans: list[_MaskPlan] = []
+    mask_index = np.zeros(shape, np.int32)
     for b, h in np.ndindex(shape):
-        one, qb, kb = mask.at(b, h), q[b % len(q)], k[b % len(k)]
-        key = (one, b"", b"") if len(q) == len(k) == 1 else (one, qb.tobytes(), kb.tobytes())
+        unbatched, qb, kb = mask.at(b, h), q[b % len(q)], k[b % len(k)]
+        key = (unbatched, b"", b"") if len(q) == len(k) == 1 else (unbatched, qb.tobytes(), kb.tobytes())
         if key not in known:
-            known[key] = len(sheets)
-            sheets.append(_sheet(one, qb, kb, pool))
-        sheet[b, h] = known[key]
-    offsets = np.cumsum([0] + [len(done.tile_bits) for done in sheets[:-1]])
-    for offset, done in zip(offsets, sheets, strict=True):
-        done.runs[done.runs[:, 2] == PARTIAL, 3] += offset
-    counts = np.concatenate([done.row_counts for done in sheets])
+            known[key] = len(plans)
+            plans.append(_plan_mask(unbatched, qb, kb, patterns))
+        mask_index[b, h] = known[key]
+    offsets = np.cumsum([0] + [len(part.tile_bits) for part in plans[:-1]])
+    for offset, part in zip(offsets, plans, strict=True):
+        part.runs[part.runs[:, 2] == PARTIAL, 3] += offset
+    counts = np.concatenate([part.row_counts for part in plans])
     return Plan(
         nq=q.shape[1],
         nk=k.shape[1],
         tile_k=tile_k,
-        sheet=sheet,
+        mask_index=mask_index,
         row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        runs=np.concatenate([done.runs for done in sheets]),
-        tile_bits=np.concatenate([done.tile_bits for done in sheets]).astype(np.int32),
-        bits=pool.bits(),
-        sheet_pairs=tuple(done.pairs for done in sheets),
+        runs=np.concatenate([part.runs for part in plans]),
+        tile_bits=np.concatenate([part.tile_bits for part in plans]).astype(np.int32),
+        bits=patterns.bits(),
+        mask_pairs=tuple(part.pairs for part in plans),
     )
 
 
-class _Sheet(NamedTuple):
+class _MaskPlan(NamedTuple):
+    """The part of a plan that belongs to one mask."""
+
     row_counts: Ints  # (rows,) runs in each row
     runs: NDArray[np.int32]  # (R, 4)
     tile_bits: Ints  # (P,)
     pairs: int
 
 
-def _sheet(mask: Mask, q: Ints, k: Ints, pool: Patterns) -> _Sheet:
-    """The rows of one unbatched mask over one line of positions."""
-    rows, columns = -(-len(q) // TILE_Q), -(-len(k) // pool.tile_k)
-    full, partial = _descend(mask, q, k, pool.tile_k)
+def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> _MaskPlan:
+    """The rows of one unbatched mask for unbatched positions."""
+    rows, columns = -(-len(q) // TILE_Q), -(-len(k) // patterns.tile_k)
+    full, partial = _descend(mask, q, k, patterns.tile_k)
     # Full rectangles, a run for each of their rows: (row, first, last).
     height = full[:, 1] - full[:, 0]
     row = np.repeat(full[:, 0], height) + _count_up(height)
     first, last = np.repeat(full[:, 2], height), np.repeat(full[:, 3], height)
     kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
     if len(partial):
-        patterns = pool.of_tiles(mask, q, k, partial)
-        kept = patterns != Patterns.EMPTY
-        tile, patterns = partial[kept], patterns[kept]
+        tile_pattern = patterns.of_tiles(mask, q, k, partial)
+        visible = tile_pattern != Patterns.EMPTY
+        tile, tile_pattern = partial[visible], tile_pattern[visible]
         row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
-        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, patterns])
-        kind = np.concatenate([kind, np.where(patterns == Patterns.FULL, int(FULL), int(PARTIAL))])
+        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, tile_pattern])
+        kind = np.concatenate([kind, np.where(tile_pattern == Patterns.FULL, int(FULL), int(PARTIAL))])
     order = np.argsort(row * (columns + 1) + first, kind="stable")
     row, first, last, kind, pattern = row[order], first[order], last[order], kind[order], pattern[order]
     # Neighbours of one kind become one run.
-    opens = np.ones(len(row), bool)
-    opens[1:] = (row[1:] != row[:-1]) | (first[1:] != last[:-1]) | (kind[1:] != kind[:-1])
-    starts = np.flatnonzero(opens)
+    begins_run = np.ones(len(row), bool)
+    begins_run[1:] = (row[1:] != row[:-1]) | (first[1:] != last[:-1]) | (kind[1:] != kind[:-1])
+    starts = np.flatnonzero(begins_run)
     ends = np.append(starts[1:], len(row)) - 1 if len(starts) else starts
     is_partial = kind == PARTIAL
-    place = np.concatenate([[0], np.cumsum(is_partial)])[starts]
-    runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], place, 0)], axis=1)
+    tile_index = np.concatenate([[0], np.cumsum(is_partial)])[starts]
+    runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], tile_index, 0)], axis=1)
     queries = np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q
-    keys = np.minimum(last * pool.tile_k, len(k)) - first * pool.tile_k
-    seen = int((queries * keys)[~is_partial].sum()) + int(pool.counts[pattern[is_partial]].sum())
-    return _Sheet(np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial], seen)
+    keys = np.minimum(last * patterns.tile_k, len(k)) - first * patterns.tile_k
+    pairs = int((queries * keys)[~is_partial].sum()) + int(patterns.counts[pattern[is_partial]].sum())
+    return _MaskPlan(np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial], pairs)
 
 
 def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
-    """From one rectangle over everything down: FULL ones (rows first, last, columns first, last) and PARTIAL tiles (row, column)."""
+    """Recursive subdivision: FULL rectangles (first row, one past the last, the same for columns) and PARTIAL tiles (row, column)."""
     queries, keys = boxes(q, TILE_Q), boxes(k, tile_k)
     levels = max(len(queries), len(keys))
     queries += [queries[-1]] * (levels - len(queries))
@@ -187,13 +189,13 @@ def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
     full: list[Ints] = [np.empty((0, 4), np.int64)]
     i, j = np.zeros(min(rows, columns, 1), np.int64), np.zeros(min(rows, columns, 1), np.int64)
     for level in range(levels - 1, -1, -1):
-        of_q, of_k = queries[level], keys[level]
-        answer = mask.tile(of_q.low[i], of_q.stop[i], of_k.low[j], of_k.stop[j])
-        settled = (answer == FULL) & of_q.real[i] & of_k.real[j]
-        a, b = i[settled], j[settled]
+        q_boxes, k_boxes = queries[level], keys[level]
+        answer = mask.tile(q_boxes.low[i], q_boxes.stop[i], k_boxes.low[j], k_boxes.stop[j])
+        is_full = (answer == FULL) & q_boxes.real[i] & k_boxes.real[j]
+        a, b = i[is_full], j[is_full]
         edges = [a << level, np.minimum((a + 1) << level, rows), b << level, np.minimum((b + 1) << level, columns)]
         full.append(np.stack(edges, axis=1))
-        undecided = (answer != 0) & ~settled
+        undecided = (answer != EMPTY) & ~is_full
         i, j = i[undecided], j[undecided]
         if level:
             i, j = (i[:, None] * 2 + [0, 0, 1, 1]).ravel(), (j[:, None] * 2 + [0, 1, 0, 1]).ravel()

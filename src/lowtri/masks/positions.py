@@ -1,4 +1,4 @@
-"""Positions and counts of tokens: the range they lie in, and the checks of what a user passes for them."""
+"""Positions and counts of tokens: their range, and the checks of users' arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lowtri.errors import MaskError
 
 __all__ = [
-    "MOST_POSITIONS",
+    "MAX_POSITIONS",
     "POSITION_MAX",
     "Positions",
     "check_count",
@@ -21,28 +21,30 @@ __all__ = [
 ]
 
 POSITION_MAX = 2**62
-"""Later than any position, and small enough that the sum of two stays inside int64. As the end of a tile it means "for ever"."""
+"""Greater than any position, and small enough that the sum of two fits into int64. As the end of a tile it means no end."""
 
-MOST_POSITIONS = 2**28  # positions in one array: 2 GB
+MAX_POSITIONS = 2**28  # positions in one array: 2 GB
 
 Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
 
 
-def check_count(what: str, name: str, value: Any, least: int = 0) -> int:
+def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
     """A number of tokens, as a Python int between ``least`` and POSITION_MAX.
 
     Raises:
-        MaskError: if it is no whole number, or outside of that range; ``what`` and ``name`` say whose argument it is.
+        MaskError: if it is not a whole number of that range; the message names ``function`` and its argument ``name``.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise MaskError(f"{what}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}.")
+        raise MaskError(
+            f"{function}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}."
+        )
     if not least <= value <= POSITION_MAX:
-        raise MaskError(f"{what}: {name} is {shown(value)}, but it must lie in {least} .. 2**62.")
+        raise MaskError(f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62.")
     return int(value)
 
 
 def checked_edge(edge: Any) -> NDArray[np.int64]:
-    """One edge of a tile as int64; only here infinity is accepted, as POSITION_MAX."""
+    """One edge of a tile as int64. Infinity is accepted, as POSITION_MAX."""
     array = np.asarray(edge)
     if array.dtype.kind == "f" and np.all(array == np.floor(array)):
         return np.clip(array, -POSITION_MAX, POSITION_MAX).astype(np.int64)
@@ -52,7 +54,7 @@ def checked_edge(edge: Any) -> NDArray[np.int64]:
 
 
 def checked_positions(positions: Positions) -> Positions:
-    """Ints as they are, and arrays of any integers as int64, in which differences are right."""
+    """Ints unchanged, arrays of any integers as int64: differences of unsigned integers would wrap."""
     if type(positions) is int:
         return min(positions, POSITION_MAX)
     if type(positions) is np.ndarray and positions.dtype == np.int64:
@@ -74,7 +76,7 @@ def _int64(array: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def shown(value: Any, longest: int = 60) -> str:
-    """A value as errors print it: bounded in length."""
+    """A value as errors print it, at most ``longest`` characters."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value)
@@ -82,7 +84,7 @@ def shown(value: Any, longest: int = 60) -> str:
 
 
 def within(positions: Positions, n: int) -> Any:
-    """Positions as indices of an array of n; its last entry also serves every position beyond."""
+    """Positions as indices of an array of n entries; later positions get the index of its last entry."""
     if type(positions) is int:
         return min(max(positions, 0), n - 1)
     return np.clip(positions, 0, n - 1)

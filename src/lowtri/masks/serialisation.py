@@ -1,4 +1,4 @@
-"""Serialisation: a mask as a text with placeholders, ``causal & documents(_0)``, and a list of the arrays that they stand for.
+"""Serialisation: a mask as a text with placeholders, ``causal & documents(_0)``, and the list of their arrays.
 
 Compiled and exported programs carry masks in this form. While a program is traced the arrays are tensors without values, so
 ``pack`` reads only the structure of the mask, in Python that torch.compile can trace.
@@ -22,7 +22,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(mask: Mask) -> tuple[str | None, list[Any]]:
-    """The text of a mask, and the arrays that its placeholders stand for; None if it holds a user's function.
+    """The text of a mask, and the arrays of its placeholders; the text is None if the mask holds a user's function.
 
     >>> from lowtri import causal, documents
     >>> pack(causal() & documents([0, 0, 1]))
@@ -33,7 +33,7 @@ def pack(mask: Mask) -> tuple[str | None, list[Any]]:
 
 
 def unpack(text: str, arrays: Sequence[Any]) -> Mask:
-    """The mask that ``pack`` was given: equal, and the same object for the same content.
+    """The mask that was packed; the same object for the same content, as long as it is cached.
 
     >>> from lowtri import causal, documents
     >>> mask = causal() & documents([0, 0, 1])
@@ -43,13 +43,13 @@ def unpack(text: str, arrays: Sequence[Any]) -> Mask:
     Raises:
         MaskError: if ``pack`` does not write such a text.
     """
-    global _last
-    for known in _last:
-        if known.text == text and known.equals(arrays):
-            return known.mask
+    global _recent
+    for unpacked in _recent:
+        if unpacked.text == text and unpacked.equals(arrays):
+            return unpacked.mask
     frozen = tuple(FrozenArray(array) for array in arrays)
-    _last = (_Unpacked(text, frozen, _unpacked(text, frozen)), *_last[:1])
-    return _last[0].mask
+    _recent = (_Unpacked(text, frozen, _unpack(text, frozen)), *_recent[:1])
+    return _recent[0].mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +59,15 @@ class _Unpacked:
     mask: Mask
 
     def equals(self, arrays: Sequence[Any]) -> bool:
-        pairs = zip(self.arrays, arrays, strict=False)
         return len(self.arrays) == len(arrays) and all(
-            a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs
+            a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in zip(self.arrays, arrays, strict=True)
         )
 
 
-# The layers of a model use the same one or two masks in turns, and comparing an array costs a tenth of hashing it.
-_last: tuple[_Unpacked, ...] = ()
+# The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
+_recent: tuple[_Unpacked, ...] = ()
 
 
 @lru_cache(32)
-def _unpacked(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
-    return read(text, [one.array for one in frozen]) if frozen else mask(text)
+def _unpack(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
+    return read(text, [array.array for array in frozen]) if frozen else mask(text)

@@ -1,7 +1,7 @@
-"""Masks as SVG: one plain file that needs nothing else, for a browser, a paper or a slide.
+"""Masks as SVG: one self-contained file for a browser, a paper or a slide.
 
 Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different. Colours are
-attributes for light paper, which every program reads; the style turns them dark where the reader's screen is dark.
+attributes for a light background, which every program reads; a style sheet replaces them on dark screens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DARK = (  # class, property, colour
 )
 _LETTER = 7.2  # width of one column of text at 12 px
 _MARGIN, _GAP = 16, 40
-_AXIS = 18  # beside the rows and below the columns, for the words "queries" and "keys"
+_AXIS = 18  # left of the rows and below the columns, for the words "queries" and "keys"
 
 
 def save(
@@ -38,7 +38,7 @@ def save(
     nk: int | None = None,
     **options: Any,
 ) -> None:
-    """Write the picture of a mask to ``path``, whole or not at all. ``options`` are those of :func:`svg`.
+    """Write the picture of a mask to ``path``, atomically. ``options`` are those of :func:`svg`.
 
     Raises:
         DataError: if ``path`` does not end in .svg, or cannot be written.
@@ -77,7 +77,7 @@ def svg(
         mask, nq, nk, beside, tokens, query_tokens, titles: as in :func:`lowtri.masks.draw.draw`.
         weights: attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)`` in front, arrays or tensors: they
             shade the visible cells.
-        beside_weights: the same for the mask beside.
+        beside_weights: the same for the second mask.
     """
     picture = compose(
         mask,
@@ -103,18 +103,18 @@ def _document(picture: Picture) -> Iterator[str]:
     heading = 26 if picture.panels[0].heading else 0
     legend = list(_legend(picture))
     legend_width = sum(42 + _LETTER * len(name) for _, name in legend) + _LETTER * len(_cell_note(picture))
-    wide = max(side + part_width * len(picture.panels[0].parts), 2 * _MARGIN + legend_width)
-    high = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + (20 if picture.left_out else 0)
+    width = max(side + part_width * len(picture.panels[0].parts), 2 * _MARGIN + legend_width)
+    height = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + (20 if picture.left_out else 0)
 
     label = " beside ".join(part.title for part in picture.panels[0].parts)
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{high:.0f}" '
-        f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
         f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{_INK}" class="lowtri-ink" '
         'style="max-width:100%;height:auto">'  # on a narrow screen smaller, in its own proportions
     )
     yield f"<title>{escape(label)}</title>"
-    dark = "".join(f".lowtri-{name}{{{what}:{colour}}}" for name, what, colour in _DARK)
+    dark = "".join(f".lowtri-{name}{{{attribute}:{colour}}}" for name, attribute, colour in _DARK)
     yield f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>"
     yield (
         f'<defs><pattern id="hidden" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -150,52 +150,51 @@ def _panel(
         x = left + number * part_width
         yield _text(x, top - slanted - 14, part.title, ' font-weight="bold"')
         for j, label in enumerate(picture.key_labels):
-            at = f"{x + (j + 0.5) * cell:.1f},{top - 6:.1f}"
-            yield f'<text transform="translate({at}) rotate(-45)">{escape(label)}</text>'
+            position = f"{x + (j + 0.5) * cell:.1f},{top - 6:.1f}"
+            yield f'<text transform="translate({position}) rotate(-45)">{escape(label)}</text>'
         yield from _grid(part, x, top, cell)
         rows, columns = part.cells.shape
         yield _text(x + columns * cell / 2, top + rows * cell + 16, "keys →", ' text-anchor="middle"')
-    at = f"{_MARGIN - 4},{top + rows * cell / 2:.1f}"
-    yield f'<text transform="translate({at}) rotate(90)" text-anchor="middle">queries →</text>'
+    position = f"{_MARGIN - 4},{top + rows * cell / 2:.1f}"
+    yield f'<text transform="translate({position}) rotate(90)" text-anchor="middle">queries →</text>'
 
 
 def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
-    """The cells, neighbours of one look as one rectangle, and the lines between them."""
+    """The cells, equal neighbours as one rectangle, and the lines between them."""
     rows, columns = part.cells.shape
     for i in range(rows):
         j = 0
-        for fill, alike in groupby(_fill(part, i, j) for j in range(columns)):
-            n = len(list(alike))
+        for fill, equal in groupby(_fill(part, i, j) for j in range(columns)):
+            n = len(list(equal))
             yield f'<rect x="{x + j * cell:.1f}" y="{y + i * cell:.1f}" width="{n * cell:.1f}" height="{cell:.1f}" {fill}/>'
             j += n
-    wide, high = columns * cell, rows * cell
-    lines = [f"M{x:.1f} {y + i * cell:.1f}h{wide:.1f}" for i in range(rows + 1)]
-    lines += [f"M{x + j * cell:.1f} {y:.1f}v{high:.1f}" for j in range(columns + 1)]
+    lines = [f"M{x:.1f} {y + i * cell:.1f}h{columns * cell:.1f}" for i in range(rows + 1)]
+    lines += [f"M{x + j * cell:.1f} {y:.1f}v{rows * cell:.1f}" for j in range(columns + 1)]
     yield f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{_LINE}" stroke-width="0.7"/>'
 
 
 _HIDDEN = 'fill="url(#hidden)"'
 _FILLED = f'class="lowtri-visible" fill="{_VISIBLE}"'
-_HALF = f'class="lowtri-partly" fill="{_PARTLY}"'
+_PARTIAL = f'class="lowtri-partly" fill="{_PARTLY}"'
 
 
 def _fill(part: Part, i: int, j: int) -> str:
     if part.cells[i, j] == 0:
         return _HIDDEN
-    if part.weights is not None:  # from paper at 0 to the full colour at 1
+    if part.weights is not None:  # from transparent at 0 to the full colour at 1
         return f'{_FILLED} fill-opacity="{part.weights[i, j]:.3f}"'
-    return _HALF if part.cells[i, j] == 1 else _FILLED
+    return _PARTIAL if part.cells[i, j] == 1 else _FILLED
 
 
 def _legend(picture: Picture) -> Iterator[tuple[str, str]]:
-    """How a cell is filled, and what that says: the looks that this kind of picture may have."""
+    """Each way in which cells of this picture may be filled, and its meaning."""
     shaded = {part.weights is not None for panel in picture.panels for part in panel.parts}
     yield _FILLED, " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
     if True in shaded:
         yield f'{_FILLED} fill-opacity="0.5"', "weight 0.5"
         yield f'{_FILLED} fill-opacity="0"', "weight 0"
     if picture.positions_a_cell > 1:
-        yield _HALF, "partly"
+        yield _PARTIAL, "partly"
     yield _HIDDEN, "hidden"
 
 

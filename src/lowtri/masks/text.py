@@ -1,6 +1,6 @@
-"""A mask from text, and back: the text of a mask is its ``repr``.
+"""A mask from its text, or from a user's argument. The text of a mask is its ``repr``.
 
-The grammar is Python's own, so ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``; it is read in
+Operators have Python's precedence: ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``; see
 :mod:`lowtri.masks.grammar`.
 """
 
@@ -20,11 +20,11 @@ from lowtri.masks.positions import shown
 
 __all__ = ["as_mask", "mask"]
 
-LONGEST = 65_536  # characters: enough for the lengths of ten thousand documents
+MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand documents
 
 
 def mask(text: str | Mask) -> Mask:
-    """The mask that a text says.
+    """The mask of a text.
 
     >>> mask("causal & (window(4) | first(1))")
     causal & (window(4) | first(1))
@@ -36,7 +36,7 @@ def mask(text: str | Mask) -> Mask:
             A mask is returned unchanged.
 
     Raises:
-        MaskError: if the text is not such a formula; the message shows where.
+        MaskError: if the text is not such a formula; the message shows the part that is wrong.
     """
     if isinstance(text, Mask):
         return text
@@ -45,14 +45,14 @@ def mask(text: str | Mask) -> Mask:
             f"mask: a text is expected, but {type(text).__name__} came. Fix: lowtri.table(bools) for a table."
         )
     if _is_traced():
-        found: Mask = getattr(_TRACED, _read_while_tracing(text))
-        return found
-    return _parsed(text) if "[" in text else _formula(text)
+        traced: Mask = getattr(_TRACED, _read_while_tracing(text))
+        return traced
+    return _parsed(text) if "[" in text else _cached(text)
 
 
 def _parsed(text: str) -> Mask:
-    if len(text) > LONGEST:
-        raise MaskError(f"mask: the text has {len(text)} characters, but at most {LONGEST} are read.")
+    if len(text) > MAX_LENGTH:
+        raise MaskError(f"mask: the text has {len(text)} characters, but at most {MAX_LENGTH} are read.")
     try:
         return read(text)
     except RecursionError:  # the caller's own stack is nearly used up
@@ -60,20 +60,20 @@ def _parsed(text: str) -> Mask:
 
 
 class _Traced:
-    """Masks of texts in programs that torch.compile traces: an attribute for each of the newest ``_MOST_TRACED`` texts.
+    """Masks of texts in programs that torch.compile traces: an attribute for each of the newest ``_MAX_TRACED`` texts.
 
     A program whose text has been dropped is traced again, and its text read again.
     """
 
 
-_TRACED, _MOST_TRACED = _Traced(), 1024
+_TRACED, _MAX_TRACED = _Traced(), 1024
 
 
 def _read_while_tracing(text: str) -> str:
     """Read a text; returns the name of the attribute of ``_TRACED`` that holds its mask."""
     name = "_" + text.encode(errors="surrogatepass").hex()
     setattr(_TRACED, name, _parsed(text))
-    while len(vars(_TRACED)) > _MOST_TRACED:
+    while len(vars(_TRACED)) > _MAX_TRACED:
         delattr(_TRACED, next(iter(vars(_TRACED))))
     return name
 
@@ -88,7 +88,7 @@ def _is_traced() -> bool:
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
-_formula = lru_cache(64)(_parsed)  # a text without lists holds no arrays: small enough to keep
+_cached = lru_cache(64)(_parsed)  # for texts without lists: their masks hold no arrays
 
 
 def as_mask(value: Any, name: str = "mask") -> Mask:
@@ -101,30 +101,30 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
         raise MaskError(
             f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
         )
-    kind, came = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
-    if "float" in kind:
-        raise MaskError(_of_floats(came, value))
-    m = "m" if "bool" in kind or not kind else "m != 0"
+    dtype, given = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
+    if "float" in dtype:
+        raise MaskError(_float_error(given, value))
+    m = "m" if "bool" in dtype or not dtype else "m != 0"
     raise MaskError(
-        f"{came} came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
+        f"{given} came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
         f"write lowtri.table({m}) if True = may see, lowtri.hidden({m}) if True = hidden."
     )
 
 
-def _of_floats(came: str, value: Any) -> str:
-    """The error for an array of floats; its values tell flags, an additive mask and a bias apart."""
+def _float_error(given: str, value: Any) -> str:
+    """The error for an array of floats; its values distinguish flags, an additive mask and a bias."""
     if type(value).__name__ == "CausalBias":
-        return f'{came} came. Fix: the mask "causal".'
+        return f'{given} came. Fix: the mask "causal".'
     numbers = "m" if _is_traced() else in_numpy("m", value)
     if not isinstance(numbers, str) and numbers.any():
         if np.isin(numbers, (0, 1)).all():
             return (
-                f"{came} of zeros and ones came. Added to scores these would hide nothing.\n"
+                f"{given} of zeros and ones came. Added to scores these would hide nothing.\n"
                 "Fix: lowtri.table(m != 0) if 1 = may see, lowtri.hidden(m != 0) if 1 = hidden."
             )
         if ((numbers == 0) | (numbers <= -1000)).all():
             return (
-                f"{came} of 0 and {numbers.min():g} came, which hides where it is added to scores.\n"
+                f"{given} of 0 and {numbers.min():g} came, which hides where it is added to scores.\n"
                 'Fix: lowtri.table(m == 0) as the mask, or bias=m with the mask "full".'
             )
-    return f"{came} of floats came. Fix: numbers to add to the scores belong in bias=."
+    return f"{given} of floats came. Fix: numbers to add to the scores belong in bias=."

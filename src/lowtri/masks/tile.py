@@ -1,8 +1,8 @@
-"""The question every part of lowtri asks of a mask, and its law.
+"""The two questions that a mask answers: about a pair of positions and about a tile, a rectangle of pairs.
 
-``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. Of a tile, a rectangle of positions,
-the question has three answers: EMPTY (no query sees any key), FULL (every query sees every key), PARTIAL (anything else).
-The law: EMPTY and FULL are never wrong; PARTIAL is always allowed.
+``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. For a tile there are three answers: EMPTY (no
+query sees any key), FULL (every query sees every key), PARTIAL (anything else). The law: EMPTY and FULL are never wrong; PARTIAL is
+always allowed.
 
 A mask implements two formulas, ``_sees`` and ``_tile``, for non-negative positions and non-empty tiles. :class:`TileLaw` adds
 what holds for every mask: negative positions (no token), empty tiles, POSITION_MAX, and one answer for each batch row and head.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.positions import (
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     POSITION_MAX,
     Positions,
     check_count,
@@ -37,6 +37,7 @@ __all__ = [
     "TileLaw",
     "default_positions",
     "first_position",
+    "same_label",
     "tile_answer",
 ]
 
@@ -61,6 +62,13 @@ def tile_answer(full: Any, empty: Any) -> Answer:
     return 1 + full - empty
 
 
+def same_label(q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Answer:
+    """The answer of ``label of q == label of k`` for a tile, from the least and greatest label of its queries and of its keys."""
+    return tile_answer(
+        full=(q_low == q_high) & (k_low == k_high) & (q_low == k_low), empty=(q_high < k_low) | (k_high < q_low)
+    )
+
+
 class TileLaw:
     """What a mask answers about pairs and tiles, for any positions."""
 
@@ -69,10 +77,8 @@ class TileLaw:
         """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
         return ()
 
-    @property
-    def asks_query(self) -> bool:
-        """Whether the answer depends on where the query stands (not for ``full``, ``first`` and ``keys``)."""
-        return True
+    depends_on_query: bool = True
+    """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
     # What a subclass implements, for non-negative positions and non-empty rectangles.
 
@@ -92,7 +98,7 @@ class TileLaw:
     def _at(self, b: int, h: int) -> Any:
         return self
 
-    # What follows.
+    # Answers for any positions.
 
     def __call__(self, q: Positions, k: Positions) -> Any:
         """True where the query at ``q`` may see the key at ``k``.
@@ -108,10 +114,10 @@ class TileLaw:
             MaskError: if the positions are no whole numbers.
         """
         if self.batch:
-            return self._each(lambda one: one(q, k))
+            return self._each(lambda row: row(q, k))
         q, k = checked_positions(q), checked_positions(k)
-        seen = self._sees(q, k) & (q >= 0) & (k >= 0)
-        return bool(seen) if type(q) is int and type(k) is int else seen
+        visible = self._sees(q, k) & (q >= 0) & (k >= 0)
+        return bool(visible) if type(q) is int and type(k) is int else visible
 
     def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
         """EMPTY, PARTIAL or FULL for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
@@ -127,13 +133,11 @@ class TileLaw:
             a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.
         """
         if self.batch:
-            return self._each(lambda one: one.tile(q0, q1, k0, k1)).astype(np.int8)
+            return self._each(lambda row: row.tile(q0, q1, k0, k1)).astype(np.int8)
         if type(q0) is int and type(q1) is int and type(k0) is int and type(k1) is int:
             if q0 < 0 or k0 < 0:  # the negative part holds no token, so the rest cannot be FULL
                 return min(self.tile(max(q0, 0), q1, max(k0, 0), k1), PARTIAL)
-            if (
-                q1 > POSITION_MAX or k1 > POSITION_MAX
-            ):  # later than POSITION_MAX there is nothing, and other numbers may leave int64
+            if q1 > POSITION_MAX or k1 > POSITION_MAX:  # positions end there, and larger numbers may leave int64
                 return self.tile(q0, min(q1, POSITION_MAX), k0, min(k1, POSITION_MAX))
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
@@ -142,13 +146,13 @@ class TileLaw:
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
         q0, q1, k0, k1 = np.broadcast_arrays(*edges)
-        missing = (q0 < 0) | (k0 < 0)
+        has_negative = (q0 < 0) | (k0 < 0)
         q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
-        none = (q1 <= q0) | (k1 <= k0)
-        # Formulas may use the last position of a tile: give empty tiles one.
+        no_pairs = (q1 <= q0) | (k1 <= k0)
+        # Formulas may use the last position of a tile: give tiles without pairs one.
         answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
-        answer = np.where(missing, np.minimum(answer, 1), answer)
-        return np.where(none, 0, answer).astype(np.int8)
+        answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
+        return np.where(no_pairs, EMPTY, answer).astype(np.int8)
 
     def at(self: _Law, b: int = 0, h: int = 0) -> _Law:
         """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
@@ -157,15 +161,13 @@ class TileLaw:
         rows, heads = (*self.batch, 1)[:2]
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
             raise MaskError(f"at: batch row {b}, head {h} of a mask with batch {self.batch}.")
-        one: _Law = self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
-        return one
+        unbatched: _Law = self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
+        return unbatched
 
-    def _each(self, ask: Callable[[Any], Any]) -> NDArray[Any]:
-        """Ask every batch row (and head) alone and put the answers side by side."""
-        if len(self.batch) == 1:
-            return np.stack([ask(self.at(b)) for b in range(self.batch[0])])
-        rows, heads = self.batch
-        return np.stack([np.stack([ask(self.at(b, h)) for h in range(heads)]) for b in range(rows)])
+    def _each(self, function: Callable[[Any], Any]) -> NDArray[Any]:
+        """The function's results for the unbatched masks of all batch rows and heads, ``m.batch + ...``."""
+        results = np.stack([function(self.at(*index)) for index in np.ndindex(self.batch)])
+        return results.reshape(*self.batch, *results.shape[1:])
 
 
 def default_positions(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -175,9 +177,9 @@ def default_positions(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[ND
     positions are required, because libraries differ in the default.
     """
     start, nq, nk = first_position(mask, nq, nk)
-    if max(nq, nk) > MOST_POSITIONS:
+    if max(nq, nk) > MAX_POSITIONS:
         raise MaskError(
-            f"{nq} queries and {nk} keys: an array of positions holds at most {MOST_POSITIONS} (2**28). "
+            f"{nq} queries and {nk} keys: an array of positions holds at most {MAX_POSITIONS} (2**28). "
             "Fix: tile() answers for rectangles of any size."
         )
     return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
@@ -187,7 +189,7 @@ def first_position(mask: TileLaw, nq: int, nk: int | None = None) -> tuple[int, 
     """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
     nq = check_count("mask", "nq, a number of queries,", nq)
     nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
-    if nq > nk and mask.asks_query:
+    if nq > nk and mask.depends_on_query:
         raise MaskError(
             f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
             "Fix: pass their positions, q_positions=range(nq) if query i has the position of key i."

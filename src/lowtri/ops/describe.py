@@ -79,9 +79,9 @@ def describe(
     start = max(nk - nq, 0)
     if q_positions is not None:
         queries = check_positions("q_positions", q_positions, rows, nq)
-    elif nq > nk and mask.asks_query:
+    elif nq > nk and mask.depends_on_query:
         default_positions(mask, nq, nk)  # raises with the fix
-    elif k_positions is not None and mask.asks_query:
+    elif k_positions is not None and mask.depends_on_query:
         queries = keys[
             :, start:
         ]  # the positions of the last nq keys, also where they are shifted, padded or differ by row

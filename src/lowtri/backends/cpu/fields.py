@@ -29,10 +29,10 @@ def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fi
 
 def of_plan(plan: Plan) -> Fields:
     """The fields of the plan."""
-    masks_b, masks_h = plan.sheet.shape
+    masks_b, masks_h = plan.mask_index.shape
     return {
         "rows": plan.rows,
-        "mask_index": address(plan.sheet),
+        "mask_index": address(plan.mask_index),
         "mask_index_b": masks_h if masks_b > 1 else 0,
         "mask_index_h": 1 if masks_h > 1 else 0,
         "row_start": address(plan.row_start),

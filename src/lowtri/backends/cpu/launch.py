@@ -44,15 +44,15 @@ class PreparedLaunch:
         zeros: str | None = None,
         keep: Any = None,
     ) -> None:
-        threads_file, shared = kernel_file("threads"), shared or {}
+        shared = shared or {}
         self.threads, self._keep = max(1, min(threads, fields["tasks"])), keep
         layout = abi.layout(scratch, shared, self.threads)
         self._bytes = layout.pop("bytes")
         self._zeros = (layout["offsets"][zeros], shared[zeros]) if zeros else None
         self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
         self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
-        self._code = threads_file.compiled(getattr(kernel_file(abi.name), abi.name), abi, spec)
-        self._team = threads_file
+        self._code = kernel_file("compilation").compiled(getattr(kernel_file(abi.name), abi.name), abi, spec)
+        self._team = kernel_file("threads")
         self._records: list[Any] = []  # a pool; a record is used by one run at a time
 
     def run(self, **addresses: int) -> None:

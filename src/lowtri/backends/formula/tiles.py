@@ -67,8 +67,8 @@ class Tiles:
 def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
     """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
     first, last = plan.nk, 0
-    for sheet in range(len(plan.sheet_pairs)):
-        top, bottom = sheet * plan.rows + start // TILE_Q, sheet * plan.rows + -(-stop // TILE_Q)
+    for mask in range(len(plan.mask_pairs)):
+        top, bottom = mask * plan.rows + start // TILE_Q, mask * plan.rows + -(-stop // TILE_Q)
         runs = plan.runs[plan.row_start[top] : plan.row_start[bottom]]
         if len(runs):
             first = min(first, int(runs[:, 0].min()) * plan.tile_k)

@@ -1,6 +1,6 @@
-"""Instruction sets: the words that differ from one to the next, and the shape of the register tile that fits its registers.
+"""Instruction sets: the operations that differ between them, and the shape of the register tile that fits their registers.
 
-A set is a class; it inherits the words of the one that it extends. ``ALL`` lists them, the best first.
+An instruction set is a class; it inherits the operations of the one that it extends. ``ALL`` lists them, the best first.
 """
 
 from __future__ import annotations

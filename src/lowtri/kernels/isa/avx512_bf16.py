@@ -1,6 +1,6 @@
 """AVX-512 with its bf16 instructions: a dot product of pairs, and rounding.
 
-llvmlite has no type bfloat; one that prints its name is all that LLVM asks for.
+llvmlite has no bfloat type; LLVM needs only the name in the printed IR.
 """
 
 from __future__ import annotations

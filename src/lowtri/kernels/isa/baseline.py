@@ -1,4 +1,4 @@
-"""Every word in instructions that any CPU has: what the other instruction sets begin with."""
+"""The baseline: every operation in instructions of any CPU. The other instruction sets inherit from it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Baseline", "call", "constant", "integers"]
 
 
 class Baseline:
-    """The words of an instruction set. Each takes an LLVM builder and vectors of 64 bytes, and gives one back."""
+    """The operations of an instruction set. Each takes an LLVM builder and vectors of 64 bytes, and returns a vector."""
 
     name = "baseline"
-    features: frozenset[str] = frozenset()  # that the CPU must have
+    features: frozenset[str] = frozenset()  # required of the CPU
     has_fma = False  # without the instruction llvm.fma is a slow library call
     has_pairs = False  # one instruction for a dot product of pairs of bf16
     has_scale = False  # one instruction for x * 2 ** n
-    # A product keeps rows x vectors accumulators in registers. The tile decides the speed and nothing else.
+    # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
-    gemv_keys = 4  # keys that four queries meet at once
+    gemv_keys = 4  # keys that are multiplied by four queries at once
     gemv_vectors = 1  # vectors of a value's row that are accumulated at once
 
     def __eq__(self, other: object) -> bool:
@@ -29,8 +29,8 @@ class Baseline:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def fits(self, features: frozenset[str], machine: str) -> bool:
-        """Whether a CPU with these features runs it."""
+    def runs_on(self, features: frozenset[str], machine: str) -> bool:
+        """Whether a CPU with these features supports it."""
         return self.features <= features
 
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
@@ -44,7 +44,7 @@ class Baseline:
         return self.fma(b, *high, self.fma(b, *low, z))
 
     def widen(self, b: Any, x: Any, dtype: str) -> Any:
-        """16-bit integers that hold bf16 or float16, as floats."""
+        """bf16 or float16, in 16-bit integers, as floats."""
         if dtype == "float16":
             return b.fpext(b.bitcast(x, ir.VectorType(ir.HalfType(), x.type.count)), _floats(x.type.count))
         kind = integers(_floats(x.type.count))

@@ -13,5 +13,5 @@ class Neon(Baseline):
     tile = (6, 1, 6)
     pairs_tile = (4, 1, 4)
 
-    def fits(self, features: frozenset[str], machine: str) -> bool:
+    def runs_on(self, features: frozenset[str], machine: str) -> bool:
         return machine in ("arm64", "aarch64")
