@@ -21,6 +21,7 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "_version",
     "errors",
     "files",
+    "compat",
     "masks",
     "plain",
     "ops",

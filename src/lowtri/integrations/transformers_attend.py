@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_dense import read_dense_mask
@@ -146,12 +147,7 @@ def weights_requested(output_attentions: bool | None) -> bool:
     """Whether weights are requested: by the model, or by transformers, which collects them from the layers."""
     if output_attentions is not None:
         return bool(output_attentions)
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # older versions do not collect; return the weights always, as eager does
-        return True
-    collected = _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    return collects_attentions()
 
 
 def reject_unsupported(cache: Any, others: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtri.compat.torch_private import version_of
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.masks.array_masks import Keys, table
@@ -59,12 +60,12 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskA
         mask = mask.materialize()
     mask = plain_array("attention_mask", mask, "transformers")
     shape = mask_shape(mask, nq, nk)
-    # Inference tensors have no version, so that a change in place would go unnoticed: those are read again.
-    key = None if mask.is_inference() else (mask._version, nq, nk, dtype)
-    known = None if key is None else _read.get(mask)
+    version = version_of(mask)
+    key = (version, nq, nk, dtype)
+    known = None if version is None else _read.get(mask)
     if known is None or known[0] != key:
         known = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
-        if key is not None:
+        if version is not None:  # else a change in place would go unnoticed
             _read[mask] = known
     _, lazy, plain = known
     return MaskAndBias(lazy, None if plain and not mask.requires_grad else mask.reshape(shape))

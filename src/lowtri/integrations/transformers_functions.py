@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowtri.compat.torch_private import mapped_indexing
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Extremes
 from lowtri.masks.mask import Mask
@@ -55,9 +56,7 @@ class FunctionMask(Mask):
         q_index, k_index = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in (q, k))
         row, head = (torch.tensor(n, device=self.device) for n in (self.row or 0, 0))
         if self.use_vmap:
-            from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-            with TransformGetItemToIndex():  # lets the function index its tensors by a mapped position
+            with mapped_indexing():
                 found = torch.vmap(self.fn, in_dims=(None, None, 0, 0))(row, head, q_index, k_index)
         else:
             found = self.fn(row, head, q_index, k_index)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from lowtri.compat.torch_private import make_wrapper, to_copy, without_torch_function
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
@@ -113,7 +113,7 @@ class LazyMaskTensor(Tensor):
 
     @staticmethod
     def __new__(cls, lazy: LazyMask, shape: Any, device: Any) -> LazyMaskTensor:
-        made: LazyMaskTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=device)
+        made: LazyMaskTensor = make_wrapper(cls, tuple(shape), dtype=torch.bool, device=device)
         made.lazy = lazy
         return made
 
@@ -124,7 +124,7 @@ class LazyMaskTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             _reject("gives its mask to torch's attention")
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -134,10 +134,10 @@ class LazyMaskTensor(Tensor):
         kept = keep(*args, **kwargs) if keep and type(args[0]) is cls else None
         if kept is not None:
             return kept
-        as_numbers = func is _TO and _is_float(kwargs.get("dtype"))
+        as_numbers = func is to_copy and _is_float(kwargs.get("dtype"))
         if as_numbers or (func in _SUMS and any(isinstance(x, Tensor) and _is_float(x.dtype) for x in args)):
             _reject(f"takes its mask for numbers to add to the scores ({func})")
-        return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
+        return func(*_materialized(args), **{name: _materialized(x) for name, x in kwargs.items()})
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"LazyMaskTensor({tuple(self.shape)}, {self.lazy.mask!r}, queries from {self.lazy.q0}, keys from {self.lazy.k0})"
@@ -153,7 +153,10 @@ class LazyMaskTensor(Tensor):
         return known
 
 
-def _materialize(x: Any) -> Any:
+def _materialized(x: Any) -> Any:
+    """An argument of an operator, a sequence of them included, with tables for lazy masks."""
+    if isinstance(x, list | tuple):
+        return type(x)(map(_materialized, x))
     return x.materialize() if isinstance(x, LazyMaskTensor) else x
 
 
@@ -203,12 +206,11 @@ def _expand(x: LazyMaskTensor, size: Any, **kwargs: Any) -> LazyMaskTensor | Non
 
 
 _OPS = torch.ops.aten
-_TO = _OPS._to_copy.default
 _LAZY_OPS: dict[Any, Any] = {
     _OPS.detach.default: _same,
     _OPS.alias.default: _same,
     _OPS.clone.default: _same,
-    _TO: _to,
+    to_copy: _to,
     _OPS.slice.Tensor: _slice,
     _OPS.expand.default: _expand,
 }

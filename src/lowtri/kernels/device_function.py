@@ -1,7 +1,6 @@
 """``@device_function``: a function that kernels call and Python never does; ``@by_spec``: one that is chosen by the kernel's spec.
 
-Numba would make two wrappers of every function, one for Python and one for C, and compile them with it: a quarter of the time that
-a kernel takes to compile. Nothing here allocates, so nothing is counted; and a division is the machine's own, without a check.
+A division is the machine's own, without a check.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
+from lowtri.compat.numba_private import NO_ALLOCATION, NO_WRAPPERS
+
 __all__ = ["OPTIONS", "by_spec", "device_function", "inlined"]
 
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
-_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
+OPTIONS: dict[str, Any] = {"error_model": "numpy", **NO_ALLOCATION}  # no Python exceptions
+_NO_WRAPPERS = {**NO_WRAPPERS, **OPTIONS}
 
 device_function = njit(**_NO_WRAPPERS)
 

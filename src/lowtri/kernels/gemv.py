@@ -10,9 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.bf16 import zipped_rows
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import picked
@@ -96,10 +96,10 @@ def dots(typing, keys, key_step, last, four, fours_last, chunks, target, target_
             places = []
             for number in range(first, first + of.isa.gemv_keys):
                 places.append(builder.add(keys, builder.mul(clamped(builder, number, last), key_step)))
-            totals = [cgutils.alloca_once(builder, kind) for _ in places]
+            totals = [alloca_once(builder, kind) for _ in places]
             for total in totals:
                 builder.store(ir.Constant(kind, None), total)
-            with cgutils.for_range(builder, chunks) as loop:
+            with for_range(builder, chunks) as loop:
                 column = builder.mul(loop.index, ir.Constant(I64, word_bytes * LANES))
                 from_four = builder.mul(loop.index, ir.Constant(I64, 4 * LANES * FOUR))
                 for place in places:
@@ -128,7 +128,7 @@ def _pv_panel(builder: Any, args: Any, count: int, vectors: int, spec: Any) -> N
     """The tile of :func:`pv`: ``count`` rows of ``vectors`` vectors, in registers over all keys."""
     weights, weight_step, last, values, value_step, keys, zeros, output, output_step = args
     pairs, kind, multiply, one = spec.rows == "pairs", spec.vector.ir, multiplied(spec), ir.Constant(I64, 1)
-    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(count)]
+    tile = [[alloca_once(builder, kind) for _ in range(vectors)] for _ in range(count)]
     from_weights, to = [], []
     for r in range(count):
         row = clamped(builder, r, last)
@@ -141,7 +141,7 @@ def _pv_panel(builder: Any, args: Any, count: int, vectors: int, spec: Any) -> N
     for total in (total for row in tile for total in row):
         builder.store(ir.Constant(kind, None), total)
     steps = builder.lshr(builder.add(keys, one), one) if pairs else keys
-    with cgutils.for_range(builder, steps) as loop:
+    with for_range(builder, steps) as loop:
         if pairs:
             low = builder.add(values, builder.mul(builder.shl(loop.index, one), value_step))
             second = builder.icmp_signed("<", builder.add(builder.shl(loop.index, one), one), keys)

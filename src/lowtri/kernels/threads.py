@@ -12,8 +12,8 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import llvmlite
 import numba
 from numba import cfunc, types
-from numba.core import config
 
+from lowtri.compat import numba_private
 from lowtri.kernels import target
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device_function import OPTIONS
@@ -51,7 +51,7 @@ def cache_folder() -> Path | None:
     Numba looks only at the file a function stands in, and would serve stale code after an edit elsewhere in the kernels.
     """
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in [Path(numba_private.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]:
         digest.update(file.read_bytes())
     facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
     digest.update(repr(facts).encode())
@@ -67,19 +67,6 @@ def cache_folder() -> Path | None:
     return folder
 
 
-@contextmanager
-def _numba_cache(spec: KernelSpec) -> Iterator[bool]:
-    """Numba's setting for where to keep code, a folder for each spec while a kernel is made, then the user's again."""
-    folder = cache_folder()
-    before = config.CACHE_DIR  # type: ignore[attr-defined]
-    try:
-        if folder is not None:
-            config.CACHE_DIR = str(folder / spec.name)  # type: ignore[attr-defined]
-        yield folder is not None
-    finally:
-        config.CACHE_DIR = before  # type: ignore[attr-defined]
-
-
 class Code:
     """The machine code of a kernel."""
 
@@ -92,13 +79,12 @@ class Code:
 def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
     """The code of ``kernel(record)``: from the disk cache, or compiled now. A cache that fails costs time only."""
     signature = types.void(RecordType(abi.dtype, spec))
-    with _numba_cache(spec) as keeps:
-        if keeps:
-            try:
-                return Code(cfunc(signature, cache=True, **OPTIONS)(kernel))
-            except Exception:  # whatever a cache that is full, cut off or another's may raise
-                pass
-        return Code(cfunc(signature, **OPTIONS)(kernel))
+    folder = cache_folder()
+    if folder is not None:
+        # A cache that is full, cut off or another's may raise anything.
+        with suppress(Exception), numba_private.cache_directory(str(folder / spec.name)):
+            return Code(cfunc(signature, cache=True, **OPTIONS)(kernel))
+    return Code(cfunc(signature, **OPTIONS)(kernel))
 
 
 @cache

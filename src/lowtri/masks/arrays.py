@@ -54,7 +54,11 @@ def is_traced(value: Any) -> bool:
 
 def is_fake(x: Any) -> bool:
     """Whether x stands for a tensor while a program is recorded, and has no numbers."""
-    return type(x).__module__ in ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+    if not is_tensor(x):
+        return False
+    from lowtri.compat import torch_private
+
+    return torch_private.is_fake(x)
 
 
 def why_not_plain(name: str, x: Any) -> str | None:
@@ -86,14 +90,12 @@ def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
         if trouble is not None:
             return trouble
     if is_tensor(value):
-        torch = sys.modules["torch"]
+        from lowtri.compat.torch_private import functional_value
+
         try:
             if value.dtype.is_floating_point and value.dtype.itemsize < 4:  # NumPy has no bfloat16
                 value = value.float()
-            if torch._is_functional_tensor(value):
-                torch._sync(value)
-                value = torch._from_functional_tensor(value)
-            array: NDArray[Any] = value.numpy(force=True)
+            array: NDArray[Any] = functional_value(value).numpy(force=True)
             return array
         except Exception:  # fake, on the meta device, inside vmap: torch raises various classes
             return f"{name} is a {type(value).__name__} without numbers (fake, meta, or inside a transform)"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.compat.torch_marks import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.grammar import read
@@ -69,6 +70,7 @@ class _Traced:
 _TRACED, _MOST_TRACED = _Traced(), 1024
 
 
+@constant_while_traced  # torch.compile can trace ordinary Python, but not the parser
 def _read_while_tracing(text: str) -> str:
     """Read a text; returns the name of the attribute of ``_TRACED`` that holds its mask."""
     name = "_" + text.encode(errors="surrogatepass").hex()
@@ -76,11 +78,6 @@ def _read_while_tracing(text: str) -> str:
     while len(vars(_TRACED)) > _MOST_TRACED:
         delattr(_TRACED, next(iter(vars(_TRACED))))
     return name
-
-
-# torch.compile can trace ordinary Python, but not the parser. It calls a function marked like this while tracing and treats the
-# string that it returns as a constant. torch.compiler.assume_constant_result sets the same mark; masks do not import torch.
-_read_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_traced() -> bool:

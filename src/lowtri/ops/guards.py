@@ -5,22 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from lowtri.compat.torch_private import (
+    dispatch_key_set,
+    dispatch_keys,
+    dispatch_mode_count,
+    forward_level,
+    tracing_state,
+    transform_stack,
+    why_unreadable,
+)
 
 __all__ = ["FORWARD_MODE", "active_mode", "is_plain", "transformation"]
 
 FORWARD_MODE = "inside forward-mode differentiation"
 
 
-def _keys(*names: str) -> int:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    for name in names:
-        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys.raw_repr()
-
-
-_IN_INFERENCE_MODE = _keys("AutocastCPU")
-_ORDINARY = (_keys("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), _IN_INFERENCE_MODE)
+_TYPES: tuple[type, ...] = ()  # of plain tensors; none where this torch does not tell
+_ORDINARY: tuple[int, ...] = ()  # dispatch keys of a plain tensor, made outside and inside of inference mode
+if why_unreadable is None:
+    _TYPES = (torch.Tensor, torch.nn.Parameter)
+    _ORDINARY = dispatch_key_set("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), dispatch_key_set("AutocastCPU")
 
 
 def is_plain(x: Any) -> bool:
@@ -29,19 +34,20 @@ def is_plain(x: Any) -> bool:
     The dispatcher's keys of a tensor name all that would happen on the way: another device or layout, negated views, zeros that
     lie nowhere, wrappers of torch.func. So a tensor whose keys are those of an ordinary one is an ordinary one.
     """
-    ordinary = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return ordinary and torch._C._dispatch_keys(x).raw_repr() in _ORDINARY
+    return type(x) in _TYPES and dispatch_keys(x).raw_repr() in _ORDINARY
 
 
 def active_mode() -> str | None:
     """A mode of torch that must see every operation, and so rules kernels out; None where there is none."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+    if why_unreadable is not None:
+        return why_unreadable
+    if dispatch_mode_count() or tracing_state() is not None:
         return transformation() or "a program is being recorded, or what it does is being watched"
     return transformation()
 
 
 def transformation() -> str | None:
     """Whether torch differentiates or maps the call from outside, on tensors that do not show their numbers."""
-    if forward_ad._current_level >= 0:
+    if forward_level() >= 0:
         return FORWARD_MODE
-    return "inside a transform of torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None
+    return "inside a transform of torch.func" if transform_stack() is not None else None

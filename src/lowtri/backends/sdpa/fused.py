@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtri.compat.torch_private import scaled_dot_product_attention
 from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
 __all__ = ["Fused"]
-
-# torch's own function by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
 _FEW_QUERIES = 16
