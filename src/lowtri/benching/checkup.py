@@ -51,6 +51,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         )
         return report
     try:
+        import lowtri.compat.numba_private  # noqa: F401 - what kernels use of Numba
         from lowtri.kernels import target
     except EngineError:  # LOWTRI_ISA names what this CPU does not have
         raise

@@ -121,7 +121,9 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
         )
     if not array.size:
         return np.zeros(array.shape, np.int64)
-    if array.max() >= POSITION_MAX:  # asked before the cast, where uint64 would turn negative
+    if (
+        int(array.max()) >= POSITION_MAX
+    ):  # before the cast, where uint64 would turn negative; NumPy 1 compares uint64 as float64
         raise CallError(f"{name} reaches {array.max()}, but positions lie below 2**62.")
     array = array.astype(np.int64, copy=False)
     return array if array.min() >= -1 else np.maximum(array, -1)
@@ -177,7 +179,7 @@ def integer_array(mask: str, name: str, value: Any, ranks: tuple[int, ...]) -> N
     if array.dtype.kind not in "iu" or array.ndim not in ranks:
         raise MaskError(f"{mask}: {name} is {_came(array)}, but it takes integers of shape {_shapes(ranks)}.")
     whole = _fitting(mask, name, array, lambda: array.astype(np.int64))
-    if array.max() > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
+    if int(array.max()) > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
         raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most 2**62 is taken.")
     return whole
 
