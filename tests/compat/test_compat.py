@@ -169,8 +169,8 @@ def test_the_doctor_names_what_numba_lacks() -> None:
 
 
 def test_mask_functions_that_transformers_lacks_are_none() -> None:
-    assert transformers_private.mask_function("no_such_function", 3) is None
-    assert transformers_private.mask_function("sliding_window_overlay", 3) is not None
+    assert transformers_private.known_mask_function("no_such_function", 3) is None
+    assert transformers_private.known_mask_function("sliding_window_overlay", 3) is not None
 
 
 def test_a_model_that_says_nothing_of_itself_is_taken_for_an_ordinary_one() -> None:

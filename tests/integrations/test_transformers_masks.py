@@ -143,11 +143,11 @@ def test_a_function_that_came_to_mean_something_else_is_asked(monkeypatch: pytes
 
     for other, sees in ((wider, 4), (renamed, 3)):
         monkeypatch.setattr(theirs, "sliding_window_overlay", other)
-        transformers_masks._known.cache_clear()
+        transformers_masks._readers.cache_clear()
         mask = read_function(other(3))
         assert isinstance(mask, FunctionMask) and mask.dense(9)[8].sum() == sees
     monkeypatch.undo()
-    transformers_masks._known.cache_clear()
+    transformers_masks._readers.cache_clear()
 
 
 def test_what_is_not_known_is_asked_only_where_the_rest_leaves_it_open() -> None:

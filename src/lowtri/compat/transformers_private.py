@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["attention_name", "collects_attentions", "has_interface", "is_stateful", "mask_function"]
+__all__ = ["attention_name", "collects_attentions", "has_interface", "is_stateful", "known_mask_function"]
 
 
-def mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
+def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
     """``masking_utils.<name>``, called if there are arguments; None in versions without it.
 
     Which variables these functions close over is documented nowhere; :mod:`lowtri.integrations.transformers_masks` compares what it
