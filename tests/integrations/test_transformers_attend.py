@@ -241,13 +241,13 @@ def test_switch_refuses_what_is_out_of_reach() -> None:
     with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
         switch(falcon, "other")
     falcon.config._attn_implementation_internal = "lowtri"  # whoever forces it is told by the first forward
-    with pytest.raises(CallError, match="takes its mask for numbers to add to the scores"):
+    with pytest.raises(CallError, match="adds its boolean mask to the scores"):
         falcon(torch.randint(99, (1, 8)))
 
 
 def test_torchs_attention_with_our_mask_is_refused() -> None:
     q, k, v = qkv(nk=NQ)
-    with pytest.raises(CallError, match="gives its mask to torch's attention"):
+    with pytest.raises(CallError, match="passes its mask to torch's attention"):
         torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=make_mask(2, NQ, NQ))
 
 

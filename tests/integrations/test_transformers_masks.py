@@ -244,7 +244,7 @@ def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
     tensor = LazyMaskTensor(SEEN, (1, 1, 4, 7), "cpu")
     with pytest.raises(
         CallError,
-        match=r"(?s)takes its mask for numbers to add to the scores.*does not reach.*Fix: attn_implementation",
+        match=r"(?s)adds its boolean mask to the scores.*does not reach.*Fix: attn_implementation",
     ):
         sum_(tensor, torch.zeros(1, 4, 4, 7))
 
