@@ -281,7 +281,7 @@ def test_json_holds_what_was_measured() -> None:
 
 def test_the_picture_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "bench.png"
-    show.plot(rows(), facts(1), file)
+    show.draw(rows(), facts(1), file)
     assert file.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [file]
 
 

@@ -181,7 +181,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     train(small(), corpus(), RECIPE, state=state)
     state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"state.pt is no training state: "):
+    with pytest.raises(DataError, match=r"state.pt is not a training state: "):
         train(small(), corpus(), RECIPE, state=state)
 
 
@@ -322,7 +322,7 @@ def test_a_run_whose_disk_is_full_at_any_file_keeps_what_was_saved(
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
             monkeypatch.setattr(os, "replace", move)
         assert re.fullmatch(
-            rf"{folder}/[\w.-]+ cannot be written: File too large. What was saved before it is whole.\n"
+            rf"{folder}/[\w.-]+ cannot be written: File too large. What was saved before is complete.\n"
             rf"Fix: make room, or the folder writable; then lowtri train --out {folder} --resume",
             message,
         ), message

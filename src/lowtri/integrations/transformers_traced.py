@@ -56,16 +56,16 @@ def attend_or_trace(
     Raises:
         CallError: while torch.export traces, for what an exported program cannot contain.
     """
-    arguments = (module, query, key, value, attention_mask, dropout, scaling)
+    arguments = (module, query, key, value, attention_mask)
     if not torch.compiler.is_compiling():
-        return attend(*arguments, **options)
+        return attend(*arguments, dropout, scaling, **options)
     reject_unsupported(options.pop("cache", None), options)
     selects_keys = options.get("indices") is not None or options.get("block_indices") is not None
     weighted = weights_requested(options.get("output_attentions"))
     if not (dropout or selects_keys or weighted or isinstance(attention_mask, LazyMaskTensor)):
-        return _traced(*arguments, **options)
+        return _traced(*arguments, scaling, **options)
     if torch.compiler.is_dynamo_compiling():
-        return _graph_break(*arguments, **options)
+        return _graph_break(*arguments, dropout, scaling, **options)
     raise CallError(
         f"transformers: lowtri's attention with {_NO_OPERATOR} cannot be an operator of an exported program.\n"
         'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
@@ -84,7 +84,6 @@ def _traced(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
     scaling: float | None,
     is_causal: bool | None = None,
     softcap: float | None = None,
