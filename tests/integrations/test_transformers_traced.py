@@ -158,7 +158,7 @@ def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
         ((1, 9, torch.tensor(8), 0), False),
     ],
 )
-def test_when_a_mask_goes_without_saying(sizes: tuple[Any, ...], silent: bool) -> None:
+def test_when_a_mask_can_be_omitted(sizes: tuple[Any, ...], silent: bool) -> None:
     assert can_omit_mask(*sizes) is silent
 
 
