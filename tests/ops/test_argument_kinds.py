@@ -272,7 +272,7 @@ def test_causal_bias_that_does_not_fit() -> None:
             run(causal_upper_left(5, 6))
     with pytest.raises(CallError, match=r"bias is a CausalBias, .* positions came\.\nFix: the mask \"causal\""):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6), q_positions=range(6))
-    # Computed with, it is uninitialised memory; torch before 2.7 refuses that itself.
+    # Computed with, it is uninitialised memory; torch before 2.8 refuses that itself.
     with pytest.raises((CallError, NotImplementedError), match=r"bias is a CausalBias, but subclasses|CausalBias only"):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6) * 1.0)
     with pytest.raises(MaskError, match=r'a bare CausalBias came\. Fix: the mask "causal"'):

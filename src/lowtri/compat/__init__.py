@@ -2,7 +2,7 @@
 
 torch_private         torch 2.6 and 2.13
 torch_marks           marks that torch reads from our functions; does not load torch
-numba_private         Numba 0.60 and 0.68
+numba_private         Numba 0.62 and 0.68
 transformers_private  transformers 5.4 and 5.23
 
 The versions are those that the tests run with. Private functions change without notice, so each has a comment: what it does, and why

@@ -98,7 +98,10 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
         raise MaskError(
             f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
         )
-    kind, came = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
+    came = f"{name}: a bare {type(value).__name__}"
+    if type(value).__name__ == "CausalBias":  # it raises where its dtype is read, in torch before 2.8
+        raise MaskError(f'{came} came. Fix: the mask "causal".')
+    kind = str(getattr(value, "dtype", ""))
     if "float" in kind:
         raise MaskError(_of_floats(came, value))
     m = "m" if "bool" in kind or not kind else "m != 0"
@@ -110,8 +113,6 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
 
 def _of_floats(came: str, value: Any) -> str:
     """The error for an array of floats; its values tell flags, an additive mask and a bias apart."""
-    if type(value).__name__ == "CausalBias":
-        return f'{came} came. Fix: the mask "causal".'
     numbers = "m" if _is_traced() else in_numpy("m", value)
     if not isinstance(numbers, str) and numbers.any():
         if np.isin(numbers, (0, 1)).all():
