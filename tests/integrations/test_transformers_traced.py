@@ -139,7 +139,7 @@ def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
     words = (
-        "transformers: lowtri's attention with dropout, weights, .* is no operator that an exported program could hold.\n"
+        "transformers: lowtri's attention with dropout, weights, .* cannot be an operator of an exported program.\n"
         r"Fix: model.eval\(\) and output_attentions=False; or attn_implementation=\"sdpa\" for the export"
     )
     with pytest.raises(CallError, match=words):
@@ -158,7 +158,7 @@ def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
         ((1, 9, torch.tensor(8), 0), False),
     ],
 )
-def test_when_a_mask_goes_without_saying(sizes: tuple[Any, ...], silent: bool) -> None:
+def test_when_a_mask_can_be_omitted(sizes: tuple[Any, ...], silent: bool) -> None:
     assert can_omit_mask(*sizes) is silent
 
 

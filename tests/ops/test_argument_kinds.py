@@ -190,7 +190,8 @@ def right_or_refused(kinds: dict[str, str], library: str, n: int, d: int, engine
     exact = {name: x.double().numpy() if x.is_floating_point() else x.numpy() for name, x in clean.items()}
     try:
         found = call(dict(odd), engine)
-        leaves = [name for name, x in odd.items() if isinstance(x, torch.Tensor) and x.is_leaf and x.requires_grad]
+        tensors = {name: x for name, x in odd.items() if isinstance(x, torch.Tensor) and not isinstance(x, CausalBias)}
+        leaves = [name for name, x in tensors.items() if x.is_leaf and x.requires_grad]
         grads = torch.autograd.grad(found.double().square().sum(), [odd[name] for name in leaves]) if leaves else []
     except LowtriError:
         return False
@@ -271,9 +272,8 @@ def test_causal_bias_that_does_not_fit() -> None:
             run(causal_upper_left(5, 6))
     with pytest.raises(CallError, match=r"bias is a CausalBias, .* positions were given\.\nFix: the mask \"causal\""):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6), q_positions=range(6))
-    with pytest.raises(
-        CallError, match="bias is a CausalBias, but subclasses"
-    ):  # computed with, it is uninitialised memory
+    # Computed with, it is uninitialised memory; torch before 2.8 refuses that itself.
+    with pytest.raises((CallError, NotImplementedError), match=r"bias is a CausalBias, but subclasses|CausalBias only"):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6) * 1.0)
     with pytest.raises(MaskError, match=r'a bare CausalBias came\. Fix: the mask "causal"'):
         KVCache(causal_upper_left(6, 6))

@@ -62,7 +62,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | No
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_rejected_as_a_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is a folder.\nFix: name the files in it"):
         read_files([tmp_path])
 
@@ -181,6 +181,6 @@ def test_the_learning_rate_rises_falls_and_ends_on_its_floor(steps: int) -> None
         ({"held_out": 1.0}, "held_out: 1.0 came, a share of the rows from 0 to below 1 is needed"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused(options: dict[str, float], words: str) -> None:
+def test_an_invalid_recipe_is_rejected(options: dict[str, float], words: str) -> None:
     with pytest.raises(CallError, match=words):
         Recipe(**options)  # type: ignore[arg-type]

@@ -114,14 +114,14 @@ def test_norms_are_not_decayed() -> None:
     assert len(vectors["params"]) == 5
 
 
-def test_too_little_text_is_refused() -> None:
+def test_too_little_text_is_rejected() -> None:
     with pytest.raises(
         DataError, match=r"the text has 5 tokens, and one row takes 9.\nFix: more text, or a smaller context"
     ):
         train(small(), Packed.of([[1, 2, 3, 4, 5]]), RECIPE)
 
 
-def test_a_loss_that_is_no_number_ends_the_run() -> None:
+def test_a_loss_that_is_nan_ends_the_run() -> None:
     model = small()
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -141,7 +141,7 @@ def equal(one: nn.Module, two: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
+def test_a_run_stopped_after_any_step_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:
     def kill(step: Step) -> None:
         if step.number == stop:
             raise Killed
@@ -169,7 +169,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(stop: int, tmp_path: P
         ({"model": small(hidden_size=32)}, "belongs to a model of other sizes: "),
     ],
 )
-def test_the_state_of_another_run_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_the_state_of_another_run_is_rejected(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     these: dict[str, Any] = {"model": small(), "corpus": corpus(), "recipe": RECIPE}
     train(**these, state=state)
@@ -177,11 +177,11 @@ def test_the_state_of_another_run_is_refused(change: dict[str, Any], words: str,
         train(**{**these, **change}, state=state)
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_is_rejected(tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     train(small(), corpus(), RECIPE, state=state)
     state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"state.pt is no training state: "):
+    with pytest.raises(DataError, match=r"state.pt is not a training state: "):
         train(small(), corpus(), RECIPE, state=state)
 
 
@@ -232,7 +232,7 @@ def test_a_finished_run_is_reported_and_not_run_again(plan: Plan, finished: Path
     assert before == {path: path.stat().st_mtime_ns for path in finished.iterdir()}
 
 
-def test_another_plan_is_refused_in_the_folder_of_a_run(plan: Plan, finished: Path, tmp_path: Path) -> None:
+def test_another_plan_is_rejected_in_the_folder_of_a_run(plan: Plan, finished: Path, tmp_path: Path) -> None:
     other = Plan(**{**plan.__dict__, "heads": 1, "recipe": Recipe(**{**plan.recipe.__dict__, "lr": 0.5})})
     with pytest.raises(
         DataError, match=r"holds another run: heads 2 there, 1 here, lr 0.001 there, 0.5 here.\nFix: another folder"
@@ -266,7 +266,7 @@ def test_without_matplotlib_a_line_says_so(plan: Plan, tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == [name for name in FILES if name != "loss.png"]
 
 
-def test_a_run_killed_at_any_file_it_writes_goes_on_bit_for_bit(
+def test_a_run_killed_at_any_file_continues_bit_for_bit(
     plan: Plan, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each move of a file to its place, one moment after the other, until a run gets through."""
@@ -322,7 +322,7 @@ def test_a_run_whose_disk_is_full_at_any_file_keeps_what_was_saved(
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
             monkeypatch.setattr(os, "replace", move)
         assert re.fullmatch(
-            rf"{folder}/[\w.-]+ cannot be written: File too large. What was saved before it is whole.\n"
+            rf"{folder}/[\w.-]+ cannot be written: File too large. What was saved before is complete.\n"
             rf"Fix: make room, or the folder writable; then lowtri train --out {folder} --resume",
             message,
         ), message
@@ -357,7 +357,7 @@ def test_a_full_disk_in_the_loop_alone_names_the_file_and_keeps_the_old_one(tmp_
 # Two at once
 
 
-def test_a_second_training_in_a_folder_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
+def test_a_second_training_in_a_folder_is_rejected_by_its_name(plan: Plan, tmp_path: Path) -> None:
     """Both in this process here, and in the next test in two: the lock belongs to the open file."""
     folder, words = tmp_path / "out", []
 
@@ -379,7 +379,7 @@ def test_a_second_training_in_a_folder_is_refused_by_name(plan: Plan, tmp_path: 
     assert sorted(path.name for path in folder.iterdir()) == FILES, "and the lock is gone"
 
 
-def test_of_two_trainings_that_begin_together_one_is_refused(plan: Plan, tmp_path: Path) -> None:
+def test_of_two_trainings_that_begin_together_one_is_rejected(plan: Plan, tmp_path: Path) -> None:
     """The second reads its text while the folder is not there yet."""
     folder = tmp_path / "out"
 
@@ -420,7 +420,7 @@ def test_a_process_that_was_killed_has_no_lock_and_one_that_runs_has(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_says_how_to_go_on(
+def test_ctrl_c_prints_how_to_continue(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pressed(step: Step) -> None:

@@ -20,6 +20,7 @@ from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.noise import magnitude, measure_noise, movement
 from lowtri.auditing.probe import Probe
 from lowtri.auditing.running import run_probes
+from lowtri.compat.transformers_private import attention_name
 
 __all__ = ["Condition", "Outcome", "probe_under"]
 
@@ -41,13 +42,13 @@ class Condition:
         """Training flags as the context's adapter has them, and the attention implementation."""
         module = self.context.adapter.module
         flags = [] if module is None else [(part, part.training) for part in module.modules()]
-        before = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        before = attention_name(module)
         try:
             if self.context.adapter.training and module is not None:
                 module.train()
             if self.attention:
                 module.set_attn_implementation(self.attention)
-                if module.config._attn_implementation != self.attention:
+                if attention_name(module) != self.attention:
                     raise LookupError("the model kept the attention it had")
             yield
         finally:

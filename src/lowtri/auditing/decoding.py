@@ -15,6 +15,7 @@ import numpy as np
 from lowtri.auditing.adapter import Rows
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
+from lowtri.compat.transformers_private import is_stateful
 from lowtri.generation.models import stepwise_cache
 
 __all__ = ["decoder_for"]
@@ -37,7 +38,7 @@ def decoder_for(context: Context) -> tuple[Decode, bool] | None:
         whole = getattr(config, "is_encoder_decoder", False) and not context.adapter.signature.prefix
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
-        return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not getattr(model, "_is_stateful", False)
+        return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not is_stateful(model)
     return None
 
 

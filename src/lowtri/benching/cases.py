@@ -37,7 +37,7 @@ class Case:
     dtype: str
     heads: int = 8
     kv_heads: int = 8
-    short: bool = False  # stands in the short table
+    short: bool = False  # in the short table
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Of documents: equal, the last one takes the rest."""
+        """The lengths of the documents: equal, with the rest in the last."""
         each = max(1, self.n // _DOCUMENTS)
         return [each] * (_DOCUMENTS - 1) + [max(1, self.n - each * (_DOCUMENTS - 1))]
 
@@ -76,12 +76,12 @@ class Case:
 
     @property
     def unit(self) -> str:
-        """Decoding is bound by reading, all else by multiplying."""
+        """Decoding is memory-bound, everything else compute-bound."""
         return "GB/s" if self.work == "decode" else "GFLOP/s"
 
     @property
     def amount(self) -> float:
-        """What is done in a run, in the unit of its speed times a second."""
+        """The work of one run: GB or GFLOP."""
         return (self.cache_bytes if self.work == "decode" else self.flops) / 1e9
 
 
@@ -121,17 +121,17 @@ def choose(full: bool = False, words: Sequence[str] = ()) -> list[Case]:
         return [case for case in CASES if full or case.short]
     chosen: list[Case] = []
     for text in words:
-        wanted = text.lower().split()
-        fitting = [case for case in CASES if set(wanted) <= set(case.name.lower().split())]
-        if not fitting:
-            raise DataError(_no_such_case(text, wanted))
-        chosen += [case for case in fitting if case not in chosen]
+        words_of_text = text.lower().split()
+        matching = [case for case in CASES if set(words_of_text) <= set(case.name.lower().split())]
+        if not matching:
+            raise DataError(_no_such_case(text, words_of_text))
+        chosen += matching
     return [case for case in CASES if case in chosen]
 
 
-def _no_such_case(text: str, wanted: Sequence[str]) -> str:
+def _no_such_case(text: str, words: Sequence[str]) -> str:
     known = list(dict.fromkeys(word.lower() for case in CASES for word in case.name.split()))
-    strange = [word for word in wanted if word not in known]
-    near = difflib.get_close_matches(strange[0], known, 1) if strange else []
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    unknown = [word for word in words if word not in known]
+    similar = difflib.get_close_matches(unknown[0], known, 1) if unknown else []
+    hint = f" Did you mean {similar[0]!r}?" if similar else ""
     return f"bench: no case is named by --case {text!r}.{hint} Words that names are made of: {', '.join(known)}."

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, call-arg, var-annotated"
-"""The fastest that this CPU multiplies and reads: the limits that measured rates are compared with.
+"""How fast this CPU multiplies and reads at best: the limits that measured rates are compared with.
 
 Multiplying: the kernels' own register tile on operands that stay in the first cache, nothing else. Reading: a loop that adds up
 what it reads. Both run on the kernels' own threads. Numba compiles the three loops from the types of what they are called with; mypy
@@ -35,27 +35,27 @@ _READ = Abi("read", ("source", "sums"), {"block": np.int64})
 
 
 def _multiplying(call: Any) -> None:
-    """Every thread: the same product again and again, in scratch memory of its own."""
+    """Every thread repeats one product, in its own scratch memory."""
     a = call.scratch + (_A + _B + _C) * take(call.next_thread)
     for _ in range(call.repeats):
         product(a, _DEPTH, 1, a + _A, QUERIES, a + _A + _B, QUERIES, _ROWS, _DEPTH, QUERIES, call.spec)
 
 
 def _reading(call: Any) -> None:
-    """Every thread: take a block, add it up 16 floats at a time in four sums, leave the total so that nothing is left out."""
+    """Every thread takes blocks and adds each up, in four sums of 16 floats; the total is stored, or LLVM would drop the loop."""
     spec = call.spec
     while True:
         task = take(call.next_task)
         if task >= call.tasks:
             return
-        one = two = three = four = splat(0.0, spec)
+        sum0 = sum1 = sum2 = sum3 = splat(0.0, spec)
         start = call.source + task * call.block
-        for at in range(start, start + call.block, 256):
-            one = add(one, load(at, spec))
-            two = add(two, load(at + 64, spec))
-            three = add(three, load(at + 128, spec))
-            four = add(four, load(at + 192, spec))
-        store(call.sums + 64 * task, add(add(one, two), add(three, four)))
+        for address in range(start, start + call.block, 256):
+            sum0 = add(sum0, load(address, spec))
+            sum1 = add(sum1, load(address + 64, spec))
+            sum2 = add(sum2, load(address + 128, spec))
+            sum3 = add(sum3, load(address + 192, spec))
+        store(call.sums + 64 * task, add(add(sum0, sum1), add(sum2, sum3)))
 
 
 def in_pairs(dtype: str) -> bool:
@@ -69,7 +69,7 @@ def multiply_flops(threads: int, pairs: bool) -> int:
 
 
 def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[Any, Any]:
-    """Run the register tile on every thread; the products (threads, rows, 64), for whoever wants to check them."""
+    """Run the register tile on every thread; returns the products (threads, rows, 64), so that they can be checked."""
     floats = (_A + _B + _C) // 4
     memory = np.empty(threads * floats + 16, np.float32)
     skip = -memory.ctypes.data // 4 % 16  # rows of 64 floats start where lines of memory do
@@ -82,7 +82,7 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
 
 
 def read(address: int, size: int, threads: int) -> float:
-    """Read ``size`` bytes once, whole blocks of 64 KB only; their sum as float32, for whoever wants to check it."""
+    """Read ``size`` bytes once, whole blocks of 64 KB only; returns their sum in float32, so that it can be checked."""
     block = 2**16
     tasks = size // block
     sums = np.zeros((tasks, 16), np.float32)

@@ -1,6 +1,6 @@
-"""What ``lowtri doctor`` says: what this machine has, what is missing, and what follows from it.
+"""The report of ``lowtri doctor``: what this machine has, what is missing, and what follows.
 
-Numba may be missing here, and that is one of the answers: whatever needs it is imported late.
+Modules that need Numba are imported late, since the report also says that it is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READ_BYTES = 2**27
 
 
 def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """All answers, and ``trouble``: a list of what is missing and what follows, empty where all is well.
+    """The report. Its ``trouble`` lists what is missing and what follows.
 
     Args:
         measure: also measure for about a second; what must be compiled first takes some seconds more.
@@ -51,6 +51,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         )
         return report
     try:
+        import lowtri.compat.numba_private  # noqa: F401 - what kernels use of Numba
         from lowtri.kernels import target
     except EngineError:  # LOWTRI_ISA names what this CPU does not have
         raise
@@ -97,23 +98,23 @@ def _cache(trouble: list[str]) -> dict[str, Any]:
             "Fix: LOWTRI_CACHE=FOLDER names one that can."
         )
     compiled: list[str] = []
-    waiting: list[str] = []
+    not_yet: list[str] = []
     for family, spec in KERNELS:
-        lies = folder is not None and any((folder / spec.name).rglob(f"{family}.{family}-*.nbi"))
-        (compiled if lies else waiting).append(f"{family} {spec.dtype}")
-    return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": waiting}
+        is_compiled = folder is not None and any((folder / spec.name).rglob(f"{family}.{family}-*.nbi"))
+        (compiled if is_compiled else not_yet).append(f"{family} {spec.dtype}")
+    return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": not_yet}
 
 
 def _team(torch: Any) -> str:
-    """Whose threads the kernels run on: the same search as theirs."""
+    """Whose threads the kernels run on, found as kernels find them."""
     if torch.__file__ is not None:
         for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
             return f"torch's own OpenMP team ({path.name})"
-    return "threads of our own: no libgomp lies beside torch"
+    return "threads of our own: torch has no libgomp"
 
 
 def _speed(torch: Any) -> dict[str, float]:
-    """What one core multiplies and reads, and what attention makes of it: medians of turns."""
+    """How fast one core multiplies, reads, and computes attention: medians of interleaved runs."""
     import numpy as np
 
     from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
@@ -125,31 +126,31 @@ def _speed(torch: Any) -> dict[str, float]:
     q, k, v = (torch.randn(1, heads, n, d, generator=generator) for _ in range(3))
     memory = np.ones(_READ_BYTES // 4, np.float32)
     pairs = in_pairs("bf16")
-    acts: dict[str, tuple[Callable[[], object], float]] = {
+    tasks: dict[str, tuple[Callable[[], object], float]] = {  # what runs, and its amount of work
         "multiply": (lambda: multiply(1, False), multiply_flops(1, False)),
         "attention": (lambda: attention(q, k, v, "causal", engine="cpu"), 4 * d * int(causal().pairs(n)) * heads),
         "read": (lambda: read(memory.ctypes.data, _READ_BYTES, 1), _READ_BYTES),
     }
     if pairs:
-        acts["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
+        tasks["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for act, _ in acts.values():
-            act()
-        taken: dict[str, list[float]] = {name: [] for name in acts}
+        for task, _ in tasks.values():
+            task()
+        seconds: dict[str, list[float]] = {name: [] for name in tasks}
         for _ in range(_ROUNDS):
-            for name, (act, _amount) in acts.items():
+            for name, (task, _amount) in tasks.items():
                 start = time.perf_counter()
-                act()
-                taken[name].append(time.perf_counter() - start)
+                task()
+                seconds[name].append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)
-    return {name: amount / statistics.median(taken[name]) / 1e9 for name, (_, amount) in acts.items()}
+    return {name: amount / statistics.median(seconds[name]) / 1e9 for name, (_, amount) in tasks.items()}
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The answers, a line or two each; what is missing last."""
+    """The report as lines; what is missing last."""
     kernels, cache, speed, cpu = report["kernels"], report["cache"], report["speed"], report["cpu"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["versions"].items())
     busy = "" if cpu["load"] is None else f", load {cpu['load']}"
@@ -168,9 +169,9 @@ def as_text(report: dict[str, Any]) -> str:
         tile = (
             f"a register tile of {kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         )
-        told = " (told by NUMBA_CPU_FEATURES)" if "NUMBA_CPU_FEATURES" in os.environ else ""
+        source = " (set by NUMBA_CPU_FEATURES)" if "NUMBA_CPU_FEATURES" in os.environ else ""
         lines += [
-            ("target", f"{kernels['target']}{told}: {tile}"),
+            ("target", f"{kernels['target']}{source}: {tile}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_TORCH if kernels['amx'] else ''}"),
         ]

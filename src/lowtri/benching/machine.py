@@ -1,4 +1,4 @@
-"""What the machine is, as far as figures depend on it."""
+"""The facts about the machine that figures depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("numpy", "torch", "numba", "llvmlite")
 
 
 def facts(threads: int) -> dict[str, Any]:
-    """All that belongs beside a figure: machine, threads, load, versions, date."""
+    """What is printed with figures: machine, threads, load, versions, date."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
@@ -44,7 +44,7 @@ def cpus() -> int:
 
 
 def load() -> float | None:
-    """How many processes wanted a CPU during the last minute; None where the system does not count them."""
+    """The load average of the last minute; None where the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -58,7 +58,7 @@ def last_cache_bytes() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Python, lowtri and what it computes with; None for what is not installed."""
+    """Versions of Python, lowtri and its numerical packages; None for what is not installed."""
     numbers: dict[str, str | None] = {"lowtri": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""Timing in turns: lowtri, the others, lowtri again, in one process, so that other load on the machine affects all alike.
+"""Interleaved timing: all implementations run in turns in one process, so that other load on the machine affects all alike.
 
-The median of each counts. The ceiling is timed in the same turns.
+Figures are medians. The ceiling is timed in the same turns.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure
 CEILING = "ceiling"
 LONGEST = 1.5
 _ROUNDS = 7  # at least
-_SECONDS = 0.5  # cheap cases are run on until so long, up to
+_SECONDS = 0.5  # cheap cases are repeated for so long, at most
 _MOST_ROUNDS = 51
-_ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # between two right answers of order 1
+_ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # the difference of two correct outputs of order 1
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What one way gave for one case; ``why_not`` where it could not run."""
+    """One implementation's figures for one case; ``why_not`` where it could not run."""
 
     seconds: float = 0.0  # the median
     runs: int = 0
@@ -52,11 +52,11 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the ceiling that ours reached."""
+        """The share of the ceiling that lowtri reaches."""
         return self.figures[OURS].rate / self.ceiling
 
     def times(self, name: str) -> float | None:
-        """How many times faster ours is."""
+        """How many times faster lowtri is."""
         other = self.figures.get(name)
         return other.seconds / self.figures[OURS].seconds if other and other.why_not is None else None
 
@@ -107,12 +107,12 @@ def measure(
 
     Args:
         names: what to measure besides lowtri: names in :mod:`lowtri.benching.peers`, or in ``workers``.
-        longest: seconds; a way that takes longer than that for one run is left out.
+        longest: seconds; an implementation that takes longer for one run is left out.
         say: takes a line about what comes next.
         workers: other processes by name; ``benchmarks/mkl_avx512.py`` has one.
 
     Raises:
-        UndecidedError: if ours and another way give different outputs; a wrong answer has no speed.
+        UndecidedError: if lowtri and another implementation give different outputs; nothing is timed then.
     """
     with _threads(threads):
         for number, case in enumerate(cases, 1):
@@ -127,7 +127,7 @@ def _row(
     ways: dict[str, Callable[[], float]] = {}
     missing: dict[str, str] = {}
     memory: dict[str, int | None] = {}
-    right: torch.Tensor | None = None
+    reference: torch.Tensor | None = None  # lowtri's output, the first
     for name in names:
         if name in workers:
             why_not = workers[name].prepare(case)
@@ -141,9 +141,9 @@ def _row(
             missing[name] = result
             continue
         attend, output = result
-        if right is None:
-            right = output
-        _compare(case, name, output, right)
+        if reference is None:
+            reference = output
+        _compare(case, name, output, reference)
         if case.who == "window" and case.work == "forward":
             memory[name] = peak_bytes(lambda attend=attend: run(attend, tensors))  # type: ignore[misc]
         ways[name] = lambda attend=attend: timed(attend, tensors)  # type: ignore[misc]
@@ -153,7 +153,7 @@ def _row(
     figures = {name: Figure(why_not=why) for name, why in missing.items()}
     for name in ways:
         median = statistics.median(taken[name])
-        if not median > 0:  # the other process went away
+        if not median > 0:  # NaN from a process that ended
             figures[name] = Figure(why_not="its process ended")
             continue
         figures[name] = Figure(median, len(taken[name]), case.amount / median, memory.get(name))
@@ -161,7 +161,7 @@ def _row(
 
 
 def _first_run(case: Case, name: str, tensors: Tensors, longest: float) -> str | tuple[Any, torch.Tensor]:
-    """The way, made and warmed up, with its output; or why it cannot run. Ours may raise, the others may be missing."""
+    """The implementation, warmed up, and its output; or why it cannot run. lowtri's errors are raised."""
     try:
         attend = PEERS[name](case)
         if isinstance(attend, str):
@@ -179,17 +179,17 @@ def _first_run(case: Case, name: str, tensors: Tensors, longest: float) -> str |
         return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:100]}"
 
 
-def _compare(case: Case, name: str, output: torch.Tensor, right: torch.Tensor) -> None:
-    apart = float((output.float() - right.float()).abs().max())
-    if not apart <= _ALLOWED[case.dtype]:
+def _compare(case: Case, name: str, output: torch.Tensor, reference: torch.Tensor) -> None:
+    difference = float((output.float() - reference.float()).abs().max())
+    if not difference <= _ALLOWED[case.dtype]:
         raise UndecidedError(
-            f"bench: {case.name}: {OURS} and {name} differ by {apart:.2g}, more than {_ALLOWED[case.dtype]:.0e}.\n"
+            f"bench: {case.name}: {OURS} and {name} differ by {difference:.2g}, more than {_ALLOWED[case.dtype]:.0e}.\n"
             "Nothing is timed: a wrong answer has no speed."
         )
 
 
 def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], float], float]:
-    """A way that does nothing but multiply, or read, and how much it does, in the unit of the case."""
+    """A run that only multiplies, or only reads, and its amount of work in the unit of the case."""
 
     def timed_ceiling() -> float:
         start = time.perf_counter()

@@ -11,15 +11,15 @@ __all__ = ["peak_bytes"]
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def peak_bytes(act: Callable[[], object]) -> int | None:
+def peak_bytes(function: Callable[[], object]) -> int | None:
     """How far the memory in use rose during the call, in bytes; None where the system does not say."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back, or it would be used again uncounted
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system, where its reuse would not be counted
         _RESET.write_text("5", encoding="ascii")  # resets the peak
         before = _kilobytes("VmRSS")
     except (OSError, AttributeError, TypeError, StopIteration):  # another system, or another C library
         return None
-    act()
+    function()
     return max(0, _kilobytes("VmHWM") - before) * 1024
 
 

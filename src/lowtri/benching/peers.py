@@ -1,7 +1,6 @@
-"""The ways to compute one case. Each is made once for a case and then called with q, k and v, or says why it cannot run.
+"""The implementations of one case. Each is made once for a case and then called with q, k and v, or says why it cannot run.
 
-What does not change from call to call is ready before the clock starts: torch's table of bools, FlexAttention's blocks, and after
-the first call our plan.
+Whatever does not change from call to call is made before it is timed: torch's boolean mask, FlexAttention's blocks, lowtri's plan.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ __all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend"]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, H, N, D) each
 
 OURS, SDPA, FLEX, FORMULA = "lowtri", "torch SDPA", "FlexAttention", "plain formula"
-_MOST_PAIRS = 2**26  # of a written-out table; torch makes floats of it, one a pair
+_MOST_PAIRS = 2**26  # of a boolean mask, which torch converts to floats
 
 
 def ours(case: Case) -> Attend:
-    """The CPU kernels, by name: where they cannot run, no other engine is measured instead."""
+    """The CPU kernels, by name, so that no other engine is measured where they cannot run."""
     mask = read_mask(case.mask)
     return lambda q, k, v: attention(q, k, v, mask, engine="cpu")
 

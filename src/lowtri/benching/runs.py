@@ -18,8 +18,8 @@ _MOST_CACHES = 2**31  # bytes of rotating caches, at most
 
 
 class Tensors:
-    """q, k, v and the gradient of the output. Decoding finds no cache where it left it: whole caches take turns,
-    together four times the size of the machine's last cache.
+    """q, k, v and the gradient of the output. Decoding rotates KV caches of together four times the CPU's last-level cache,
+    so that each is read from memory.
     """
 
     def __init__(self, case: Case, seed: int = 0) -> None:
@@ -36,12 +36,12 @@ class Tensors:
         self.q = normal(1, case.heads, case.queries, case.d).requires_grad_(training)  # (1, Hq, Nq, D)
         caches = normal(2, 1, case.kv_heads, case.n, case.d)
         self.caches = [caches] + [caches.clone() for _ in range(count - 1)]  # (2, 1, Hkv, Nk, D) each
-        self.kv = [tuple(x.requires_grad_(training) for x in one) for one in self.caches]
+        self.kv = [tuple(x.requires_grad_(training) for x in cache) for cache in self.caches]
         self.d_output = normal(1, case.heads, case.queries, case.d) if training else None
         self._turn = 0
 
     def next(self) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """The cache whose turn it is, (2, 1, Hkv, Nk, D), and its keys and values."""
+        """The next cache, (2, 1, Hkv, Nk, D), and its keys and values."""
         turn = self._turn % len(self.caches)
         self._turn += 1
         return self.caches[turn], self.kv[turn]

@@ -13,7 +13,7 @@ from lowtri.benching.peers import OURS
 from lowtri.errors import DataError
 from lowtri.files import write_atomically
 
-__all__ = ["as_json", "as_text", "check_plot", "headline", "plot"]
+__all__ = ["as_json", "as_text", "check_plot", "draw", "headline"]
 
 
 def headline(facts: dict[str, Any]) -> str:
@@ -45,16 +45,14 @@ def as_text(rows: Sequence[Row], facts: dict[str, Any], width: int = 140) -> str
         for name in names:
             figure, times = row.figures[name], row.times(name)
             if times is None:
-                note = missing.setdefault(f"{name}: not measured: {figure.why_not}", [])
-                note.append(row.case.name)
+                missing.setdefault(f"{name}: not measured: {figure.why_not}", []).append(row.case.name)
                 cells += ["-", ""]
             else:
                 cells += [_short(figure.rate), f"{times:.1f}"]
-        last_of_its_kind = number + 1 < len(rows) and rows[number + 1].case.work != row.case.work
-        table.add_row(*cells, end_section=last_of_its_kind)
-    paper = StringIO()
-    Console(file=paper, width=width, color_system=None).print(table)
-    lines = [headline(facts), "", "\n".join(line.rstrip() for line in paper.getvalue().splitlines()).strip("\n"), ""]
+        table.add_row(*cells, end_section=number + 1 < len(rows) and rows[number + 1].case.work != row.case.work)
+    text = StringIO()
+    Console(file=text, width=width, color_system=None).print(table)
+    lines = [headline(facts), "", "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n"), ""]
     lines += [
         f"{OURS}: GFLOP/s on visible pairs, or GB/s of keys and values read; medians. share: of what the CPU multiplies",
         "(the register tile alone) or reads in the same run. x: how many times faster lowtri is. training: forward + backward.",
@@ -67,7 +65,8 @@ def _growth(rows: Sequence[Row]) -> list[str]:
     """Time and memory by length, for windows of which several lengths were measured."""
     lines: list[str] = []
     for dtype in dict.fromkeys(row.case.dtype for row in rows):
-        family = _family(rows, dtype)
+        family = [row for row in rows if (row.case.work, row.case.who, row.case.dtype) == ("forward", "window", dtype)]
+        family.sort(key=lambda row: row.case.n)
         if len(family) < 2:
             continue
         names = list(family[0].figures)
@@ -80,11 +79,6 @@ def _growth(rows: Sequence[Row]) -> list[str]:
             cells = [_time_and_memory(row.figures[name]) for name in names]
             lines += [f"{row.case.n:>8,}" + "".join(f"{cell:>24}" for cell in cells)]
     return lines
-
-
-def _family(rows: Sequence[Row], dtype: str) -> list[Row]:
-    chosen = [row for row in rows if (row.case.work, row.case.who, row.case.dtype) == ("forward", "window", dtype)]
-    return sorted(chosen, key=lambda row: row.case.n)
 
 
 def _time_and_memory(figure: Figure) -> str:
@@ -107,14 +101,15 @@ def _row(row: Row) -> dict[str, Any]:
     case = asdict(row.case)
     case.pop("short")
     facts = {"case": row.case.name, **case, "mask": row.case.mask, "pairs": row.case.pairs, "unit": row.case.unit}
-    figures = {}
-    for name, figure in row.figures.items():
-        figures[name] = asdict(figure) if figure.why_not is None else {"why_not": figure.why_not}
+    figures = {
+        name: asdict(figure) if figure.why_not is None else {"why_not": figure.why_not}
+        for name, figure in row.figures.items()
+    }
     return {**facts, "ceiling": row.ceiling, "share": row.share, "figures": figures}
 
 
 def check_plot(path: Path) -> None:
-    """Whether :func:`plot` can write there: asked before minutes of measuring.
+    """Whether :func:`draw` can write there, before minutes of measuring.
 
     Raises:
         DataError: if matplotlib is not installed, or does not write that kind of file, or the folder is missing.
@@ -130,7 +125,7 @@ def check_plot(path: Path) -> None:
         raise DataError(f"bench: --plot {path}: there is no folder {path.parent}.")
 
 
-def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
+def draw(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     """A picture of the rates, a group of bars for each case, the ceiling as a mark; written whole or not at all."""
     check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -145,8 +140,8 @@ def plot(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     for unit, axis in zip(units, axes, strict=True):
         chosen = [row for row in rows if row.case.unit == unit]
         for i, name in enumerate(names):
-            at = [y + (i - (len(names) - 1) / 2) * 0.8 / len(names) for y in range(len(chosen))]
-            axis.barh(at, [row.figures[name].rate for row in chosen], height=0.8 / len(names), label=name)
+            ys = [y + (i - (len(names) - 1) / 2) * 0.8 / len(names) for y in range(len(chosen))]
+            axis.barh(ys, [row.figures[name].rate for row in chosen], height=0.8 / len(names), label=name)
         for y, row in enumerate(chosen):
             axis.plot([row.ceiling] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1)
         axis.set_yticks(range(len(chosen)), [row.case.name for row in chosen])

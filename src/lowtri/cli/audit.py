@@ -47,7 +47,7 @@ def command(
     """lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
     lowtri audit out/model --out audit.html
 
-    Finds what each output depends on and holds it against the mask; names the pair of positions that leaks, and the module
+    Finds what each output depends on and compares it with the mask; names the pair of positions that leaks, and the module
     where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
     MASK in its file is the mask it declares.
 
@@ -60,16 +60,11 @@ def command(
     loaded = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
     arguments = dict(loaded.arguments)
     if mask is not None:
-        arguments.pop("layers", None)
-    if layers is not None:
-        arguments["layers"] = layers
-    if length is not None:
-        arguments["length"] = length
-    if vocab is not None:
-        arguments["vocab_size"] = vocab
-    for name, wanted in (("train", train), ("redraw", redraw), ("compile", compile)):
-        if wanted:
-            arguments[name] = True
+        arguments.pop("layers", None)  # they belong to the target's own mask
+    given = {"layers": layers, "length": length, "vocab_size": vocab}
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    flags = {"train": train, "redraw": redraw, "compile": compile}
+    arguments |= {name: True for name, flag in flags.items() if flag}
     declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
     report = audit(loaded.model, loaded.example, mask=declared, seed=seed, **arguments)
     print(report.to_json() if json else report)

@@ -11,13 +11,15 @@ from lowtri.cli.options import Json, note, print_json
 
 
 def command(
-    full: Annotated[bool, typer.Option("--full", help="The whole table, slow ways as well: half an hour.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole table, slow implementations as well: half an hour.")
+    ] = False,
     case: Annotated[
         list[str] | None,
         typer.Option("--case", metavar="WORDS", help='Only cases with these words in their names: "window bf16".'),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads to compute with.")] = 1,
-    rounds: Annotated[int, typer.Option("--rounds", min=7, help="How often each way runs, at least.")] = 7,
+    rounds: Annotated[int, typer.Option("--rounds", min=7, help="How often each implementation runs, at least.")] = 7,
     flex: Annotated[
         bool, typer.Option("--flex", help="Also torch's FlexAttention, compiled; needs a C++ compiler.")
     ] = False,
@@ -40,7 +42,8 @@ def command(
 
     cases = choose(full, case or ())
     if list_cases:
-        print_json([one.name for one in cases]) if json else print(*(one.name for one in cases), sep="\n")
+        names = [case.name for case in cases]
+        print_json(names) if json else print(*names, sep="\n")
         return
     if find_spec("numba") is None:
         raise EngineError("bench: numba is not installed, and the kernels need it. Fix: pip install numba.")
@@ -48,8 +51,7 @@ def command(
     from lowtri.benching.machine import cpus, facts
     from lowtri.benching.measure import LONGEST, measure
     from lowtri.benching.peers import FLEX, FORMULA, SDPA
-    from lowtri.benching.show import as_json, as_text, check_plot, headline
-    from lowtri.benching.show import plot as draw
+    from lowtri.benching.show import as_json, as_text, check_plot, draw, headline
 
     if threads > cpus():
         raise DataError(
@@ -57,11 +59,11 @@ def command(
         )
     if plot is not None:
         check_plot(plot)
-    names = [SDPA, *[FLEX] * flex, FORMULA]
+    peers = [SDPA, *[FLEX] * flex, FORMULA]
     machine = facts(threads)
     note(headline(machine))
     longest = 60.0 if full else LONGEST
-    rows = list(measure(cases, names, threads, rounds=rounds, longest=longest, say=note))
+    rows = list(measure(cases, peers, threads, rounds=rounds, longest=longest, say=note))
     if plot is not None:
         draw(rows, machine, plot)
         note(f"wrote {plot}")

@@ -73,14 +73,14 @@ def command(
     """
     use_threads(threads)
     if values is not None and scores is None:
-        _refuse("--values goes with --scores", "add --scores FILE")
+        _reject("--values goes with --scores", "add --scores FILE")
     if layer is not None and model is None:
-        _refuse("--layer is for a trained model", "add --model DIR")
+        _reject("--layer is for a trained model", "add --model DIR")
     if scores is not None:
-        _refuse_with("scores", model=model, encodings=encodings, heads=None if heads == 1 else heads)
+        _reject_with("scores", model=model, encodings=encodings, heads=None if heads == 1 else heads)
         explanation = _of_scores(scores, values, sentence, mask or "causal", head)
     elif model is not None:
-        _refuse_with("model", encodings=encodings, heads=None if heads == 1 else heads)
+        _reject_with("model", encodings=encodings, heads=None if heads == 1 else heads)
         explanation = _of_model(model, _SENTENCE if sentence is None else sentence, mask, layer or 0, head)
     else:
         text = _SENTENCE if sentence is None else sentence
@@ -103,10 +103,10 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
 
     model, tokenizer, _ = load_named(name, mask=mask, note=note)
     if tokenizer is None:
-        _refuse(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
+        _reject(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
     ids = encode(tokenizer, sentence)
     if not ids:
-        _refuse("the sentence is empty", 'a word at least, as in "Write a poem"')
+        _reject("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     explanation = explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
     return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
@@ -152,21 +152,21 @@ def _read(path: Path, most: int = 2) -> Any:
                 rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
         numbers = np.asarray(rows, dtype=np.float64)
     except (ValueError, TypeError, EOFError, SyntaxError, RecursionError, MemoryError):
-        _refuse(f"{path} is no table of numbers", "a row for each token, all rows of equal length")
+        _reject(f"{path} is no table of numbers", "a row for each token, all rows of equal length")
     if not 2 <= numbers.ndim <= most or 0 in numbers.shape or not np.isfinite(numbers).all():
         expected = "(tokens, d_model)" if most == 2 else "(rows, columns) or (heads, rows, columns)"
-        _refuse(f"{path} holds {numbers.shape}, or numbers that are not finite", f"{expected} finite numbers")
+        _reject(f"{path} holds {numbers.shape}, or numbers that are not finite", f"{expected} finite numbers")
     return numbers
 
 
-def _refuse_with(option: str, **given: object) -> None:
+def _reject_with(option: str, **given: object) -> None:
     why = {"model": "is for random weights; a model has its own", "scores": "does not go with given scores"}[option]
     for name, value in given.items():
         if value is not None:
-            _refuse(f"--{name} {why}", f"drop --{name} or --{option}")
+            _reject(f"--{name} {why}", f"drop --{name} or --{option}")
 
 
-def _refuse(what: str, fix: str) -> NoReturn:
+def _reject(what: str, fix: str) -> NoReturn:
     from lowtri.errors import DataError
 
     raise DataError(f"explain: {what}. Fix: {fix}.")

@@ -1,4 +1,4 @@
-"""lowtri generate: a trained model continues a text, as it comes."""
+"""lowtri generate: a trained model continues a text, printed as it is generated."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def command(
     import lowtri
     from lowtri.errors import DataError
     from lowtri.generation.text import Pieces
+    from lowtri.nn.chat import chat_text
     from lowtri.nn.pretrained import load_named
     from lowtri.nn.tokenizer import encode
 
@@ -74,11 +75,11 @@ def command(
     if not prompt or "" in (stop or []):
         raise DataError("the prompt, or --stop, is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
-        raise DataError("the prompt is not UTF-8, as this terminal hands it over. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+        raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
     network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, note=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
-    text_in = _chat_prompt(prompt, folder) if chat else prompt
+    text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt
     ids = encode(tokenizer, text_in, add_special_tokens=not chat)
     started = time.perf_counter()
     tokens = lowtri.generate(
@@ -97,7 +98,9 @@ def command(
     if json:
         written = "".join(text)
         figures = _figures(counted, started, len(ids))
-        print_json({"prompt": prompt, "text": written, **(figures if stats else _short(figures))})
+        if not stats:
+            figures = {name: figures[name] for name in ("tokens", "tokens_per_second")}
+        print_json({"prompt": prompt, "text": written, **figures})
         return
     if not chat:
         print(prompt, end="", flush=True)
@@ -114,27 +117,20 @@ def command(
         note(f"{many(figures['tokens'], 'token')}, {figures['tokens_per_second']:,.1f} a second")
 
 
-def _prompt(given: str | None, file: Path | None) -> str:
-    """The prompt from where it was given: the argument, a file, or stdin."""
+def _prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt: from the argument, a file, or stdin."""
     from lowtri.errors import DataError
 
-    if (given is None) == (file is None):
+    if (argument is None) == (file is None):
         raise DataError('one prompt is expected. Fix: "a text", - for stdin, or --prompt-file FILE')
-    if given is not None and given != "-":
-        return given
+    if argument is not None and argument != "-":
+        return argument
     try:
         source = None if file is None or str(file) == "-" else file
         text = (sys.stdin.buffer.read() if source is None else source.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt is not UTF-8: {error}. Fix: iconv -t utf-8") from None
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _chat_prompt(prompt: str, folder: Path) -> str:
-    """What the model reads when the user says ``prompt``."""
-    from lowtri.nn.chat import chat_text
-
-    return chat_text(folder, [{"role": "user", "content": prompt}])
 
 
 class _Counted:
@@ -169,10 +165,6 @@ def _figures(counted: _Counted, started: float, prompt: int) -> dict[str, Any]:
     }
 
 
-def _short(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: figures[name] for name in ("tokens", "tokens_per_second")}
-
-
 def _until(pieces: Iterable[str], stops: list[str]) -> Iterator[str]:
     """The pieces up to the first stop text, which may lie across several of them.
 
@@ -182,15 +174,15 @@ def _until(pieces: Iterable[str], stops: list[str]) -> Iterator[str]:
     pending, longest = "", max(map(len, stops), default=0)
     for piece in pieces:
         pending += piece
-        figures = [at for stop in stops if (at := pending.find(stop)) >= 0]
-        if figures:
-            if min(figures):
-                yield pending[: min(figures)]
+        ends = [start for stop in stops if (start := pending.find(stop)) >= 0]
+        if ends:
+            if min(ends):
+                yield pending[: min(ends)]
             return
-        # The last characters may be the start of a stop: they wait for what follows.
-        certain = max(0, len(pending) - max(0, longest - 1))
-        if certain:
-            yield pending[:certain]
-        pending = pending[certain:]
+        # The last characters may be the start of a stop text, and are kept until more text comes.
+        complete = max(0, len(pending) - max(0, longest - 1))
+        if complete:
+            yield pending[:complete]
+        pending = pending[complete:]
     if pending:
         yield pending

@@ -1,4 +1,4 @@
-"""The command ``lowtri``: finds the verb, runs it, and turns every ending into one clear line and an exit code.
+"""The command ``lowtri``: finds the verb, runs it, and turns every error into one line and an exit code.
 
 How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` and add its line to ``VERBS`` below.
 
@@ -23,8 +23,7 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
   ``LowtriError``. A check that failed: print the result, then ``raise typer.Exit(1)``.
 
 Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 70 an unforeseen error, 130 interrupted.
-Never a traceback:
-an unforeseen error also ends in one line, with code 70, and ``LOWTRI_TRACEBACK=1`` shows where it was.
+No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ VERBS = {
     "bench": "How fast attention is, against torch and the CPU's limit.",
     "doctor": "What this machine has, what is missing, and what follows.",
 }
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # writing fails so, and Python does not say where
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed; print would take None for stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     if sys.stdout is None:
-        _say("stdout is closed, so the result has nowhere to go. Fix: > /dev/null")
+        _print_error("stdout is closed, so the result has nowhere to go. Fix: > /dev/null")
         return 2
     _survive_narrow_encodings()
     try:
@@ -83,46 +82,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if os.environ.get("LOWTRI_TRACEBACK"):
             raise
-        return _answer(error)
+        return _report(error)
     return 0
 
 
-def _answer(error: BaseException) -> int:
-    """Say in one line what ended the run, and give the exit code."""
-    lost = _flush(sys.stdout)
+def _report(error: BaseException) -> int:
+    """Print one line about what ended the run; returns the exit code."""
+    unwritten = _flush(sys.stdout)
     if isinstance(error, typer.Exit):
-        if lost is None:
+        if unwritten is None:
             return error.exit_code
-        error = lost
+        error = unwritten
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 2
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        _say("interrupted")
+        _print_error("interrupted")
         return 130
     if isinstance(error, BrokenPipeError):
         # The reader went away (`lowtri generate ... | head`): there is nothing to report, and no one reads it.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
     if isinstance(error, LowtriError):
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whichever click they stand on
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "lowtri"
-        _say(f"{error.format_message()} (see: {path} --help)")
+        _print_error(f"{error.format_message()} (see: {path} --help)")
         return 2
     if isinstance(error, OSError) and error.filename is not None:
-        _say(f"{error.filename}: {error.strerror or error}")
+        _print_error(f"{error.filename}: {error.strerror or error}")
         return 2
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        _say(f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere")
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        _print_error(
+            f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere"
+        )
         return 2
     # str(error) may be pages long (torch prints C++ frames): its first line says what happened.
     first_line = (str(error).strip() or "no message").splitlines()[0]
-    _say(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
+    _print_error(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
     return 70  # EX_SOFTWARE
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     with suppress(OSError):  # a full stderr: the exit code says it alone
         print(f"lowtri: {message}", file=sys.stderr, flush=True)
     _flush(sys.stderr)
@@ -156,10 +157,10 @@ class _Verbs(TyperGroup):
 def _load(verb: str) -> Any:
     """The real command of a verb, from its module."""
     function = importlib.import_module(f"lowtri.cli.{verb}").command
-    one = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # \b keeps the lines of the paragraph that follows: the two examples.
-    one.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
-    return get_command(one)
+    app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
+    return get_command(app)
 
 
 def _version(wanted: bool) -> None:
@@ -185,14 +186,8 @@ def _lowtri(
     """
 
 
-def _place_of(verb: str) -> None:
-    @_app.command(name=verb, help=VERBS[verb])
-    def stands_for_the_verb() -> None:
-        """Only its line in the list is used: resolve_command puts the real command in its place."""
-
-
-for _verb in VERBS:
-    _place_of(_verb)
+for _verb in VERBS:  # for the list in --help; resolve_command replaces them with the real commands
+    _app.command(name=_verb, help=VERBS[_verb])(lambda: None)
 
 
 if __name__ == "__main__":

@@ -53,42 +53,42 @@ def command(
     from lowtri.masks.labels import split
     from lowtri.masks.panels import cell_size
 
-    labels, how = (None, "") if tokens is None else split(tokens)
+    labels, cut = (None, "") if tokens is None else split(tokens)
     if labels == []:
         raise DataError('mask: --tokens is empty. Fix: --tokens "The black cat".')
     n = n if labels is None else len(labels)
     nq = n if queries is None else queries
     if nq > n:
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")
-    masks = [_chosen(mask(one), batch, head) for one in ([text] if beside is None else [text, beside])]
+    texts = [text] if beside is None else [text, beside]
+    masks = [_select(mask(text), batch, head) for text in texts]
     picture: dict[str, Any] = {"beside": masks[1] if beside is not None else None, "tokens": labels}
     unlabelled = {**picture, "tokens": None} if latex else picture
     drawn = masks[0].draw(nq, n, ticks=ticks, numbers=numbers, latex=latex, **unlabelled)
-    if labels is not None and how != "cut at spaces":
-        note(f"{len(labels)} tokens, {how}")
-    facts = [_facts(one, nq, n) for one in masks]
+    if labels is not None and cut != "cut at spaces":
+        note(f"{len(labels)} tokens, {cut}")
+    facts = [_facts(each, nq, n) for each in masks]
     if svg is not None:
         masks[0].save(svg, nq, n, **picture)
         note(f"wrote {svg}")
     if json:
         print_json({**facts[0], "beside": facts[1]} if beside is not None else facts[0])
         return
-    remark = "% " if latex else ""  # of LaTeX everything can be pasted
+    remark = "% " if latex else ""  # a comment in LaTeX, so that the whole output can be pasted
     if beside is None:
         print(f"{remark}{masks[0]!r}")
     print(drawn, end="\n\n")
     size = cell_size(nq, n)
     if size > 1:
         print(f"a cell of the picture is {size:,} x {size:,} pairs: █ all visible, ▒ some, · none")
-    for one in facts:
-        name = f"{one['mask']}: " if beside is not None else ""
-        print(
-            f"{remark}{name}{_count(one)}; {'causal' if one['causal'] else 'not causal: somebody sees a later position'}"
-        )
+    for shown in facts:
+        name = f"{shown['mask']}: " if beside is not None else ""
+        causal = "causal" if shown["causal"] else "not causal: somebody sees a later position"
+        print(f"{remark}{name}{_count(shown)}; {causal}")
 
 
-def _chosen(mask: Any, batch: int | None, head: int | None) -> Any:
-    """The mask of one batch row or head, where one was asked for; the other dimension keeps its whole length."""
+def _select(mask: Any, batch: int | None, head: int | None) -> Any:
+    """The mask of one batch row or head, where one is given; the other dimension keeps its length."""
     from lowtri.errors import DataError
     from lowtri.masks import heads
 

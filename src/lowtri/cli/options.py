@@ -1,4 +1,4 @@
-"""Options that every verb spells alike, and the two ways to speak: a result on stdout, a note on stderr.
+"""Options that several verbs share, and what they print: results on stdout, notes on stderr.
 
 A verb takes what it needs: ``def command(..., mask: MaskText = "causal", seed: Seed = 0, json: Json = False)``.
 """
@@ -56,7 +56,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def note(message: str) -> None:
-    """A line for the person who watches; the result stays alone on stdout."""
+    """Print a line to stderr; stdout is for the result alone."""
     print(message, file=sys.stderr, flush=True)
 
 

@@ -34,8 +34,8 @@ def command(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")] = None,
     cell: Annotated[str | None, typer.Option(help="lstm, gru or rnn: a recurrent model, no decoder.")] = None,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
-    save_every: Annotated[int, typer.Option(help="Steps between savings: what a kill can cost.")] = 100,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, as it began.")] = False,
+    save_every: Annotated[int, typer.Option(help="Steps between savings: the most that a kill can lose.")] = 100,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its options.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute, as torch names it: cpu, cuda, ...")] = "cpu",
     seed: Seed = 0,
     threads: Threads = None,
@@ -55,8 +55,8 @@ def command(
     from lowtri.training.recipe import Recipe
     from lowtri.training.run import Plan, read_plan, run
 
-    how = {"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed}
-    what: dict[str, Any] = {
+    of_recipe = {"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed}
+    of_plan: dict[str, Any] = {
         "files": tuple(str(Path(file).resolve()) for file in files or ()),
         "mask": repr(as_mask(mask, "--mask")),
         **{"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads},
@@ -66,19 +66,19 @@ def command(
         raise DataError(f"--out: {out} is a file. Fix: a folder")
     begun = read_plan(out) if resume else None
     if begun is not None:
-        # What the command line leaves unsaid is as it was. What it says must be as it was too: run() compares.
-        unsaid = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT"}
+        # Options that are not given are as before. Those that are given must be as before, too: run() compares.
+        omitted = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT"}
         if not files:
-            unsaid.add("files")  # an empty list counts as said in older versions of click
-        how.update({name: getattr(begun.recipe, name) for name in unsaid & how.keys()})
-        what.update({name: getattr(begun, name) for name in unsaid & what.keys()})
+            omitted.add("files")  # an empty list counts as given in older versions of click
+        of_recipe.update({name: getattr(begun.recipe, name) for name in omitted & of_recipe.keys()})
+        of_plan.update({name: getattr(begun, name) for name in omitted & of_plan.keys()})
     elif resume:
         note(f"nothing was begun in {out}: starting")
     elif out.exists() and any(out.iterdir()):
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
-    # Ten points at least on the curve, and no more than 100 steps without one.
-    how["validate_every"] = max(1, min(100, int(how["steps"]) // 10))
-    plan = Plan(**what, recipe=Recipe(**how))  # type: ignore[arg-type]
+    # At least ten points on the curve, and at most 100 steps between them.
+    of_recipe["validate_every"] = max(1, min(100, int(of_recipe["steps"]) // 10))
+    plan = Plan(**of_plan, recipe=Recipe(**of_recipe))  # type: ignore[arg-type]
     use_threads(threads)
     _check_device(device)
     try:
@@ -116,12 +116,12 @@ def _watched(steps: int) -> Iterator[Callable[[Step], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps)
-        last = ""
+        held_out = ""
 
         def watch(step: Step) -> None:
-            nonlocal last
-            last = f"held out {step.validation:.3f}" if step.validation is not None else last
-            description = f"loss {step.loss:.3f}  {last}  {step.tokens_per_second:,.0f} tokens/s"
+            nonlocal held_out
+            held_out = f"held out {step.validation:.3f}" if step.validation is not None else held_out
+            description = f"loss {step.loss:.3f}  {held_out}  {step.tokens_per_second:,.0f} tokens/s"
             progress.update(task, completed=step.number, description=description)
 
         yield watch

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtri.backends.base import Differentiates
+from lowtri.compat.torch_private import recording_gradients
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
@@ -123,7 +124,7 @@ def _backward(
     inputs: Any = [
         None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
     ]
-    with _recording(), _without_autocast(output):
+    with recording_gradients(), _without_autocast(output):
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
         if _from_output(ready):
@@ -217,14 +218,4 @@ def _without_autocast(q: Tensor) -> Iterator[None]:
         with torch.autocast(kind, enabled=False):
             yield
     else:
-        yield
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Record gradients inside an operator, where torch has disabled autograd for the thread."""
-    key, off = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
-    for one in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
-        off = off.remove(one)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch.enable_grad():
         yield

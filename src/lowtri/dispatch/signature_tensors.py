@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtri.ops.guards import active_mode, dispatch_keys
+from lowtri.ops.guards import active_mode, plain_keys
 
 __all__ = ["of_tensors"]
 
@@ -16,7 +16,7 @@ def of_tensors(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Hashable | None
     """Shapes, strides, dtypes and torch's settings; None for tensors whose data does not lie in CPU memory as it is."""
     if active_mode() is not None:
         return None
-    q_keys, k_keys, v_keys = dispatch_keys(q), dispatch_keys(k), dispatch_keys(v)
+    q_keys, k_keys, v_keys = plain_keys(q), plain_keys(k), plain_keys(v)
     if q_keys is None or k_keys is None or v_keys is None:
         return None
     settings = torch.get_num_threads(), torch.is_grad_enabled()
@@ -27,7 +27,7 @@ def of_tensors(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Hashable | None
         return settings, of_q, of_k, of_v
     others: list[Hashable] = []
     for x in (bias, sinks):
-        keys = 0 if x is None else dispatch_keys(x)
+        keys = 0 if x is None else plain_keys(x)
         if keys is None:
             return None
         others.append(None if x is None else (keys, x.shape, x.stride(), x.dtype, x.requires_grad))

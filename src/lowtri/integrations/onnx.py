@@ -74,7 +74,7 @@ def attention(
         K: (B, Hkv, Nk, D) or (B, Nk, Hkv * D); Hq is a multiple of Hkv.  V: the same with its own head size Dv.
         attn_mask: bools, True = may see, or floats to add to the scores, where -inf hides. Broadcasts against
             (B, Hq, Nq, P + Nk); keys past a shorter last dimension are hidden.
-        past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), what the last call gave as present.
+        past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), the last call's present_key and present_value.
         nonpad_kv_seqlen: (B,), how many keys of each row are real, where K and V are a whole cache; not with a past.
         is_causal: whether query i sees key j only for j <= i + offset: offset is P with a past, ``nonpad_kv_seqlen - Nq``
             with that, else 0, so that more keys than queries start at the top left.
@@ -86,12 +86,12 @@ def attention(
             and -inf where hidden, 3 the weights.
         softmax_precision: 1, 10, 11 or 16 (float32, float16, float64, bfloat16). lowtri's softmax has at least float32,
             so that only 11 changes anything: then everything is computed in float64.
-        return_qk_matmul: whether the fourth output is wanted; it is as large as all pairs.
+        return_qk_matmul: whether to compute the fourth output, a number for each pair.
         engine: as in :func:`lowtri.attention`.
 
     Returns:
         Y in the dtype and rank of Q; present_key and present_value, None with ``nonpad_kv_seqlen``; qk_matmul_output in the
-        dtype of Q, None unless asked for. A query that sees nothing has a row of zeros, in Y and in mode 3.
+        dtype of Q, None without ``return_qk_matmul``. A query that sees nothing has a row of zeros, in Y and in mode 3.
 
     Raises:
         CallError: if inputs and attributes do not fit together.
@@ -101,9 +101,11 @@ def attention(
     Q, K, V, attn_mask, past_key, past_value = _checked_inputs(
         Q=Q, K=K, V=V, attn_mask=attn_mask, past_key=past_key, past_value=past_value
     )
-    _check_flags(is_causal=is_causal, return_qk_matmul=return_qk_matmul)
-    _check_numbers(scale=scale, softcap=softcap)
-    _check_whole(
+    _check_attributes(
+        is_causal=is_causal,
+        return_qk_matmul=return_qk_matmul,
+        scale=scale,
+        softcap=softcap,
         q_num_heads=q_num_heads,
         kv_num_heads=kv_num_heads,
         left_window_size=left_window_size,
@@ -119,16 +121,16 @@ def attention(
     if attn_mask is not None:
         allowed, bias = bools_and_bias(four_dimensions(attn_mask, q, k.shape[2]))
         positioned = positioned.restricted(allowed)
-    work = work_dtype(q, v, softmax_precision)
-    q, k, v = (cast(x, work) for x in (q, k, v))
-    bias = None if bias is None else cast(bias, work)
-    capped = None if softcap == 0 else softcap
-    weighted = return_qk_matmul and qk_matmul_output_mode == 3
-    options: dict[str, Any] = {"scale": scale, "softcap": capped, "bias": bias, "engine": engine}
-    found: Any = attend(q, k, v, positioned.mask, **options, **positioned.arguments(), return_weights=weighted)
-    output, scores = found if weighted else (found, None)
-    if return_qk_matmul and not weighted:
-        scores = scores_of(q, k, scale, capped if qk_matmul_output_mode else None)
+    compute_dtype = work_dtype(q, v, softmax_precision)
+    q, k, v = (cast(x, compute_dtype) for x in (q, k, v))
+    bias = None if bias is None else cast(bias, compute_dtype)
+    cap = None if softcap == 0 else softcap
+    return_weights = return_qk_matmul and qk_matmul_output_mode == 3
+    options: dict[str, Any] = {"scale": scale, "softcap": cap, "bias": bias, "engine": engine}
+    result: Any = attend(q, k, v, positioned.mask, **options, **positioned.arguments(), return_weights=return_weights)
+    output, scores = result if return_weights else (result, None)
+    if return_qk_matmul and not return_weights:
+        scores = scores_of(q, k, scale, cap if qk_matmul_output_mode else None)
         if qk_matmul_output_mode == 2:
             scores = hide_scores(scores if bias is None else scores + bias, positioned.visible())
     if Q.ndim == 3:
@@ -143,12 +145,12 @@ def attention(
 def _checked_inputs(**inputs: Any) -> list[Any]:
     """Arrays of one library, in the standard's two types: that of Q, K and past_key, and that of V and past_value."""
     inputs = {name: plain_array(name, x, "onnx.attention") for name, x in inputs.items()}
-    came = {name: x for name, x in inputs.items() if x is not None or name in ("Q", "K", "V")}
-    kinds = {type(x).__module__.split(".")[0] for x in came.values()}
-    if len(kinds) > 1 or not kinds <= {"numpy", "torch"} or not all(hasattr(x, "ndim") for x in came.values()):
-        listed = ", ".join(f"{name} {type(x).__name__}" for name, x in came.items())
+    given = {name: x for name, x in inputs.items() if x is not None or name in ("Q", "K", "V")}
+    libraries = {type(x).__module__.split(".")[0] for x in given.values()}
+    if len(libraries) > 1 or not libraries <= {"numpy", "torch"} or not all(hasattr(x, "ndim") for x in given.values()):
+        listed = ", ".join(f"{name} {type(x).__name__}" for name, x in given.items())
         raise CallError(f"onnx.attention: {listed}; it takes NumPy arrays or torch tensors, all of one kind.")
-    types = {name: dtype_name(x.dtype) for name, x in came.items()}
+    types = {name: dtype_name(x.dtype) for name, x in given.items()}
     for name in ("Q", "V"):
         if "float" not in types[name]:
             raise CallError(f"onnx.attention: {name} is {types[name]}, but it holds floats. Fix: cast it.")
@@ -160,22 +162,15 @@ def _checked_inputs(**inputs: Any) -> list[Any]:
     return list(inputs.values())
 
 
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, int | np.integer | np.bool_) or flag not in (0, 1):
-            raise CallError(f"onnx.attention: {name} is {_shown(flag)}; it is 0 or 1.")
-
-
-def _check_numbers(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        if number is not None and not isinstance(number, float | int | np.floating | np.integer):
-            raise CallError(f"onnx.attention: {name} is {_shown(number)}; it is one plain number. Fix: float({name}).")
-
-
-# For each whole number: what it may be, whether it may be left out, and the same in words.
+# For each attribute: the values that it may have, or its type where any number will do; whether None is one; and the same in words.
+_FLAG = ((0, 1), False, "is 0 or 1")
 _HEADS = (range(1, POSITION_MAX), True, "is a whole number of heads, at least 1")
 _WINDOW = (range(-1, POSITION_MAX), False, "counts keys, and -1 is for all of them")
-_WHOLE = {
+_ATTRIBUTES: dict[str, tuple[Any, bool, str]] = {
+    "is_causal": _FLAG,
+    "return_qk_matmul": _FLAG,
+    "scale": (float, True, "is one plain number. Fix: float(scale)"),
+    "softcap": (float, True, "is one plain number. Fix: float(softcap)"),
     "q_num_heads": _HEADS,
     "kv_num_heads": _HEADS,
     "left_window_size": _WINDOW,
@@ -185,14 +180,15 @@ _WHOLE = {
 }
 
 
-def _check_whole(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        choices, optional, words = _WHOLE[name]
-        if number is None and optional:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or int(number) not in choices:
-            raise CallError(f"onnx.attention: {name} is {_shown(number)}; it {words}.")
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None or isinstance(value, str | int | float | np.generic) else type(value).__name__
+def _check_attributes(**attributes: Any) -> None:
+    for name, value in attributes.items():
+        choices, optional, words = _ATTRIBUTES[name]
+        if choices is float:
+            fits = isinstance(value, float | int | np.floating | np.integer)
+        elif choices == (0, 1):
+            fits = isinstance(value, int | np.integer | np.bool_) and value in choices
+        else:
+            fits = isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) in choices
+        if not fits and not (value is None and optional):
+            shown = isinstance(value, str | int | float | np.generic) or value is None
+            raise CallError(f"onnx.attention: {name} is {repr(value) if shown else type(value).__name__}; it {words}.")

@@ -33,21 +33,22 @@ class PositionedMask:
     def arguments(self) -> dict[str, Any]:
         """The positions as arguments of `attention`; empty where they are its default, which more backends run without a table."""
         nq, nk = self.q.shape[1], self.k.shape[1]
-        usual = np.array_equal(self.k, np.arange(nk)[None]) and np.array_equal(self.q, np.arange(nk - nq, nk)[None])
-        return {} if usual and nq <= nk else {"q_positions": self.q, "k_positions": self.k}
+        default = np.array_equal(self.k, np.arange(nk)[None]) and np.array_equal(self.q, np.arange(nk - nq, nk)[None])
+        return {} if default and nq <= nk else {"q_positions": self.q, "k_positions": self.k}
 
     def restricted(self, allowed: NDArray[np.bool_]) -> PositionedMask:
         """Intersect with a table (B|1, H|1, Nq|1, Nk), True = may see.
 
-        One row for all queries sets hidden keys to position -1; anything else becomes one table of the whole mask."""
+        Where the table is the same for all queries, hidden keys get position -1; else all becomes one table.
+        """
         if allowed.all():
             return self
         nq, nk = self.q.shape[1], allowed.shape[3]
         if allowed.shape[1:3] == (1, 1):
             return PositionedMask(self.mask, self.q, np.where(allowed[:, 0, 0], self.k, -1))
         pairs = self.visible() & allowed  # (B|1, H|1, Nq, Nk)
-        last = max(nk - nq, 0) + np.arange(nq)  # the rows of a table
-        return PositionedMask(table(pairs), last[None], np.arange(nk)[None])
+        rows = max(nk - nq, 0) + np.arange(nq)  # a table's last row is its newest position
+        return PositionedMask(table(pairs), rows[None], np.arange(nk)[None])
 
 
 def band_mask(is_causal: bool | int, left: int, right: int) -> Mask:
@@ -73,8 +74,8 @@ def positions_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Position
             f"row: ({rows},) whole numbers in 0 .. {nk}."
         )
     first = lengths[:, None].astype(np.int64) - nq  # negative for queries before any key; positions are not,
-    ahead = max(0, -int(first.min(initial=0)))  # so all positions are shifted
-    return PositionedMask(mask, first + ahead + np.arange(nq), np.where(keys < lengths[:, None], keys + ahead, -1))
+    shift = max(0, -int(first.min(initial=0)))  # so all positions are shifted
+    return PositionedMask(mask, first + shift + np.arange(nq), np.where(keys < lengths[:, None], keys + shift, -1))
 
 
 def four_dimensions(attn_mask: Any, q: Any, nk: int) -> Any:
@@ -83,7 +84,7 @@ def four_dimensions(attn_mask: Any, q: Any, nk: int) -> Any:
     if name != "bool" and "float" not in name:
         raise CallError(
             f"onnx.attention: attn_mask is {name} {shape}; it holds bools (True = may see) or floats to add.\n"
-            "Fix: attn_mask != 0, after you made sure which way round it is."
+            "Fix: attn_mask != 0, after checking whether it marks visible or hidden pairs."
         )
     fits = 1 <= len(shape) <= 4 and shape[-1] <= nk
     if not fits or any(n not in (1, m) for n, m in zip(shape[-2::-1], q.shape[2::-1], strict=False)):

@@ -20,6 +20,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+from lowtri.compat.transformers_private import has_interface
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_attend import attend
 from lowtri.integrations.transformers_traced import attend_or_trace
@@ -94,7 +95,7 @@ def switch(model: Any, name: str = "lowtri") -> Any:
             raise EngineError(f'switch: "{name}" is not registered. Fix: register("{name}").')
         register()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    closed = {type(part).__name__ for part in parts if not part._can_set_attn_implementation()}
+    closed = {type(part).__name__ for part in parts if not has_interface(part)}
     closed |= {kind.__name__ for kind in {type(part) for part in model.modules()} if _attends_by_itself(kind)}
     if closed or not parts:
         names = ", ".join(sorted(closed)) or type(model).__name__

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_dense import read_dense_mask
 from lowtri.integrations.transformers_lazy import LazyMask
 from lowtri.masks.formulas import causal, full
 
-__all__ = ["apply_sinks", "attend", "reject_unsupported", "weights_requested"]
+__all__ = ["apply_sinks", "attend", "is_causal_layer", "reject_unsupported", "weights_requested"]
 
 _log = logging.getLogger("lowtri.integrations.transformers")
 _warned: set[str] = set()
@@ -51,12 +52,12 @@ def attend(
         attention_mask: what :func:`~lowtri.integrations.transformers_masks.make_mask` made, a table by hand, or None.
         dropout, scaling, softcap: as of :func:`lowtri.attention`.
         s_aux: (Hq,), a sink for each head.  sinks: (B, Hq, Nq, 1), one for each query.
-        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); it may want a gradient.
-        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks that the module knows.
-        output_attentions: whether the weights are wanted.
+        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); may require a gradient.
+        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks of the module's size.
+        output_attentions: whether to return the weights.
 
     Returns:
-        output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk) where wanted, else None.
+        output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk), or None.
 
     Raises:
         CallError: for an argument that is not supported; none is ignored.
@@ -65,17 +66,20 @@ def attend(
     if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
         query = query.expand(key.shape[0], *query.shape[1:])
     nq, nk = query.shape[-2], key.shape[-2]
-    lazy, bias = _lazy_mask(module, attention_mask, nq, nk, query.dtype, is_causal)
+    bias: Tensor | None = None
+    if attention_mask is None:
+        lazy = LazyMask(causal() if is_causal_layer(module, is_causal, nq) else full(), 0, nq, 0, nk)
+    else:
+        lazy, bias = read_dense_mask(attention_mask, nq, nk, query.dtype)
     if block_indices is not None:
-        table = dense_table(lazy, query.device)
-        chosen = module.indexer.build_block_mask(
-            block_indices, table, nk, query.dtype, query.device, _position_ids(others, nq, nk, query)
-        )
-        lazy, _ = read_dense_mask(chosen, nq, nk, query.dtype)
+        position_ids = _position_ids(others, nq, nk, query)
+        visible = _dense_table(lazy, query.device)
+        visible = module.indexer.build_block_mask(block_indices, visible, nk, query.dtype, query.device, position_ids)
+        lazy, _ = read_dense_mask(visible, nq, nk, query.dtype)
     if indices is not None:
         chosen = torch.zeros((query.shape[0], nq, nk + 1), dtype=torch.bool, device=query.device)
         chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
-        lazy, _ = read_dense_mask(chosen & dense_table(lazy, query.device), nq, nk, query.dtype)
+        lazy, _ = read_dense_mask(chosen & _dense_table(lazy, query.device), nq, nk, query.dtype)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     weighted = weights_requested(output_attentions)
@@ -88,7 +92,7 @@ def attend(
         _warn_once(
             "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
         )
-    found = attention(
+    result = attention(
         query,
         key,
         value,
@@ -103,37 +107,32 @@ def attend(
         engine=engine,
         **lazy.positions,
     )
-    output, weights = apply_sinks(found, weighted, sinks)
+    output, weights = apply_sinks(result, weighted, sinks)
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _lazy_mask(
-    module: Any, mask: Tensor | None, nq: int, nk: int, dtype: torch.dtype, is_causal: bool | None
-) -> tuple[LazyMask, Tensor | None]:
-    if mask is not None:
-        return read_dense_mask(mask, nq, nk, dtype)
-    # No mask at all means what it means to transformers' sdpa: causal from the top left where the layer is causal.
-    is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return LazyMask(causal() if is_causal_layer and nq > 1 else full(), 0, nq, 0, nk), None
+def is_causal_layer(module: Any, is_causal: bool | None, nq: int) -> bool:
+    """Whether a layer without a mask is causal, from the top left, as under transformers' sdpa."""
+    return nq > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def dense_table(lazy: LazyMask, device: Any) -> Tensor:
+def _dense_table(lazy: LazyMask, device: Any) -> Tensor:
     """The table of pairs, (B|1, Hq|1, Nq, Nk), for the few models that choose keys query by query."""
     return torch.from_numpy(lazy.table().copy()).to(device)
 
 
 def _position_ids(others: dict[str, Any], nq: int, nk: int, query: Tensor) -> Tensor:
-    places = others.get("position_ids")
-    if places is None:
-        places = torch.arange(nk - nq, nk, device=query.device)
-    return (places if places.ndim > 1 else places[None]).expand(query.shape[0], -1)
+    positions = others.get("position_ids")
+    if positions is None:
+        positions = torch.arange(nk - nq, nk, device=query.device)
+    return (positions if positions.ndim > 1 else positions[None]).expand(query.shape[0], -1)
 
 
-def apply_sinks(found: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def apply_sinks(result: Any, weighted: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output and weights; sinks of single queries are applied afterwards, with the log-sum-exp."""
     if not weighted and sinks is None:
-        return found, None
-    output, *rest = found
+        return result, None
+    output, *rest = result
     weights = rest[0] if weighted else None
     if sinks is not None:
         share = torch.sigmoid(rest[-1][..., None] - sinks.to(rest[-1].dtype))  # (B, Hq, Nq, 1)
@@ -146,12 +145,7 @@ def weights_requested(output_attentions: bool | None) -> bool:
     """Whether weights are requested: by the model, or by transformers, which collects them from the layers."""
     if output_attentions is not None:
         return bool(output_attentions)
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # older versions do not collect; return the weights always, as eager does
-        return True
-    collected = _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    return collects_attentions()
 
 
 def reject_unsupported(cache: Any, others: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtri.compat.torch_private import version_of
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.masks.array_masks import Keys, table
@@ -32,8 +33,8 @@ class MaskAndBias(NamedTuple):
     bias: Tensor | None
 
 
-# tensor -> ((version, sizes, dtype), lazy mask, whether it is that mask alone). Entries die with their tensor, so it stays as
-# small as the masks in use; a bias is not stored, since it would keep its own key alive.
+# tensor -> ((version, sizes, dtype), lazy mask, whether there is no bias). Entries are removed with their tensor; a bias is not
+# stored, since it would keep its own key alive.
 _read: Any = WeakTensorKeyDictionary()
 
 
@@ -59,15 +60,15 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskA
         mask = mask.materialize()
     mask = plain_array("attention_mask", mask, "transformers")
     shape = mask_shape(mask, nq, nk)
-    # Inference tensors have no version, so that a change in place would go unnoticed: those are read again.
-    key = None if mask.is_inference() else (mask._version, nq, nk, dtype)
-    known = None if key is None else _read.get(mask)
-    if known is None or known[0] != key:
-        known = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
-        if key is not None:
-            _read[mask] = known
-    _, lazy, plain = known
-    return MaskAndBias(lazy, None if plain and not mask.requires_grad else mask.reshape(shape))
+    version = version_of(mask)
+    key = (version, nq, nk, dtype)
+    entry = None if version is None else _read.get(mask)
+    if entry is None or entry[0] != key:
+        entry = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
+        if version is not None:  # else a change in place would go unnoticed
+            _read[mask] = entry
+    _, lazy, is_bool = entry
+    return MaskAndBias(lazy, None if is_bool and not mask.requires_grad else mask.reshape(shape))
 
 
 def mask_shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
@@ -87,11 +88,10 @@ def mask_shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
 
 
 def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[LazyMask, bool]:
-    """The lazy mask, and whether the dense one holds nothing else."""
-    if mask.dtype == torch.bool:
-        return _placed(mask, nq, nk), True
-    hidden = mask <= hidden_threshold(mask.dtype, dtype)
-    return _placed(~hidden, nq, nk), bool(((mask == 0) | hidden).all())
+    """The lazy mask, and whether there is no bias."""
+    hidden = ~mask if mask.dtype == torch.bool else mask <= hidden_threshold(mask.dtype, dtype)
+    lazy = LazyMask(_mask((~hidden).cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
+    return lazy, mask.dtype == torch.bool or bool(((mask == 0) | hidden).all())
 
 
 def hidden_threshold(of_mask: torch.dtype, of_queries: torch.dtype) -> float:
@@ -99,12 +99,8 @@ def hidden_threshold(of_mask: torch.dtype, of_queries: torch.dtype) -> float:
     return max(torch.finfo(of_mask).min, torch.finfo(of_queries).min)
 
 
-def _placed(visible: Tensor, nq: int, nk: int) -> LazyMask:
-    return LazyMask(_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
-
-
 def _mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
-    """The shortest mask that is this table: everything, causal, some keys, or the table itself."""
+    """The simplest mask that is this table: full, causal, keys, or the table itself."""
     if visible.all():
         return full()
     for axis in (0, 1):
@@ -116,7 +112,7 @@ def _mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
         return Keys(FrozenArray(rows[0] if len(rows) == 1 else rows))
     visible = np.broadcast_to(visible, (*visible.shape[:2], nq, nk))
     if visible.shape[:2] == (1, 1):
-        alone = visible[0, 0]
-        line = nk >= nq and np.array_equal(alone, np.arange(nk) <= np.arange(nk - nq, nk)[:, None])
-        return causal() if line else table(alone)
+        visible = visible[0, 0]
+        is_causal = nk >= nq and np.array_equal(visible, np.arange(nk) <= np.arange(nk - nq, nk)[:, None])
+        return causal() if is_causal else table(visible)
     return table(visible[:, 0] if visible.shape[1] == 1 else visible)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowtri.compat.torch_private import mapped_indexing
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Extremes
 from lowtri.masks.mask import Mask
@@ -46,22 +47,21 @@ class FunctionMask(Mask):
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         # The result at position -1 is not used, but an index must lie inside.
         q, k = (np.maximum(np.broadcast_to(x, shape), 0).ravel() for x in (q, k))
-        seen = np.empty(len(q), bool)
-        for at in range(0, len(q), _CHUNK):
-            seen[at : at + _CHUNK] = self._answers(q[at : at + _CHUNK], k[at : at + _CHUNK])
-        return seen.reshape(shape) if shape else bool(seen[0])
+        visible = np.empty(len(q), bool)
+        for start in range(0, len(q), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            visible[chunk] = self._evaluate(q[chunk], k[chunk])
+        return visible.reshape(shape) if shape else bool(visible[0])
 
-    def _answers(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _evaluate(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
         q_index, k_index = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in (q, k))
         row, head = (torch.tensor(n, device=self.device) for n in (self.row or 0, 0))
         if self.use_vmap:
-            from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-            with TransformGetItemToIndex():  # lets the function index its tensors by a mapped position
-                found = torch.vmap(self.fn, in_dims=(None, None, 0, 0))(row, head, q_index, k_index)
+            with mapped_indexing():
+                visible = torch.vmap(self.fn, in_dims=(None, None, 0, 0))(row, head, q_index, k_index)
         else:
-            found = self.fn(row, head, q_index, k_index)
-        return np.broadcast_to(found.detach().to("cpu", torch.bool).numpy(), q.shape)
+            visible = self.fn(row, head, q_index, k_index)
+        return np.broadcast_to(visible.detach().to("cpu", torch.bool).numpy(), q.shape)
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return 1 + 0 * (q0 + k0)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from lowtri.compat.torch_private import make_wrapper, to_copy, without_torch_function
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
@@ -66,11 +66,14 @@ class LazyMask:
         if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
             high = q1
         if self.nq < _FEW and _all_hidden(mask, q0, q1, low, low + 1):
-            known, open_ = low + 1, high
-            while open_ - known > 1:
-                middle = (known + open_) // 2
-                known, open_ = (middle, open_) if _all_hidden(mask, q0, q1, low, middle) else (known, middle)
-            low = known
+            hidden, visible = low + 1, high  # all keys before the first are hidden, some before the second are not
+            while visible - hidden > 1:
+                middle = (hidden + visible) // 2
+                if _all_hidden(mask, q0, q1, low, middle):
+                    hidden = middle
+                else:
+                    visible = middle
+            low = hidden
         if high - low == self.nk or _all_hidden(mask, q0, q1, low, high):
             return self
         return replace(self, k0=low, nk=high - low)
@@ -92,9 +95,7 @@ class LazyMask:
 
 
 def _all_hidden(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> bool:
-    if mask.batch:
-        return bool(np.all(mask.tile(q0, q1, k0, k1) == EMPTY))
-    return bool(mask.tile(q0, q1, k0, k1) == EMPTY)
+    return bool(np.all(mask.tile(q0, q1, k0, k1) == EMPTY))
 
 
 class LazyMaskTensor(Tensor):
@@ -113,9 +114,9 @@ class LazyMaskTensor(Tensor):
 
     @staticmethod
     def __new__(cls, lazy: LazyMask, shape: Any, device: Any) -> LazyMaskTensor:
-        made: LazyMaskTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=device)
-        made.lazy = lazy
-        return made
+        tensor: LazyMaskTensor = make_wrapper(cls, tuple(shape), dtype=torch.bool, device=device)
+        tensor.lazy = lazy
+        return tensor
 
     def __init__(self, lazy: LazyMask, shape: Any, device: Any) -> None:
         super().__init__()
@@ -123,37 +124,40 @@ class LazyMaskTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
-            _reject("gives its mask to torch's attention")
-        with torch._C.DisableTorchFunctionSubclass():
+            _reject("passes its mask to torch's attention")
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        keep = _LAZY_OPS.get(func)
-        kept = keep(*args, **kwargs) if keep and type(args[0]) is cls else None
-        if kept is not None:
-            return kept
-        as_numbers = func is _TO and _is_float(kwargs.get("dtype"))
+        lazy_op = _LAZY_OPS.get(func)
+        result = lazy_op(*args, **kwargs) if lazy_op and type(args[0]) is cls else None
+        if result is not None:
+            return result
+        as_numbers = func is to_copy and _is_float(kwargs.get("dtype"))
         if as_numbers or (func in _SUMS and any(isinstance(x, Tensor) and _is_float(x.dtype) for x in args)):
-            _reject(f"takes its mask for numbers to add to the scores ({func})")
-        return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
+            _reject(f"adds its boolean mask to the scores ({func})")
+        return func(*_materialized(args), **{name: _materialized(x) for name, x in kwargs.items()})
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"LazyMaskTensor({tuple(self.shape)}, {self.lazy.mask!r}, queries from {self.lazy.q0}, keys from {self.lazy.k0})"
 
     def materialize(self) -> Tensor:
         """The table, an ordinary tensor; made once."""
-        known = self.__dict__.get("_table")
-        if known is None:
+        made: Tensor | None = self.__dict__.get("_table")
+        if made is None:
             # torch.vmap, which some mask functions need, does not run inside of an operation; it does in another thread.
-            with ThreadPoolExecutor(1) as apart:
-                table = np.broadcast_to(apart.submit(self.lazy.table).result(), tuple(self.shape))
-            known = self.__dict__["_table"] = torch.from_numpy(table.copy()).to(self.device)
-        return known
+            with ThreadPoolExecutor(1) as thread:
+                table = np.broadcast_to(thread.submit(self.lazy.table).result(), tuple(self.shape))
+            made = self.__dict__["_table"] = torch.from_numpy(table.copy()).to(self.device)
+        return made
 
 
-def _materialize(x: Any) -> Any:
+def _materialized(x: Any) -> Any:
+    """An argument of an operator, a sequence of them included, with tables for lazy masks."""
+    if isinstance(x, list | tuple):
+        return type(x)(map(_materialized, x))
     return x.materialize() if isinstance(x, LazyMaskTensor) else x
 
 
@@ -203,12 +207,11 @@ def _expand(x: LazyMaskTensor, size: Any, **kwargs: Any) -> LazyMaskTensor | Non
 
 
 _OPS = torch.ops.aten
-_TO = _OPS._to_copy.default
 _LAZY_OPS: dict[Any, Any] = {
     _OPS.detach.default: _same,
     _OPS.alias.default: _same,
     _OPS.clone.default: _same,
-    _TO: _to,
+    to_copy: _to,
     _OPS.slice.Tensor: _slice,
     _OPS.expand.default: _expand,
 }

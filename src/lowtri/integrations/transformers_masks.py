@@ -9,7 +9,8 @@ evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import MaskError
 from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
@@ -96,24 +98,22 @@ def read_function(fn: Callable[..., Any], rows: int = 1, use_vmap: bool = False,
         use_vmap: whether it takes single indices, and must be mapped by torch.vmap.
         device: where its tensors are.
     """
-    code = getattr(fn, "__code__", None)
-    reader = _known().get(code) or _combinators().get(code)
+    reader = _readers().get(getattr(fn, "__code__", None))
     if reader is None:
         return FunctionMask(fn, rows, device, use_vmap)
-    closure = _closure(fn)
-    if reader in (_all_of, _any_of, _remapped):
-        return reader(closure, lambda part: read_function(part, rows, use_vmap, device), rows)
-    return reader(closure, rows)
+    return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device))
 
 
 def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
-    """The keys that hold a token: those beyond ``valid`` do not, which is said only where the mask would show them."""
+    """The keys that hold a token. Those past the end of ``valid`` hold none; it is extended only where the mask shows them."""
     n = valid.shape[-1]
     if n < end and not np.all(mask.tile(*queries, n, end) == EMPTY):
         valid = torch.nn.functional.pad(valid, (0, end - n))
-    if bool(valid.all()):
-        return full()
-    return Keys(_rows_of(valid.to("cpu", torch.bool).numpy()))
+    return _keys(valid)
+
+
+def _keys(valid: Tensor) -> Mask:
+    return full() if bool(valid.all()) else Keys(_rows_of(valid.to("cpu", torch.bool).numpy()))
 
 
 def _and(left: Mask, right: Mask) -> Mask:
@@ -140,7 +140,7 @@ def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
     return dict(zip(fn.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-# One reader for each known function: from its closure to the mask.
+# One reader for each known function: from the variables that it closes over to the mask.
 
 
 def _causal(closure: dict[str, Any], rows: int) -> Mask:
@@ -156,22 +156,23 @@ def _sliding(closure: dict[str, Any], rows: int) -> Mask:
     return Band(n - 1, POSITION_MAX, f"band({n - 1}, {POSITION_MAX})")
 
 
-def _around(closure: dict[str, Any], rows: int) -> Mask:
+def _sliding_both_ways(closure: dict[str, Any], rows: int) -> Mask:
     n = int(closure["sliding_window"])
     return band(n, n)
 
 
 def _chunked(closure: dict[str, Any], rows: int) -> Mask:
     n, pads = int(closure["chunk_size"]), closure["left_padding"]
-    by = [-int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist()]  # chunks count from the first token
-    if len(set(by)) == 1:
-        return chunks(n) if by[0] == 0 else ShiftedMask(chunks(n), (by[0],))
-    return ShiftedMask(chunks(n), tuple(by))
+    shifts = tuple(
+        -int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist()
+    )  # chunks count from the first token
+    if len(set(shifts)) == 1:
+        shifts = shifts[:1]
+    return chunks(n) if shifts == (0,) else ShiftedMask(chunks(n), shifts)
 
 
 def _padding(closure: dict[str, Any], rows: int) -> Mask:
-    valid = closure["padding_mask"].to("cpu", torch.bool)[:rows]
-    return full() if bool(valid.all()) else Keys(_rows_of(valid.numpy()))
+    return _keys(closure["padding_mask"][:rows])
 
 
 def _packed(closure: dict[str, Any], rows: int) -> Mask:
@@ -179,73 +180,58 @@ def _packed(closure: dict[str, Any], rows: int) -> Mask:
 
 
 def _blocks(closure: dict[str, Any], rows: int) -> Mask:
-    ids = closure["block_sequence_ids"][:rows].cpu().numpy()
-    return _and(Documents(_rows_of(ids)), full() if (ids >= 0).all() else Keys(_rows_of(ids >= 0)))
+    ids = closure["block_sequence_ids"][:rows].cpu()
+    return _and(Documents(_rows_of(ids.numpy())), _keys(ids >= 0))
 
 
-def _remapped(closure: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
-    inner, places = read(closure["mask_function"]), closure["position_ids"][:rows].cpu().numpy()
-    return inner if inner == full() else RemappedMask(inner, _rows_of(places.astype(np.int64)))
+# The same for the functions that combine others, or evaluate one at other positions: ``read`` gives the mask of a function.
 
 
-def _all_of(closure: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
-    mask = full()
-    for part in closure["mask_functions"]:
-        mask = _and(mask, read(part))
-    return mask
+def _remapped(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    inner, positions = read(closure["mask_function"]), closure["position_ids"][:rows].cpu().numpy()
+    return inner if inner == full() else RemappedMask(inner, _rows_of(positions.astype(np.int64)))
 
 
-def _any_of(closure: dict[str, Any], read: Callable[[Any], Mask], rows: int) -> Mask:
-    parts = [read(part) for part in closure["mask_functions"]]
-    mask = parts[0]
-    for part in parts[1:]:
-        mask = mask | part
-    return mask
+def _all_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    return reduce(_and, map(read, closure["mask_functions"]), full())
+
+
+def _any_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    return reduce(or_, map(read, closure["mask_functions"]))
+
+
+def _read(reader: Callable[..., Mask], fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    parts = (read,) if reader in (_remapped, _all_of, _any_of) else ()
+    return reader(_closure(fn), rows, *parts)
 
 
 @cache
-def _known() -> dict[Any, Any]:
+def _readers() -> dict[Any, Callable[..., Mask]]:
     """Code object -> reader, for the functions of the installed transformers that pass the check."""
-    import transformers.masking_utils as theirs
-
     ids = torch.tensor([[0, 0, 1, 1, 1, -1, -1, 2, 2, 3, 3, 3], [-1, -1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    made: list[tuple[Callable[..., Any], Any]] = [
-        (theirs.causal_mask_function, _causal),
-        (theirs.bidirectional_mask_function, _full),
-        (theirs.sliding_window_overlay(3), _sliding),
-        (theirs.sliding_window_bidirectional_overlay(3), _around),
-        (theirs.chunked_overlay(5, torch.tensor([0, 3])), _chunked),
-        (theirs.padding_mask_function(ids >= 0), _padding),
-        (theirs.packed_sequence_mask_function(ids), _packed),
-        (theirs.blockwise_overlay(ids), _blocks),
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    two = known_mask_function("sliding_window_overlay", 3), known_mask_function("causal_mask_function")
+    examples: list[tuple[Callable[..., Any] | None, Callable[..., Mask]]] = [
+        (known_mask_function("causal_mask_function"), _causal),
+        (known_mask_function("bidirectional_mask_function"), _full),
+        (known_mask_function("sliding_window_overlay", 3), _sliding),
+        (known_mask_function("sliding_window_bidirectional_overlay", 3), _sliding_both_ways),
+        (known_mask_function("chunked_overlay", 5, torch.tensor([0, 3])), _chunked),
+        (known_mask_function("padding_mask_function", ids >= 0), _padding),
+        (known_mask_function("packed_sequence_mask_function", ids), _packed),
+        (known_mask_function("blockwise_overlay", ids), _blocks),
+        (known_mask_function("and_masks", *two), _all_of),
+        (known_mask_function("or_masks", *two), _any_of),
+        (known_mask_function("remap_positions_for_packed_sequence", two[0], positions), _remapped),
     ]
-    return {fn.__code__: reader for fn, reader in made if _means(fn, reader, 2)}
+    return {fn.__code__: reader for fn, reader in examples if fn is not None and _agree(fn, reader)}
 
 
-@cache
-def _combinators() -> dict[Any, Any]:
-    """Code object -> reader, for the functions that combine others or remap their positions."""
-    import transformers.masking_utils as theirs
-
-    window, block = theirs.sliding_window_overlay(3), theirs.causal_mask_function
-    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    made: list[tuple[Callable[..., Any], Any]] = [
-        (theirs.and_masks(window, block), _all_of),
-        (theirs.or_masks(window, block), _any_of),
-        (theirs.remap_positions_for_packed_sequence(window, places), _remapped),
-    ]
-
-    def read(part: Any) -> Mask:
-        return FunctionMask(part, 2, "cpu", False)
-
-    return {fn.__code__: reader for fn, reader in made if _means(fn, reader, read, 2)}
-
-
-def _means(fn: Callable[..., Any], reader: Callable[..., Mask], *how: Any) -> bool:
+def _agree(fn: Callable[..., Any], reader: Callable[..., Mask]) -> bool:
     """Whether a function and the mask read from it agree on every pair of 12 positions in two batch rows."""
     try:
-        said = reader(_closure(fn), *how)
-    except (KeyError, TypeError, AttributeError, MaskError):  # its closure is not what the reader expects
+        mask = _read(reader, fn, 2, lambda part: FunctionMask(part, 2, "cpu", False))
+    except (KeyError, TypeError, AttributeError, MaskError):  # it closes over other variables than the reader expects
         return False
-    asked = FunctionMask(fn, 2, "cpu", False).dense(12)
-    return bool(np.array_equal(np.broadcast_to(said.dense(12), asked.shape), asked))
+    expected = FunctionMask(fn, 2, "cpu", False).dense(12)
+    return bool(np.array_equal(np.broadcast_to(mask.dense(12), expected.shape), expected))

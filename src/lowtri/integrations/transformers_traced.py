@@ -16,7 +16,13 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.transformers_attend import apply_sinks, attend, reject_unsupported, weights_requested
+from lowtri.integrations.transformers_attend import (
+    apply_sinks,
+    attend,
+    is_causal_layer,
+    reject_unsupported,
+    weights_requested,
+)
 from lowtri.integrations.transformers_dense import hidden_threshold, mask_shape
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.masks.array_masks import table
@@ -30,7 +36,7 @@ def can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) 
 
     Sizes may be symbolic; the value of a tensor (the position in a static cache) is not known while tracing.
     """
-    if any(isinstance(place, Tensor) for place in (q_offset, kv_offset)) or kv_offset != 0:
+    if any(isinstance(offset, Tensor) for offset in (q_offset, kv_offset)) or kv_offset != 0:
         return False
     return bool(kv_length == q_length + q_offset and (q_offset == 0 or q_length == 1))
 
@@ -50,26 +56,26 @@ def attend_or_trace(
     Raises:
         CallError: while torch.export traces, for what an exported program cannot contain.
     """
-    arguments = (module, query, key, value, attention_mask, dropout, scaling)
+    arguments = (module, query, key, value, attention_mask)
     if not torch.compiler.is_compiling():
-        return attend(*arguments, **options)
+        return attend(*arguments, dropout, scaling, **options)
     reject_unsupported(options.pop("cache", None), options)
-    by_query = options.get("indices") is not None or options.get("block_indices") is not None
+    selects_keys = options.get("indices") is not None or options.get("block_indices") is not None
     weighted = weights_requested(options.get("output_attentions"))
-    if not (dropout or by_query or weighted or isinstance(attention_mask, LazyMaskTensor)):
-        return _traced(*arguments, **options)
+    if not (dropout or selects_keys or weighted or isinstance(attention_mask, LazyMaskTensor)):
+        return _traced(*arguments, scaling, **options)
     if torch.compiler.is_dynamo_compiling():
-        return _graph_break(*arguments, **options)
+        return _graph_break(*arguments, dropout, scaling, **options)
     raise CallError(
-        f"transformers: lowtri's attention with {_NO_OPERATOR} is no operator that an exported program could hold.\n"
+        f"transformers: lowtri's attention with {_NO_OPERATOR} cannot be an operator of an exported program.\n"
         'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
     )
 
 
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
 _REASON = {"reason": f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"}
-_SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
-_graph_break: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _SAYS else {}))
+_HAS_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
+_graph_break: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _HAS_REASON else {}))
 
 
 def _traced(
@@ -78,7 +84,6 @@ def _traced(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
     scaling: float | None,
     is_causal: bool | None = None,
     softcap: float | None = None,
@@ -94,16 +99,15 @@ def _traced(
     mask: Mask | str
     bias = position_bias
     if attention_mask is None:
-        is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = "causal" if is_causal_layer and nq > 1 else "full"
+        mask = "causal" if is_causal_layer(module, is_causal, nq) else "full"
     else:
-        shown, added = _table(attention_mask, query, nq, nk)
-        mask = table(shown)
+        visible, added = _table(attention_mask, query, nq, nk)
+        mask = table(visible)
         if added is not None:
             bias = added if bias is None else bias + added
     # No mask means causal from the top left; a table has its first query there where there are more queries than keys.
     top_left = nq > nk or (attention_mask is None and nq != nk)
-    found = attention(
+    result = attention(
         query,
         key,
         value,
@@ -116,15 +120,15 @@ def _traced(
         return_lse=sinks is not None,
         engine=engine,
     )
-    output, _ = apply_sinks(found, False, sinks)
+    output, _ = apply_sinks(result, False, sinks)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _table(mask: Tensor, query: Tensor, nq: int, nk: int) -> tuple[Tensor, Tensor | None]:
-    """Who sees whom, (Nq, Nk) or with (B,) or (B, H) in front, and what is added to the scores, four dimensions or None."""
+    """The visible pairs, (Nq, Nk) or with (B,) or (B, H) in front, and the bias, four dimensions or None."""
     mask = mask.reshape(mask_shape(mask, nq, nk))
-    shown = mask if mask.dtype == torch.bool else mask > hidden_threshold(mask.dtype, query.dtype)
-    shown = shown.expand(*shown.shape[:2], nq, nk)
-    if shown.shape[1] == 1:
-        shown = shown[0, 0] if shown.shape[0] == 1 else shown[:, 0]
-    return shown, None if mask.dtype == torch.bool else mask
+    visible = mask if mask.dtype == torch.bool else mask > hidden_threshold(mask.dtype, query.dtype)
+    visible = visible.expand(*visible.shape[:2], nq, nk)
+    if visible.shape[1] == 1:
+        visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
+    return visible, None if mask.dtype == torch.bool else mask

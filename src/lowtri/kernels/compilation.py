@@ -6,8 +6,8 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import llvmlite
 import numba
 from numba import cfunc, types
-from numba.core import config
 
+from lowtri.compat import numba_private
 from lowtri.kernels import target
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device_function import NUMBA_OPTIONS
@@ -33,7 +33,7 @@ def cache_folder() -> Path | None:
     Numba's own key is the file of a function: after an edit elsewhere in the kernels it would load stale code.
     """
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in [Path(numba_private.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]:
         digest.update(file.read_bytes())
     facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
     digest.update(repr(facts).encode())
@@ -49,19 +49,6 @@ def cache_folder() -> Path | None:
     return folder
 
 
-@contextmanager
-def _numba_cache(spec: KernelSpec) -> Iterator[bool]:
-    """Set Numba's cache folder to the spec's own while a kernel is compiled, then back to the user's."""
-    folder = cache_folder()
-    before = config.CACHE_DIR  # type: ignore[attr-defined]
-    try:
-        if folder is not None:
-            config.CACHE_DIR = str(folder / spec.name)  # type: ignore[attr-defined]
-        yield folder is not None
-    finally:
-        config.CACHE_DIR = before  # type: ignore[attr-defined]
-
-
 class Code:
     """The machine code of a kernel."""
 
@@ -74,10 +61,9 @@ class Code:
 def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
     """The code of ``kernel(record)``: from the disk cache, or compiled now. A broken cache costs time only."""
     signature = types.void(RecordType(abi.dtype, spec))
-    with _numba_cache(spec) as usable:
-        if usable:
-            try:
-                return Code(cfunc(signature, cache=True, **NUMBA_OPTIONS)(kernel))
-            except Exception:  # a cache that is full, truncated or of another user raises various classes
-                pass
-        return Code(cfunc(signature, **NUMBA_OPTIONS)(kernel))
+    folder = cache_folder()
+    if folder is not None:
+        # A cache that is full, truncated or of another user raises various classes.
+        with suppress(Exception), numba_private.cache_directory(str(folder / spec.name)):
+            return Code(cfunc(signature, cache=True, **NUMBA_OPTIONS)(kernel))
+    return Code(cfunc(signature, **NUMBA_OPTIONS)(kernel))

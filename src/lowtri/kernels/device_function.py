@@ -12,10 +12,12 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
+from lowtri.compat.numba_private import NO_ALLOCATION, NO_WRAPPERS
+
 __all__ = ["NUMBA_OPTIONS", "by_spec", "device_function", "inline_device_function"]
 
-NUMBA_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}  # no Python exceptions, no allocation
-_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **NUMBA_OPTIONS}
+NUMBA_OPTIONS: dict[str, Any] = {"error_model": "numpy", **NO_ALLOCATION}  # no Python exceptions, no allocation
+_NO_WRAPPERS = {**NO_WRAPPERS, **NUMBA_OPTIONS}
 
 device_function = njit(**_NO_WRAPPERS)
 

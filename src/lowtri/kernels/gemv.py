@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.bf16 import interleaved_rows
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import shuffled
@@ -97,10 +97,10 @@ def dot_products(typing, keys, key_step, last_key, queries, last_query, chunks, 
             rows = []
             for row in range(first, first + kernel.isa.gemv_keys):
                 rows.append(builder.add(keys, builder.mul(clamped(builder, row, last_key), key_step)))
-            totals = [cgutils.alloca_once(builder, kind) for _ in rows]
+            totals = [alloca_once(builder, kind) for _ in rows]
             for total in totals:
                 builder.store(ir.Constant(kind, None), total)
-            with cgutils.for_range(builder, chunks) as loop:
+            with for_range(builder, chunks) as loop:
                 column = builder.mul(loop.index, ir.Constant(I64, word_bytes * LANES))
                 query_column = builder.mul(loop.index, ir.Constant(I64, 4 * LANES * BLOCK))
                 for row in rows:
@@ -129,7 +129,7 @@ def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> Non
     """The register tile of :func:`pv`: ``rows`` x ``vectors`` accumulators over all keys."""
     weights, weight_step, last, values, value_step, keys, zeros, output, output_step = args
     pairs, kind, multiply, one = spec.rows == "pairs", spec.vector.ir, multiply_add(spec), ir.Constant(I64, 1)
-    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
+    tile = [[alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     weight_rows, output_rows = [], []
     for r in range(rows):
         row = clamped(builder, r, last)
@@ -142,7 +142,7 @@ def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> Non
     for total in (total for row in tile for total in row):
         builder.store(ir.Constant(kind, None), total)
     steps = builder.lshr(builder.add(keys, one), one) if pairs else keys
-    with cgutils.for_range(builder, steps) as loop:
+    with for_range(builder, steps) as loop:
         if pairs:
             low = builder.add(values, builder.mul(builder.shl(loop.index, one), value_step))
             second = builder.icmp_signed("<", builder.add(builder.shl(loop.index, one), one), keys)

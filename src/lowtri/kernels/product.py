@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import I64, broadcast, clamped
 
@@ -35,7 +35,7 @@ def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: boo
         index = builder.add(offset, ir.Constant(I64, j * kind.count))
         return builder.bitcast(builder.gep(base, [index]), kind.as_pointer())
 
-    tile = [[cgutils.alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
+    tile = [[alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     a_rows, c_rows = [], []
     for r in range(rows):
         row = clamped(builder, r, last)
@@ -43,7 +43,7 @@ def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: boo
         c_rows.append(builder.mul(row, c_row))
         for j in range(vectors):
             builder.store(ir.Constant(kind, None), tile[r][j])
-    with cgutils.for_range(builder, depth) as loop:
+    with for_range(builder, depth) as loop:
         b_vectors = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
         for r in range(rows):

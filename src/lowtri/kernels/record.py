@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.imputils import lower_getattr_generic
-from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import intrinsic, models, register_model
-from numba.np.numpy_support import from_dtype
 
+from lowtri.compat.numba_private import AttributeTemplate, from_dtype, infer_getattr, lower_getattr_generic
 from lowtri.kernels.abi import COUNTER
 from lowtri.kernels.spec import KernelSpec, SpecType
 

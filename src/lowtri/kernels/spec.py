@@ -17,10 +17,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.imputils import lower_constant, lower_getattr_generic
-from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import models, register_model, typeof_impl
 
+from lowtri.compat.numba_private import AttributeTemplate, infer_getattr, lower_constant, lower_getattr_generic
 from lowtri.kernels.isa.baseline import Baseline
 
 __all__ = ["QUERIES", "KernelSpec", "SpecType", "VectorType"]

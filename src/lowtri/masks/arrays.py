@@ -62,7 +62,11 @@ def is_traced(value: Any) -> bool:
 
 def is_fake(x: Any) -> bool:
     """Whether x is one of torch's fake tensors: it has a shape and no numbers."""
-    return type(x).__module__ in ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+    if not is_tensor(x):
+        return False
+    from lowtri.compat import torch_private
+
+    return torch_private.is_fake(x)
 
 
 def why_not_plain(name: str, x: Any) -> str | None:
@@ -94,14 +98,12 @@ def in_numpy(name: str, value: Any) -> NDArray[Any] | str:
         if reason is not None:
             return reason
     if is_tensor(value):
-        torch = sys.modules["torch"]
+        from lowtri.compat.torch_private import functional_value
+
         try:
             if value.dtype.is_floating_point and value.dtype.itemsize < 4:  # NumPy has no bfloat16
                 value = value.float()
-            if torch._is_functional_tensor(value):
-                torch._sync(value)
-                value = torch._from_functional_tensor(value)
-            array: NDArray[Any] = value.numpy(force=True)
+            array: NDArray[Any] = functional_value(value).numpy(force=True)
             return array
         except Exception:  # fake, on the meta device, inside vmap: torch raises various classes
             return f"{name} is a {type(value).__name__} without numbers (fake, meta, or inside a transform)"
@@ -127,7 +129,7 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
         )
     if not array.size:
         return np.zeros(array.shape, np.int64)
-    if array.max() >= POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
+    if int(array.max()) >= POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
         raise CallError(f"{name} reaches {array.max()}, but positions lie below 2**62.")
     array = array.astype(np.int64, copy=False)
     return array if array.min() >= -1 else np.maximum(array, -1)
@@ -181,7 +183,7 @@ def integer_array(mask: str, name: str, value: Any, shapes: Mapping[int, str]) -
     if is_traced(value):
         return array
     integers = _in_memory(mask, name, array, lambda: array.astype(np.int64))
-    if array.max() > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
+    if int(array.max()) > POSITION_MAX:  # of the array before the cast, in which large uint64 turn negative
         raise MaskError(f"{mask}: {name} reaches {array.max()}, but at most 2**62 is taken.")
     return integers
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.compat.torch_marks import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.grammar import read
@@ -69,6 +70,7 @@ class _Traced:
 _TRACED, _MAX_TRACED = _Traced(), 1024
 
 
+@constant_while_traced  # torch.compile can trace ordinary Python, but not the parser
 def _read_while_tracing(text: str) -> str:
     """Read a text; returns the name of the attribute of ``_TRACED`` that holds its mask."""
     name = "_" + text.encode(errors="surrogatepass").hex()
@@ -76,11 +78,6 @@ def _read_while_tracing(text: str) -> str:
     while len(vars(_TRACED)) > _MAX_TRACED:
         delattr(_TRACED, next(iter(vars(_TRACED))))
     return name
-
-
-# torch.compile can trace ordinary Python, but not the parser. It calls a function marked like this while tracing and treats the
-# string that it returns as a constant. torch.compiler.assume_constant_result sets the same mark; masks do not import torch.
-_read_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_traced() -> bool:
@@ -101,7 +98,10 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
         raise MaskError(
             f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
         )
-    dtype, given = str(getattr(value, "dtype", "")), f"{name}: a bare {type(value).__name__}"
+    given = f"{name}: a bare {type(value).__name__}"
+    if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
+        raise MaskError(f'{given} came. Fix: the mask "causal".')
+    dtype = str(getattr(value, "dtype", ""))
     if "float" in dtype:
         raise MaskError(_float_error(given, value))
     m = "m" if "bool" in dtype or not dtype else "m != 0"
@@ -113,8 +113,6 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
 
 def _float_error(given: str, value: Any) -> str:
     """The error for an array of floats; its values distinguish flags, an additive mask and a bias."""
-    if type(value).__name__ == "CausalBias":
-        return f'{given} came. Fix: the mask "causal".'
     numbers = "m" if _is_traced() else in_numpy("m", value)
     if not isinstance(numbers, str) and numbers.any():
         if np.isin(numbers, (0, 1)).all():

@@ -48,8 +48,12 @@ def plain_array(name: str, x: Any, where: str = "attention") -> Any:
         raise CallError(f"{where}: {trouble}")
     if isinstance(x, np.ndarray):  # a memory-mapped file
         return plain_array(name, np.asarray(x), where)
-    # Zero tensors without memory are materialised: some of torch's own kernels read the memory that they do not have.
-    return x.clone() if is_tensor(x) and x._is_zerotensor() else x
+    if is_tensor(x):
+        from lowtri.compat.torch_private import is_zero_tensor
+
+        # Zero tensors without memory are materialised: some of torch's own kernels read the memory that they do not have.
+        return x.clone() if is_zero_tensor(x) else x
+    return x
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:

@@ -163,8 +163,11 @@ def _transformation() -> str | None:
 
 def _opaque(inputs: Inputs) -> str | None:
     """Why a kernel may not read the tensors' memory by itself, or None."""
+    from lowtri.compat.torch_private import why_unreadable
     from lowtri.ops.guards import active_mode, is_plain
 
+    if why_unreadable is not None:
+        return why_unreadable
     for name, x in zip(inputs._fields, inputs, strict=True):
         if x is not None and not is_plain(x):
             return f"{name} is a {type(x).__name__} or a view whose data does not lie in memory as it is"

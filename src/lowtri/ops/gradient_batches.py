@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lowtri.compat.torch_private import in_batch, is_batched, out_of_batch, vmap_level
+
 __all__ = ["one_by_one"]
 
 Backward = Callable[..., Any]
@@ -23,9 +25,8 @@ def one_by_one(backward: Backward) -> Backward:
     def run(ctx: Any, *grads: torch.Tensor) -> Any:
         if not any(map(_is_batched, grads)):
             return backward(ctx, *grads)
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
-        unbatched = [torch._remove_batch_dim(x, level, 0, 0) if _is_batched(x) else None for x in grads]  # (count, ...)
+        level = vmap_level()
+        unbatched = [out_of_batch(x, level, 0, 0) if _is_batched(x) else None for x in grads]  # (count, ...)
         count = next(len(x) for x in unbatched if x is not None)
         once = _Once(ctx)
         each = [
@@ -33,7 +34,7 @@ def one_by_one(backward: Backward) -> Backward:
             for i in range(count)
         ]
         columns = zip(*(one if isinstance(one, tuple) else (one,) for one in each), strict=True)
-        return tuple(None if x[0] is None else torch._add_batch_dim(torch.stack(x), 0, level) for x in columns)
+        return tuple(None if x[0] is None else in_batch(torch.stack(x), 0, level) for x in columns)
 
     return run
 
@@ -49,4 +50,4 @@ class _Once:
 
 
 def _is_batched(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+    return isinstance(x, torch.Tensor) and bool(is_batched(x))

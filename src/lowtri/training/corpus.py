@@ -1,7 +1,7 @@
 """The text a model learns from: documents, and the one long row of tokens that they are packed into.
 
 Documents are packed end to end, and rows of equal length are cut from the whole, so no token is padding. Which document a
-token belongs to travels along: the mask of a row is ``mask & documents(ids)``, and no target crosses from one document
+token belongs to is kept: the mask of a row is ``mask & documents(ids)``, and no target crosses from one document
 into the next. Where a row starts does not matter to the model: rotary embedding knows distances only.
 """
 
@@ -23,11 +23,11 @@ from lowtri.errors import DataError
 
 __all__ = ["IGNORED", "Document", "Packed", "Rows", "python_text", "read_files"]
 
-IGNORED = -100  # the target that counts for nothing: torch's cross_entropy skips it by default
+IGNORED = -100  # a target that torch's cross_entropy skips by default
 
 
 class Document(NamedTuple):
-    """One text that stands for itself: nothing in it may look into another document."""
+    """One text; its tokens see no other document."""
 
     name: str
     text: str
@@ -62,10 +62,8 @@ class Packed:
     def of(cls, token_lists: Iterable[Sequence[int]]) -> Packed:
         """Pack lists of token ids, one list a document."""
         lists = [np.asarray(tokens, dtype=np.int32) for tokens in token_lists]
-        if not lists:
-            return cls(np.empty(0, np.int32), np.empty(0, np.int32))
-        lengths = [len(tokens) for tokens in lists]
-        return cls(np.concatenate(lists), np.repeat(np.arange(len(lists), dtype=np.int32), lengths))
+        documents = np.repeat(np.arange(len(lists), dtype=np.int32), [len(tokens) for tokens in lists])
+        return cls(np.concatenate([np.empty(0, np.int32), *lists]), documents)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -83,13 +81,13 @@ class Packed:
 
     def rows(self, numbers: Sequence[int] | npt.NDArray[np.int64], context: int) -> Rows:
         """The rows with these numbers: row ``i`` starts at token ``i * context``. Every token is a target at most once."""
-        at = np.asarray(numbers, dtype=np.int64)[:, None] * context + np.arange(context)  # (B, N)
-        documents = self.documents[at]
-        targets = np.where(documents == self.documents[at + 1], self.ids[at + 1], IGNORED)
-        return Rows(self.ids[at].astype(np.int64), targets.astype(np.int64), documents.astype(np.int64))
+        index = np.asarray(numbers, dtype=np.int64)[:, None] * context + np.arange(context)  # (B, N)
+        documents = self.documents[index]
+        targets = np.where(documents == self.documents[index + 1], self.ids[index + 1], IGNORED)
+        return Rows(self.ids[index].astype(np.int64), targets.astype(np.int64), documents.astype(np.int64))
 
     def digest(self) -> str:
-        """Says whether two runs learn from the same tokens."""
+        """A hash of the tokens and their documents."""
         return hashlib.sha256(self.ids.tobytes() + self.documents.tobytes()).hexdigest()[:16]
 
 

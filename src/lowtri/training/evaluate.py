@@ -1,7 +1,7 @@
 """How well a model predicts a text: all at once, as in training, and step by step, as in generating.
 
 With a causal mask the two agree to rounding: each position sees the same keys in both. With a mask that shows the future
-they do not, and the second is the one that generated text obeys.
+they do not, and generating gives the second.
 """
 
 from __future__ import annotations
@@ -71,23 +71,22 @@ def evaluate(
     context = getattr(model.config, "max_position_embeddings", _ROW)
     for inputs, targets in _rows(texts, context, model.config.vocab_size):
         logits = model(inputs)  # (B, N, V)
-        at_once = _losses(logits, targets)  # (B, N)
-        losses[0] += at_once.sum().item()
+        loss_at_once = _losses(logits, targets)  # (B, N)
+        losses[0] += loss_at_once.sum().item()
         if stepwise:
             for t, logits_t in enumerate(_steps(model, inputs)):  # (B, V)
                 loss = _losses(logits_t, targets[:, t])  # (B,)
                 losses[1] += loss.sum().item()
-                difference = max(difference, (loss - at_once[:, t]).abs().max().item())
+                difference = max(difference, (loss - loss_at_once[:, t]).abs().max().item())
                 logit_difference = max(logit_difference, (logits_t - logits[:, t]).abs().max().item())
         count += targets.numel()
         watch(count)
     model.train(was_training)
     if not count:
         raise DataError("there is nothing to predict: the text has no token after the first")
-    scores = [_score(loss, count, size_in_bytes) for loss in losses]
-    if not stepwise:
-        return Evaluation(count, size_in_bytes, scores[0], None, None, None)
-    return Evaluation(count, size_in_bytes, scores[0], scores[1], difference, logit_difference)
+    at_once, by_step = (_score(loss, count, size_in_bytes) for loss in losses)
+    compared = (by_step, difference, logit_difference) if stepwise else (None, None, None)
+    return Evaluation(count, size_in_bytes, at_once, *compared)
 
 
 def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,12 +94,12 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
     full: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
     for text in texts:
-        for at in range(0, len(text) - 1, context):
-            piece = torch.tensor(text[at : at + context + 1])
+        for start in range(0, len(text) - 1, context):
+            piece = torch.tensor(text[start : start + context + 1])
             (full if len(piece) == context + 1 else rest).append(piece)
     batch = max(1, min(32, 2**26 // (context * vocabulary)))  # the logits of a batch take at most 256 MB
-    for at in range(0, len(full), batch):
-        rows = torch.stack(full[at : at + batch])
+    for start in range(0, len(full), batch):
+        rows = torch.stack(full[start : start + batch])
         yield rows[:, :-1], rows[:, 1:]
     for piece in rest:
         yield piece[None, :-1], piece[None, 1:]
@@ -108,8 +107,8 @@ def _rows(texts: Sequence[Sequence[int]], context: int, vocabulary: int) -> Iter
 
 def _steps(model: Decoder | RecurrentLM, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     cache = stepwise_cache(model, inputs.shape[0])
-    for place in range(inputs.shape[1]):
-        yield model(inputs[:, place : place + 1], cache=cache)[:, 0]  # (B, V)
+    for position in range(inputs.shape[1]):
+        yield model(inputs[:, position : position + 1], cache=cache)[:, 0]  # (B, V)
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,10 @@ def only_training(folder: Path) -> Iterator[None]:
     descriptor = _open(path)
     while descriptor is not None and not _locked(descriptor, folder):
         os.close(descriptor)
-        descriptor = _open(path)  # the file was taken away between opening and locking: lock the one that is there now
+        descriptor = _open(path)  # the file was removed between opening and locking: lock the one that is there now
     try:
         if descriptor is not None:
-            with suppress(OSError):  # the number is for the other's message alone
+            with suppress(OSError):  # the number is only for another process's message
                 os.write(descriptor, f"{os.getpid():<20}".encode())
         yield
     finally:
@@ -59,7 +59,7 @@ def _open(path: Path) -> int | None:
 
 
 def _locked(descriptor: int, folder: Path) -> bool:
-    """Lock an open file; False if it no longer stands in the folder."""
+    """Lock an open file; False if it is no longer in the folder."""
     try:
         if sys.platform == "win32":
             os.lseek(descriptor, _FAR, os.SEEK_SET)

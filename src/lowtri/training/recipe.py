@@ -1,6 +1,6 @@
 """How to train: what a step does is a function of the recipe, the number of rows and the step's number alone.
 
-Nothing is remembered from step to step, so a run that was killed goes on exactly where it was.
+No state is carried from step to step, so a run that was killed continues exactly where it was.
 Sources: Loshchilov and Hutter 2017 (cosine); Goyal et al. 2017 (warm-up).
 """
 
@@ -67,13 +67,13 @@ def split(rows: int, held_out: float) -> tuple[npt.NDArray[np.int64], npt.NDArra
     (array([0, 1, 3, 4, 5, 6, 8, 9]), array([2, 7]))
     """
     count = min(64, rows - 1, max(1, round(rows * held_out))) if held_out and rows > 1 else 0
-    kept_apart = (np.arange(count) * 2 + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
-    return np.setdiff1d(np.arange(rows), kept_apart), kept_apart
+    validation = (np.arange(count) * 2 + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
+    return np.setdiff1d(np.arange(rows), validation), validation
 
 
 def rows_of_step(rows: npt.NDArray[np.int64], step: int, recipe: Recipe) -> npt.NDArray[np.int64]:
-    """The rows of a step: the next ``batch`` of an endless row of shuffled epochs."""
-    places = np.arange(step * recipe.batch, (step + 1) * recipe.batch)  # (B,)
-    epochs, within = np.divmod(places, len(rows))
-    order = {epoch: np.random.default_rng([recipe.seed, epoch]).permutation(rows) for epoch in set(epochs.tolist())}
-    return np.array([order[epoch][place] for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)])
+    """The rows of a step: the next ``batch`` of an endless sequence of shuffled epochs."""
+    numbers = np.arange(step * recipe.batch, (step + 1) * recipe.batch)  # (B,)
+    epochs, indices = (x.tolist() for x in np.divmod(numbers, len(rows)))
+    order = {epoch: np.random.default_rng([recipe.seed, epoch]).permutation(rows) for epoch in set(epochs)}
+    return np.array([order[epoch][index] for epoch, index in zip(epochs, indices, strict=True)])

@@ -1,7 +1,7 @@
 """From text files to a folder: a plan, the corpus, the tokenizer, the model, the loop, the files.
 
     training.json            the plan, written as soon as it is known to work; at the end also the losses
-    tokenizer.json           beside it
+    tokenizer.json           at the same time
     training-state.pt        while the run is not finished: what resuming needs
     config.json, model.safetensors, tokenizer_config.json, loss.png        at the end
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,9 +34,6 @@ from lowtri.training.recipe import Recipe
 from lowtri.training.state import History
 from lowtri.training.tokenizer import encode_document, learn
 from lowtri.training.train import Step, train
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 __all__ = ["Outcome", "Plan", "read_plan", "run"]
 
@@ -103,7 +100,7 @@ def run(
     note: Callable[[str], object] = lambda _: None,
     watch: Callable[[Step], object] | None = None,
 ) -> Outcome:
-    """Carry out a plan, from where it stands in the folder; a finished run is only reported.
+    """Carry out a plan; a run that began in the folder is resumed, a finished one is only reported.
 
     Args:
         note: receives a line as each stage begins.
@@ -118,9 +115,9 @@ def run(
             return _run(plan, folder, device, note, watch, stack)
         except OSError as error:
             if error.filename is None or not Path(error.filename).is_relative_to(folder):
-                raise  # a watcher's, or of a file that is only read
+                raise  # raised by watch, or for a file that is only read
             raise DataError(
-                f"{error.filename} cannot be written: {error.strerror}. What was saved before it is whole.\n"
+                f"{error.filename} cannot be written: {error.strerror}. What was saved before is complete.\n"
                 f"Fix: make room, or the folder writable; then lowtri train --out {shlex.quote(str(folder))} --resume"
             ) from error
 
@@ -136,19 +133,21 @@ def _run(
     locked = folder.is_dir()
     if locked:
         stack.enter_context(only_training(folder))
-    standing = read_plan(folder)
-    if standing is not None and standing != plan:
-        raise DataError(f"{folder} holds another run: {', '.join(_differences(standing, plan))}.\nFix: another folder")
-    if standing is None and (folder / WEIGHTS).exists():
+    begun = read_plan(folder)
+    if begun is not None and begun != plan:
+        raise DataError(f"{folder} holds another run: {', '.join(_differences(begun, plan))}.\nFix: another folder")
+    if begun is None and (folder / WEIGHTS).exists():
         raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
-    for left_by_a_kill in folder.glob(".*.[0-9]*.part"):
-        left_by_a_kill.unlink()
-    if standing is not None and "history" in (content := _read(folder / PLAN) or {}):
+    for temporary in folder.glob(".*.[0-9]*.part"):  # left by a kill
+        temporary.unlink()
+    if begun is not None and "history" in (content := _read(folder / PLAN) or {}):
         (folder / STATE).unlink(missing_ok=True)
         note(f"{folder} is finished: {plan.recipe.steps} steps")
-        return Outcome(folder, content["parameters"], content["tokens"], _history(content["history"]))
+        history = content["history"]
+        history["validations"] = [(step, loss) for step, loss in history["validations"]]
+        return Outcome(folder, content["parameters"], content["tokens"], History(**history))
     documents = read_files(plan.files) if plan.files else python_text(note)
-    tokenizer = load_tokenizer(folder) if standing is not None else None
+    tokenizer = load_tokenizer(folder) if begun is not None else None
     if tokenizer is None:
         note(f"learning {plan.vocabulary} tokens from {len(documents)} document{'s' * (len(documents) != 1)}")
         tokenizer = learn((document.text for document in documents), plan.vocabulary)
@@ -163,7 +162,8 @@ def _run(
         stack.enter_context(only_training(folder))
         if any(path.name != LOCK for path in folder.iterdir()):
             raise DataError(f"{folder} was written by another program since this run began.\nFix: another folder")
-    _begin(plan, folder, tokenizer)
+    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+    _write(folder / PLAN, {"plan": asdict(plan)})
     history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch)
     if not plot(history, folder / CURVE):
         note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
@@ -174,18 +174,9 @@ def _run(
     return Outcome(folder, parameters, len(corpus), history)
 
 
-def _begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
-    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    _write(folder / PLAN, {"plan": asdict(plan)})
-
-
-def _differences(standing: Plan, plan: Plan) -> list[str]:
-    before, now = ({**asdict(it), **asdict(it.recipe)} for it in (standing, plan))
+def _differences(begun: Plan, plan: Plan) -> list[str]:
+    before, now = ({**asdict(each), **asdict(each.recipe)} for each in (begun, plan))
     return [f"{key} {before[key]} there, {now[key]} here" for key in now if key != "recipe" and before[key] != now[key]]
-
-
-def _history(content: dict[str, Any]) -> History:
-    return History(**{**content, "validations": [(step, loss) for step, loss in content["validations"]]})
 
 
 def _read(path: Path) -> dict[str, Any] | None:

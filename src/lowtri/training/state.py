@@ -30,7 +30,7 @@ class History:
 
 @dataclass
 class Run:
-    """Everything that a step changes, and what it must not change."""
+    """The state that steps change, and the recipe and corpus that they do not."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,7 +66,7 @@ class Run:
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for a damaged file
-            raise DataError(f"{path} is no training state: {str(error).splitlines()[0]}") from None
+            raise DataError(f"{path} is not a training state: {str(error).splitlines()[0]}") from None
         now = asdict(self.recipe)
         changed = [
             f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now[key]

@@ -60,7 +60,7 @@ def train(
 
     Raises:
         DataError: if the text is too short for one row, or the state belongs to another run.
-        CallError: if the loss is no number any more.
+        CallError: if the loss is NaN or infinite.
 
     >>> from lowtri.nn import Decoder, DecoderConfig
     >>> _ = torch.manual_seed(0)
@@ -120,7 +120,7 @@ def _loss(model: torch.nn.Module, rows: Rows, reduction: str) -> torch.Tensor:
     ids = torch.from_numpy(rows.inputs).to(device)  # (B, N)
     targets = torch.from_numpy(rows.targets).to(device)  # (B, N)
     mask = _own_mask(model)
-    # Rows that hold one document each need no other mask than the model's own, and run faster with it.
+    # Rows of one document each need only the model's own mask, and run faster with it.
     if mask is None or (rows.documents == rows.documents[:, :1]).all():
         logits = model(ids)  # (B, N, V)
     else:
@@ -137,8 +137,8 @@ def _own_mask(model: torch.nn.Module) -> Mask | None:
 def _validate(model: torch.nn.Module, corpus: Packed, held_out: npt.NDArray[np.int64], recipe: Recipe) -> float:
     model.eval()
     total, count = 0.0, 0
-    for at in range(0, len(held_out), recipe.batch):
-        rows = corpus.rows(held_out[at : at + recipe.batch], recipe.context)
+    for start in range(0, len(held_out), recipe.batch):
+        rows = corpus.rows(held_out[start : start + recipe.batch], recipe.context)
         total += _loss(model, rows, reduction="sum").item()
         count += int((rows.targets != IGNORED).sum())
     model.train()

@@ -11,6 +11,7 @@ from lowtri.auditing.finding import Finding
 from lowtri.auditing.probe import Probe
 from lowtri.auditing.probes.change import PROBE as CHANGE
 from lowtri.auditing.probes.gradient import PROBE as GRADIENT
+from lowtri.compat.transformers_private import attention_name
 
 __all__ = ["PROBE"]
 
@@ -33,7 +34,7 @@ def _conditions(context: Context) -> Iterator[Condition]:
                 said = f"{name}={value}"
                 yield Condition(said, f"with {said}", _PROBES, context, {name: value}, compared=True)
     if hasattr(adapter.model, "set_attn_implementation"):
-        current = getattr(adapter.model.config, "_attn_implementation", None)
+        current = attention_name(adapter.model)
         for name in ("eager", "sdpa"):
             if name != current:
                 said = f"attn_implementation={name}"

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtri.compat.torch_private import (
+    flash_attention,
+    flash_attention_gradients,
+    has_flash_attention,
+    scaled_dot_product_attention,
+)
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
 __all__ = ["Fused"]
-
-# torch's own function by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
-
-# The kernel that torch's function takes on a CPU, and its gradients. Called by themselves they need no graph inside of ours.
-_flash = torch._scaled_dot_product_flash_attention_for_cpu
-_flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
 _FEW_QUERIES = 16
@@ -59,7 +58,7 @@ class Fused:
             self._prepare_table(call)
         # Without mask arrays the inputs go to torch unchanged.
         self.direct = not with_table and call.bias is None
-        self.flash = self.direct and _takes_flash(call)
+        self.flash = self.direct and has_flash_attention and _takes_flash(call)
         kept: list[Any] = [self.blind, self.unseen, self.table]
         self.nbytes = 512 + sum(x.nbytes for x in kept if x is not None)
 
@@ -84,7 +83,7 @@ class Fused:
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The output, and what the gradients need: the log-sum-exp, or the graph that torch records with its leaves."""
         if self.flash:
-            output, lse = _flash(inputs.q, inputs.k, inputs.v, 0.0, self.is_causal, scale=self.scale)
+            output, lse = flash_attention(inputs.q, inputs.k, inputs.v, 0.0, self.is_causal, scale=self.scale)
             return Result(output), lse
         with torch.enable_grad():
             leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
@@ -96,7 +95,7 @@ class Fused:
         if self.flash:
             causal, scale = self.is_causal, self.scale
             saved = (*inputs[:3], result.output, recorded)
-            dq, dk, dv = _flash_gradients(d_result.output, *saved, 0.0, causal, scale=scale)
+            dq, dk, dv = flash_attention_gradients(d_result.output, *saved, 0.0, causal, scale=scale)
             return Inputs(dq, dk, dv, None, None)
         output, leaves = recorded
         wanted = [x for x in leaves if x is not None and x.requires_grad]

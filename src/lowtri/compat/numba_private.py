@@ -1,0 +1,52 @@
+"""Parts of Numba that its documentation does not name, under plain names; the package says which versions were tested.
+
+Numba documents how a type is added (``numba.extending``), but not how its attributes and constants are compiled. Where a name is
+missing, importing this file fails; the backend ``cpu`` then gives that as its reason, and other backends run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core import config
+from numba.core.cgutils import alloca_once, for_range
+from numba.core.imputils import lower_constant, lower_getattr_generic
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.np.numpy_support import from_dtype
+
+__all__ = [
+    "NO_ALLOCATION",
+    "NO_WRAPPERS",
+    "AttributeTemplate",
+    "alloca_once",
+    "cache_directory",
+    "for_range",
+    "from_dtype",
+    "infer_getattr",
+    "lower_constant",
+    "lower_getattr_generic",
+]
+
+# alloca_once, for_range                a variable on the stack, and a loop, in LLVM
+# AttributeTemplate, infer_getattr      the types of a type's attributes
+# lower_getattr_generic                 the code that reads an attribute
+# lower_constant                        the code of a global variable that is a constant
+# from_dtype                            the Numba type of a NumPy dtype
+
+# Options of njit and cfunc: nothing is allocated, so that nothing is counted; and no wrappers for calls from Python and from C,
+# which are a quarter of the time that a kernel takes to compile.
+NO_ALLOCATION: dict[str, Any] = {"_nrt": False}
+NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+@contextmanager
+def cache_directory(folder: str) -> Iterator[None]:
+    """Where Numba's cache lies while a function is made. The documented environment variable is read once, for all functions."""
+    before = config.CACHE_DIR  # type: ignore[attr-defined]
+    config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before  # type: ignore[attr-defined]

@@ -1,0 +1,177 @@
+"""Private functions of torch, under plain names; the package says which versions were tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowtri.errors import EngineError
+
+__all__ = [
+    "dispatch_key_set",
+    "dispatch_keys",
+    "dispatch_mode_count",
+    "flash_attention",
+    "flash_attention_gradients",
+    "forward_level",
+    "functional_value",
+    "has_flash_attention",
+    "in_batch",
+    "is_batched",
+    "is_fake",
+    "is_zero_tensor",
+    "make_wrapper",
+    "mapped_indexing",
+    "out_of_batch",
+    "recording_gradients",
+    "scaled_dot_product_attention",
+    "to_copy",
+    "tracing_state",
+    "transform_stack",
+    "version_of",
+    "vmap_level",
+    "why_unreadable",
+    "without_torch_function",
+]
+
+
+def _lacks(*paths: str) -> str | None:
+    """Which of ``torch.<path>`` this torch lacks, in words; None if it has all."""
+    for path in paths:
+        try:
+            attrgetter(path)(torch)
+        except AttributeError:
+            return f"torch {torch.__version__} has no torch.{path}, which lowtri was written for"
+    return None
+
+
+def _require(*paths: str) -> None:
+    if reason := _lacks(*paths):
+        raise EngineError(f"{reason}.\nFix: a version of torch that lowtri is tested with: 2.6 to 2.13.")
+
+
+def _private(path: str, fallback: Any = None) -> Any:
+    """``torch.<path>``, bound once; where this torch lacks it the fallback, or a function that raises an EngineError."""
+    return fallback or (lambda *_, **__: _require(path)) if _lacks(path) else attrgetter(path)(torch)
+
+
+# What torch would do on the way to a tensor's numbers. Public functions (is_conj, is_nested, ...) each answer for one of these things,
+# none for the wrappers of torch.func, and asking them all takes longer than a small call of attention.
+
+dispatch_keys = _private("_C._dispatch_keys")  # (tensor) -> the set of its dispatch keys; raw_repr() is an int
+dispatch_mode_count = _private("_C._len_torch_dispatch_stack")  # () -> how many TorchDispatchModes are active
+tracing_state = _private("_C._get_tracing_state")  # () -> None outside of torch.jit.trace
+transform_stack = _private("_C._functorch.peek_interpreter_stack", lambda: None)  # () -> None outside of torch.func
+
+# Why it cannot be told whether kernels may read a tensor's memory, so that they do not run; None where it can.
+why_unreadable = _lacks(
+    "_C._dispatch_keys",
+    "_C.DispatchKeySet",
+    "_C.DispatchKey.ADInplaceOrView",
+    "_C._len_torch_dispatch_stack",
+    "_C._get_tracing_state",
+    "_C._functorch.peek_interpreter_stack",
+    "autograd.forward_ad._current_level",
+)
+
+
+def dispatch_key_set(*names: str) -> int:
+    """The ``raw_repr()`` of the dispatch keys of a CPU tensor, and these."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in names:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+def forward_level() -> int:
+    """The level of forward-mode differentiation, -1 outside of it; publicly only a dual tensor shows it."""
+    return getattr(forward_ad, "_current_level", -1)
+
+
+is_zero_tensor = _private(
+    "Tensor._is_zerotensor", lambda x: False
+)  # (tensor) -> zeros without memory, as autograd makes them
+
+
+def is_fake(x: Any) -> bool:
+    """Whether x stands for a tensor while a program is recorded, and has no numbers. Their classes are private, and loaded late."""
+    return type(x).__module__ in ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+
+
+def functional_value(x: Tensor) -> Tensor:
+    """The tensor in the wrapper that torch.export records with, with all its updates; any other tensor as it is."""
+    if _lacks("_is_functional_tensor", "_sync", "_from_functional_tensor") or not torch._is_functional_tensor(x):
+        return x
+    torch._sync(x)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(x)
+
+
+def version_of(x: Tensor) -> int | None:
+    """A number that each change in place raises; None for tensors of inference mode, which do not count."""
+    return None if x.is_inference() else x._version
+
+
+# torch's own attention by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
+scaled_dot_product_attention = _private(
+    "_C._nn.scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention
+)
+
+# The kernel that torch's attention takes on a CPU, and its gradients. Public functions record a graph around them, which costs more
+# than a small call where ours is recorded anyway.
+flash_attention = _private("_scaled_dot_product_flash_attention_for_cpu")
+flash_attention_gradients = _private("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
+has_flash_attention = not _lacks(
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+)
+
+# Gradients under is_grads_batched=True come as the batched tensors of the vmap before torch.func, which has no public functions.
+
+is_batched = _private("_C._functorch.is_legacy_batchedtensor", lambda x: False)  # (tensor) -> bool
+in_batch = _private("_add_batch_dim")  # (tensor, dimension, level) -> a batched tensor
+out_of_batch = _private(
+    "_remove_batch_dim"
+)  # (batched, level, size, dimension) -> a tensor; the size is read for others only
+
+
+def vmap_level() -> int:
+    """The level of the vmap around."""
+    _require("_C._vmapmode_increment_nesting", "_C._vmapmode_decrement_nesting")
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Autograd inside a custom operator, where torch switches it off for the thread below what ``enable_grad`` reaches."""
+    _require("_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
+    key, off = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for name in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
+        off = off.remove(name)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch.enable_grad():
+        yield
+
+
+# Tensor subclasses. torch documents how they are written with these functions, and has no public names for them.
+
+make_wrapper = _private("Tensor._make_wrapper_subclass")  # (class, shape, dtype=, device=) -> a tensor without memory
+without_torch_function = _private(
+    "_C.DisableTorchFunctionSubclass"
+)  # a context in which __torch_function__ is not called
+to_copy = _private("ops.aten._to_copy.default")  # the operator that x.to() becomes
+
+
+def mapped_indexing() -> AbstractContextManager[object]:
+    """A context in which functions under torch.vmap may index tensors by a mapped position, as FlexAttention's may."""
+    try:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    except ImportError:
+        return nullcontext()  # vmap then raises for such functions
+    return TransformGetItemToIndex()

@@ -1,0 +1,49 @@
+"""Private functions of transformers, under plain names; the package says which versions were tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["attention_name", "collects_attentions", "has_interface", "is_stateful", "known_mask_function"]
+
+
+def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
+    """``masking_utils.<name>``, called if there are arguments; None in versions without it.
+
+    Which variables these functions close over is documented nowhere; :mod:`lowtri.integrations.transformers_masks` compares what it
+    reads from them with their values.
+    """
+    from transformers import masking_utils
+
+    function: Callable[..., Any] | None = getattr(masking_utils, name, None)
+    return function(*arguments) if function is not None and arguments else function
+
+
+def collects_attentions() -> bool:
+    """Whether the model that runs collects its layers' attention weights: it no longer tells the layers.
+
+    True in versions that do not collect: layers then return the weights always, as eager attention does.
+    """
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return True
+    collected = _active_collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+def has_interface(model: Any) -> bool:
+    """Whether a part of a model calls the attention that is registered; True if this version does not say."""
+    return bool(getattr(model, "_can_set_attn_implementation", lambda: True)())
+
+
+def attention_name(model: Any) -> str | None:
+    """The attention implementation that a model has, which ``set_attn_implementation`` changes; None for other models."""
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model's cache cannot go back: recurrent and hybrid models."""
+    return bool(getattr(model, "_is_stateful", False))
