@@ -34,6 +34,7 @@ class Prepared(Protocol):
 class Differentiates(Prepared, Protocol):
     """A prepared call that computes first gradients itself, since torch records no graph of it."""
 
+    computes_gradients: bool  # False for a call that torch differentiates itself
     from_output: bool  # the gradients need nothing of the forward but its output and log-sum-exp
     formula_dtype: str | None  # of the formula that computes higher derivatives; None: the inputs' dtype
 

@@ -37,6 +37,7 @@ def prepare(call: Call) -> _Prepared:
 class _Prepared:
     call: Call
     nbytes: int = 256
+    computes_gradients: bool = True
     formula_dtype: str | None = "float64"
     from_output: bool = False
 

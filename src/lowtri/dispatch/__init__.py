@@ -1,6 +1,7 @@
 """From the user's arguments to a backend: check, choose by cost, prepare, cache the prepared call, run.
 
 attend            attention() and which_engine()
+eager             attention() outside of a trace
 signature         everything about a call but the data of its arrays: the key of the cache
 prepared          the cache of prepared calls
 autograd          gradients of prepared calls

@@ -6,10 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lowtri.dispatch.choose import Choice, weigh
-from lowtri.dispatch.prepared import PreparedCall, prepare, prepared_call
-from lowtri.masks.arrays import why_not_plain
+from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
+from lowtri.dispatch.prepared import prepare
 from lowtri.masks.mask import Mask
-from lowtri.ops.call import Inputs, Result
 from lowtri.ops.describe import describe
 
 if TYPE_CHECKING:
@@ -140,9 +139,6 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    device = _autocast_device(q)
-    if device is not None:
-        q, k, v = _cast(device, q, k, v)
     options: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
@@ -155,17 +151,11 @@ def attention(
         "return_lse": return_lse,
         "engine": engine,
     }
-    if is_traced():
-        from lowtri.dispatch.programs import traced
+    if not is_traced():
+        return run_eagerly(q, k, v, mask, **options)
+    from lowtri.dispatch.programs import traced
 
-        return traced(q, k, v, mask, **options)
-    ready, inputs = prepared_call(q, k, v, mask, **options)
-    result = ready.run(inputs) if device is None else _without_autocast(device, ready, inputs)
-    restore = ready.call.restore
-    if not (return_weights or return_lse):
-        return restore(result.output)
-    extra = [result.weights] * return_weights + [result.lse] * return_lse
-    return tuple(restore(x) for x in (result.output, *extra))
+    return traced(*cast_for_autocast(q, k, v)[1:], mask, **options)
 
 
 def which_engine(
@@ -189,9 +179,7 @@ def which_engine(
 
     Args: those of :func:`attention`.
     """
-    device = _autocast_device(q)
-    if device is not None:
-        q, k, v = _cast(device, q, k, v)
+    _, q, k, v = cast_for_autocast(q, k, v)
     call, inputs = describe(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
     ready = prepare(call, engine)
     other = ready.instead(inputs)
@@ -203,32 +191,3 @@ def is_traced() -> bool:
     """Whether torch.compile or torch.export is tracing this call."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
-
-
-def _autocast_device(q: Any) -> str | None:
-    """The type of q's device if torch.autocast is enabled for it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor):
-        return None
-    if type(q) is not torch.Tensor and why_not_plain("q", q):  # the check of the call raises
-        return None
-    if q.is_cpu:  # the fast path of decoding
-        return "cpu" if torch.is_autocast_enabled("cpu") else None
-    kind = q.device.type
-    return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
-
-
-def _cast(device: str, *inputs: Any) -> tuple[Any, ...]:
-    """Cast float32 inputs as torch.autocast does for torch's own attention."""
-    import torch
-
-    kind = torch.get_autocast_dtype(device)
-    return tuple(x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in inputs)
-
-
-def _without_autocast(device: str, ready: PreparedCall, inputs: Inputs) -> Result:
-    """Run with autocast disabled, so that it does not cast what a backend computes in float32."""
-    import torch
-
-    with torch.autocast(device, enabled=False):
-        return ready.run(inputs)

@@ -7,35 +7,33 @@ transforms the backward, the formula computes the call again, tile by tile, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtri.backends.base import Differentiates
 from lowtri.dispatch.choose import load
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import one_by_one
 from lowtri.ops.guards import active_mode, is_plain
 
-if TYPE_CHECKING:
-    from lowtri.dispatch.prepared import PreparedCall
-
 __all__ = ["differentiable"]
 
 
-def differentiable(ready: PreparedCall, *inputs: Tensor | None) -> Result:
+def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    return Result(*_Differentiable.apply(ready, *inputs))
+    return Result(*_Differentiable.apply(prepared, call, *inputs))
 
 
 class _Differentiable(torch.autograd.Function):
     """Output, weights and log-sum-exp of a prepared call, the latter two None where there are none."""
 
     @staticmethod
-    def forward(ctx: Any, ready: PreparedCall, *inputs: Tensor | None) -> Any:
-        result, recorded = ready.prepared.record(Inputs(*inputs))  # type: ignore[attr-defined]
+    def forward(ctx: Any, prepared: Differentiates, call: Call, *inputs: Tensor | None) -> Any:
+        result, recorded = prepared.record(Inputs(*inputs))
         ctx.set_materialize_grads(False)
-        ctx.ready, ctx.recorded = ready, [recorded]
+        ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         ctx.save_for_backward(*inputs, result.output, result.weights, result.lse)
         return result.output, result.weights, result.lse
 
@@ -43,29 +41,31 @@ class _Differentiable(torch.autograd.Function):
     @one_by_one
     def backward(ctx: Any, *d_results: Tensor | None) -> Any:
         *saved, output, weights, lse = ctx.saved_tensors
-        inputs, result, ready = Inputs(*saved), Result(output, weights, lse), ctx.ready
+        inputs, result, prepared = Inputs(*saved), Result(output, weights, lse), ctx.prepared
         d_output = torch.zeros_like(output) if d_results[0] is None else d_results[0]
         d_result = Result(d_output, *d_results[1:])
-        if _needs_formula(ready, inputs, d_result):
-            return None, *_by_formula(ready, inputs, d_result, ctx.needs_input_grad[1:])
+        if _needs_formula(prepared, inputs, d_result):
+            return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
         # The first backward consumes the recorded state, which frees its memory; a second one records again.
         recorded = ctx.recorded.pop() if ctx.recorded else None
-        return None, *ready.prepared.gradients(inputs, result, recorded, d_result)
+        return None, None, *prepared.gradients(inputs, result, recorded, d_result)
 
 
-def _needs_formula(ready: PreparedCall, inputs: Inputs, d_result: Result) -> bool:
+def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
     """Whether torch records a graph of the gradients, or passes tensors without data, or numbers that would spread."""
     if torch.is_grad_enabled() or active_mode() is not None:
         return True
     if not all(x is None or is_plain(x) for x in (d_result.output, d_result.weights, d_result.lse)):
         return True
-    return ready.selective and not ready.prepared.accepts(inputs, d_result.output)  # type: ignore[attr-defined]
+    accepts = getattr(prepared, "accepts", None)  # of a Selective one
+    return accepts is not None and not accepts(inputs, d_result.output)
 
 
-def _by_formula(ready: PreparedCall, inputs: Inputs, d_result: Result, wanted: Sequence[bool]) -> list[Tensor | None]:
+def _by_formula(
+    prepared: Differentiates, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients of the inputs that are ``wanted``; with a graph where torch records one."""
-    call: Call = ready.call
-    name = ready.prepared.formula_dtype  # type: ignore[attr-defined]
+    name = prepared.formula_dtype
     dtype = None if name is None else getattr(torch, name)
     recording = torch.is_grad_enabled()
     with torch.enable_grad():

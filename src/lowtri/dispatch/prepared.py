@@ -41,7 +41,7 @@ class PreparedCall:
         if other is not None:
             return other.run(inputs)
         if self.differentiates:
-            return _differentiable()(self, *inputs)
+            return _differentiable()(self.prepared, self.call, inputs)
         return self.prepared.run(inputs)
 
 
@@ -49,9 +49,8 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     """Choose the backend and prepare the call."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
-    readable = call.opaque is None  # data inside a transform or on another device is not inspected
-    selective = readable and isinstance(prepared, Selective)
-    differentiates = readable and call.needs_grad and not call.dropout and isinstance(prepared, Differentiates)
+    selective = call.opaque is None and isinstance(prepared, Selective)  # opaque data is not inspected
+    differentiates = call.needs_grad and isinstance(prepared, Differentiates) and prepared.computes_gradients
     return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtri.backends.base import Differentiates
 from lowtri.compat.torch_private import recording_gradients
-from lowtri.dispatch.attend import attention
+from lowtri.dispatch.eager import run_eagerly
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
@@ -74,7 +74,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
 
 _REASON = {"reason": "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"}
 _SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
-_outside: Callable[..., Any] = torch.compiler.disable(attention, **(_REASON if _SAYS else {}))
+_outside: Callable[..., Any] = torch.compiler.disable(run_eagerly, **(_REASON if _SAYS else {}))
 
 
 def _strictly_exporting() -> bool:

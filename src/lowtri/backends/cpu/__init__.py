@@ -9,14 +9,14 @@ from functools import cache
 from importlib.util import find_spec
 
 from lowtri.backends.base import Prepared
+from lowtri.backends.cpu.prepared import FEW_QUERIES, PreparedKernels
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 
-__all__ = ["FEW_QUERIES", "cost", "name", "prepare", "supports"]
+__all__ = ["cost", "name", "prepare", "supports"]
 
 name = "cpu"
 
-FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
 _FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
 _LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, more than the CPU's caches hold
@@ -73,8 +73,6 @@ def _torch_is_faster(call: Call, numbers: int) -> bool:
 
 
 def prepare(call: Call) -> Prepared:
-    from lowtri.backends.cpu.prepared import PreparedKernels
-
     return PreparedKernels(call)
 
 

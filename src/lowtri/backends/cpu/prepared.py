@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.backends.cpu import FEW_QUERIES
 from lowtri.backends.cpu.fields import Fields, address, broadcast, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
-__all__ = ["PreparedKernels", "is_decoded", "spec_of"]
+__all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
+
+FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
 
 
 class PreparedKernels:
@@ -22,6 +23,7 @@ class PreparedKernels:
     visible, or a table of few rows says which.
     """
 
+    computes_gradients = True
     formula_dtype = None
     from_output = True
 

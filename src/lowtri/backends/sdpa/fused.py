@@ -45,6 +45,7 @@ class Fused:
     def __init__(self, call: Call, is_causal: bool, with_table: bool) -> None:
         self.scale, self.huge, self.dv = call.scale, _HUGE[call.dtype], call.v.shape[3]
         self.is_causal = is_causal
+        self.computes_gradients = call.opaque is None and not call.dropout
         self.options: dict[str, Any] = {"scale": call.scale, "is_causal": is_causal}
         if call.dropout:
             self.options["dropout_p"] = call.dropout

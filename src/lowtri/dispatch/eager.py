@@ -1,0 +1,58 @@
+"""A call of attention that runs at once: cast as torch.autocast asks, found in the cache or prepared, and run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lowtri.dispatch.prepared import prepared_call
+from lowtri.masks.arrays import why_not_plain
+from lowtri.ops.call import Result
+
+__all__ = ["cast_for_autocast", "run_eagerly"]
+
+
+def run_eagerly(
+    q: Any, k: Any, v: Any, mask: Any, *, return_weights: bool = False, return_lse: bool = False, **options: Any
+) -> Any:
+    """:func:`lowtri.attention` outside of a trace, with the same arguments."""
+    device, q, k, v = cast_for_autocast(q, k, v)
+    ready, inputs = prepared_call(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
+    result: Result
+    if device is None:
+        result = ready.run(inputs)
+    else:
+        import torch
+
+        with torch.autocast(device, enabled=False):  # a backend's own float32 arithmetic stays in float32
+            result = ready.run(inputs)
+    restore = ready.call.restore
+    if not (return_weights or return_lse):
+        return restore(result.output)
+    extra = [result.weights] * return_weights + [result.lse] * return_lse
+    return tuple(restore(x) for x in (result.output, *extra))
+
+
+def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, Any, Any, Any]:
+    """The type of q's device if torch.autocast is enabled for it, else None; and q, k, v, cast as for torch's own attention."""
+    device = _autocast_device(q)
+    if device is None:
+        return None, q, k, v
+    import torch
+
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))
+    return device, q, k, v
+
+
+def _autocast_device(q: Any) -> str | None:
+    """The type of q's device if torch.autocast is enabled for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor):
+        return None
+    if type(q) is not torch.Tensor and why_not_plain("q", q):  # the check of the call raises
+        return None
+    if q.is_cpu:  # the fast path of decoding
+        return "cpu" if torch.is_autocast_enabled("cpu") else None
+    kind = q.device.type
+    return kind if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
