@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.finding import first_line
+from lowtri.auditing.setup import vocabulary_size
 from lowtri.errors import DataError
 from lowtri.nn.files import read_json
 
@@ -30,9 +32,9 @@ class Target:
 def load_target(text: str, *, length: int | None = None, vocab_size: int | None = None, seed: int = 0) -> Target:
     """Read `FILE.py:make_model` or a folder with a config.json.
 
-    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); a name that holds a
-    module is that model. A name `MASK` in
-    the file is the mask that the model declares. Without an example, token ids are drawn.
+    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); instead of a
+    function the name may be a module's. A name `MASK` in the file is the mask that the model declares. Without an example,
+    token ids are drawn.
 
     Raises:
         DataError: if there is no such file, folder or function, or the model cannot be made.
@@ -97,22 +99,18 @@ def _from_folder(folder: Path) -> Target:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{folder}: transformers cannot load it: {first}") from None
+        raise DataError(f"{folder}: transformers cannot load it: {first_line(error, typed=False)}") from None
     return Target(folder.name, model, None)
 
 
 def _ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
     """Two rows of random ids, long enough to go past the model's window where that is small."""
     config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None) or 1 << 30
     if length is None:
         window = getattr(config, "sliding_window", None)
         length = 24 if not isinstance(window, int) else max(24, min(window + 8, 256))
-        length = min(length, most)
-    size = vocab_size or getattr(config, "vocab_size", None)
-    if size is None and hasattr(model, "modules"):
-        size = next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    size = vocab_size or vocabulary_size(model)
     if size is None:
         raise DataError("the model names no vocabulary: return (model, example) from the function, or say --vocab")
     ids = np.random.default_rng(seed).integers(0, size, (2, length))
