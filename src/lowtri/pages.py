@@ -16,6 +16,7 @@ _LIGHT = {"ink": "#1a1a1a", "paper": "#fff"}
 _DARK = {"ink": "#e5e7eb", "paper": "#15181e"}
 # The page's own body has its class: in a notebook, where only the <div> stays, nothing else is coloured.
 _STYLE = """
+.lowtri, .lowtri-page { color-scheme: light dark }
 .lowtri-page { margin: 0; background: var(--paper) }
 .lowtri { font: 15px/1.5 system-ui, sans-serif; box-sizing: border-box; max-width: 70rem; margin: 0 auto;
   padding: 2rem 1rem; color: var(--ink); background: var(--paper); overflow-wrap: anywhere }
@@ -38,12 +39,8 @@ def page(title: str, parts: Iterable[str], style: str, light: Mapping[str, str],
 
 def colours(selector: str, light: Mapping[str, str], dark: Mapping[str, str]) -> str:
     """CSS variables with one value for light screens and one for dark ones."""
-
-    def rule(scheme: str, values: Mapping[str, str]) -> str:
-        variables = "; ".join(f"--{name}: {value}" for name, value in values.items())
-        return f"{selector} {{ {variables}; color-scheme: {scheme} }}"
-
-    return f"{rule('light', light)}\n@media (prefers-color-scheme: dark) {{ {rule('dark', dark)} }}\n"
+    rules = [f"{selector} {{ {'; '.join(f'--{name}: {value}' for name, value in c.items())} }}" for c in (light, dark)]
+    return f"{rules[0]}\n@media (prefers-color-scheme: dark) {{ {rules[1]} }}\n"
 
 
 def html_text(text: str, keep: str = "") -> str:
