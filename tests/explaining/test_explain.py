@@ -481,8 +481,8 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
     expected = lowtri.explain(decoder, tokenizer.encode("a cat").ids, layer=2, head=3)["weights"].value
     np.testing.assert_allclose({s["name"]: s["value"] for s in found["steps"]}["weights"], expected, atol=1e-6)
     for wrong, words in [
-        (["--layer", "3"], "layer 3 asked, but there are 3. Fix: 0 to 2."),
-        (["--head", "4"], "head 4 asked, but there are 4. Fix: head from 0 to 3."),
+        (["--layer", "3"], "there is no layer 3 among 3. Fix: 0 to 2."),
+        (["--head", "4"], "there is no head 4 among 4. Fix: head from 0 to 3."),
         (["--heads", "2"], "--heads is for random weights; a model has its own. Fix: drop --heads or --model."),
         (["--encodings", "x"], "--encodings is for random weights"),
     ]:
@@ -498,7 +498,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
         (["   "], 'the sentence is empty. Fix: a word at least, as in "Write a poem".'),
         (["--encodings", "missing.json"], "missing.json: No such file or directory"),
         (["--layer", "1"], "--layer is for a trained model. Fix: add --model DIR."),
-        (["--head", "1"], "head 1 asked, but there are 1. Fix: head from 0 to 0."),
+        (["--head", "1"], "there is no head 1 among 1. Fix: head from 0 to 0."),
         (["--mask", "casual"], "casual"),
         (["--model", "nowhere"], "nowhere"),
         (["--heads", "0"], "--heads"),
@@ -541,7 +541,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
         (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but expected (N, D)"),
         (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
-        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "head 1 asked, but there are 1"),
+        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "there is no head 1 among 1"),
         (lambda: lowtri.explain(qkv(), mask="heads([full, causal])"), MaskError, "is for 2 heads, but there are 1"),
         (lambda: lowtri.explain(qkv(), mask=lowtri.keys([[True] * 4] * 2)), MaskError, "differs between 2 batch rows"),
         (lambda: lowtri.explain(torch.nn.Linear(2, 2), 1), CallError, "Linear has no attention that explain can open"),
@@ -552,8 +552,12 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
             CallError,
             "encodings are (N, d_model)",
         ),
-        (lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2), CallError, "batch row 2 asked"),
-        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "batch row 1 asked, but there are 1"),
+        (
+            lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2),
+            CallError,
+            "there is no batch row 2",
+        ),
+        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "there is no batch row 1 among 1"),
         (
             lambda: lowtri.explain((np.ones((2, 1, 3, 4)), np.ones((1, 3, 4)), np.ones((1, 3, 4))), mask="full"),
             CallError,
