@@ -49,7 +49,7 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
     else:
         raise DataError(f"{text}: neither a folder with a config.json nor FILE.py:make_model")
     if target.example is None:
-        target.example = _ids(target.model, length, vocab_size, seed)
+        target.example = _random_ids(target.model, length, vocab_size, seed)
     return target
 
 
@@ -67,14 +67,14 @@ def _from_file(path: Path, name: str) -> Target:
         make = getattr(module, name, None)
         if not callable(make):
             raise DataError(f"{path}: has no function {name!r}")
-        made = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
+        result = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path}:{name}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
-    parts = made if isinstance(made, tuple) else (made,)
+    parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
         raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
@@ -103,7 +103,7 @@ def _from_folder(folder: Path) -> Target:
     return Target(folder.name, model, None)
 
 
-def _ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
+def _random_ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
     """Two rows of random ids, long enough to go past the model's window where that is small."""
     config = getattr(model, "config", None)
     if length is None:

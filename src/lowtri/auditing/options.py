@@ -93,9 +93,9 @@ def _check_model(model: Any) -> None:
     if isinstance(model, type):
         raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
     if not callable(model):
-        came = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+        kind = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
         raise CallError(
-            f"audit: model is {came}, expected a module or a function.\nFix: load or build the model first."
+            f"audit: model is {kind}, expected a module or a function.\nFix: load or build the model first."
         )
     module = module_behind(model)
     tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]

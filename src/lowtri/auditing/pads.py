@@ -57,8 +57,8 @@ def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs
         options[name] = np.tile(np.where(real, position, -1), rows)
         return replace(wide, options=options)
     means_real = _KEYWORDS.get(name.removeprefix("decoder_"), True)
-    given = inputs.settings.get(name)
-    dtype = np.dtype(np.int64 if means_real else np.bool_) if given is None else given.dtype
+    example = inputs.settings.get(name)
+    dtype = np.dtype(np.int64 if means_real else np.bool_) if example is None else example.dtype
     marks = np.tile(real if means_real else ~real, rows).astype(dtype)
     options[name] = marks[0] if signature.batch_axis is None else marks
     if context.adapter.accepts(f"{signature.prefix}position_ids"):

@@ -48,13 +48,11 @@ class Captured:
         return heads, queries, self.arrays["k"].shape[1]
 
 
-def capture_arrays(given: Any, batch: int | None = None) -> Captured:
+def capture_arrays(qkv: Any, batch: int | None = None) -> Captured:
     """(q, k, v), each (N, D), (H, N, D) or (B, H, N, D), as they come."""
-    if len(given) != 3:
-        raise CallError(
-            f"explain: {len(given)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...)."
-        )
-    arrays = {name: _with_heads(name, x) for name, x in zip("qkv", given, strict=True)}
+    if len(qkv) != 3:
+        raise CallError(f"explain: {len(qkv)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...).")
+    arrays = {name: _with_heads(name, x) for name, x in zip("qkv", qkv, strict=True)}
     shapes = ", ".join(f"{name} {x.shape[x.ndim - 3 :]}" for name, x in arrays.items())
     (q, k, v), rows = _row(arrays, 3, batch)
     if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % len(k):
@@ -66,10 +64,10 @@ def capture_arrays(given: Any, batch: int | None = None) -> Captured:
 
 def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
     """Scores (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), and if given values (Nk, D), (H, Nk, D) or (B, H, Nk, D)."""
-    given = {"scores": _with_heads("scores", scores)}
+    arrays = {"scores": _with_heads("scores", scores)}
     if values is not None:
-        given["v"] = _with_heads("values", values)
-    (table, *rest), rows = _row(given, 3, batch)
+        arrays["v"] = _with_heads("values", values)
+    (table, *rest), rows = _row(arrays, 3, batch)
     if table.shape[1] > table.shape[2]:
         raise CallError(f"explain: scores are {table.shape}: a row for each query, a column for each key.")
     for v in rest:
@@ -80,7 +78,7 @@ def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
         "masked": ("scores where visible, else {hidden}", "What the mask hides can no longer win any weight."),
         "v": ("", "Given. A row for each key."),
     }
-    return Captured(dict(zip(given, (table, *rest), strict=True)), texts=texts, rows=rows)
+    return Captured(dict(zip(arrays, (table, *rest), strict=True)), texts=texts, rows=rows)
 
 
 def capture_module(
@@ -204,7 +202,7 @@ def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Cap
 
 
 def _qkv_texts(q: str, k: str, v: str) -> dict[str, tuple[str, str]]:
-    """The formulas given, with the sentences of every q, k and v."""
+    """Formulas, each with the sentence of its step."""
     return {name: (formula, QKV[name]) for name, formula in (("q", q), ("k", k), ("v", v))}
 
 

@@ -1,7 +1,7 @@
 """Every step of masked attention, with numbers: the inputs, every intermediate result, and the output, with and without the mask.
 
 Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever stands there; a
-visible weight may be 0 too, and the two are told apart wherever they are shown.
+visible weight may be 0 too, and the two look different wherever they are shown.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["explain"]
 _MAPS = ("queries", "keys", "values")
 # name -> formula, sentence. The order is the order of computing.
 _TEXTS = {
-    "tokens": ("", "The sentence as tokens. Each stands at a place in the sequence, counted from 0."),
-    "embedding": ("", "The numbers of each token by itself, the same wherever it stands."),
-    "position": ("", "The numbers of each place, the same whatever stands there."),
+    "tokens": ("", "The sentence as tokens. Each has a position in the sequence, counted from 0."),
+    "embedding": ("", "The numbers of each token by itself, the same at every position."),
+    "position": ("", "The numbers of each position, the same for every token."),
     "encoding": ("{sum}", "What attention reads: a row for each token."),
     **{
         f"W_{n[0]}^T": ("", f"The weight of the map to {n}, transposed: a row for each number of the encoding.")
@@ -189,7 +189,7 @@ def _step(
         rows = _numbered(value.shape[-2])
     else:
         rows = ("bias",) if name.startswith("b_") else labels[len(labels) - value.shape[-2] :]
-    columns = labels if name in PAIRS else ("place",) if name == "tokens" else _numbered(value.shape[-1])
+    columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
     return Step(name, *texts, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
 
 

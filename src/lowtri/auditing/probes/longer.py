@@ -57,9 +57,9 @@ def _longer(context: Context) -> Finding:
     if longer is None:
         return Finding("skipped", f"the model takes no longer example: {why}")
     outcome = probe_under(_conditions(longer), first=True)
-    places = list(longer.chosen or ())
-    measured = {"length": longer.n if outcome.tried else -1, "places": places}
-    clean = f"the mask holds at {longer.n} positions ({len(places)} of them looked at, {', '.join(outcome.tried)})"
+    positions = list(longer.chosen or ())
+    measured = {"length": longer.n if outcome.tried else -1, "places": positions}
+    clean = f"the mask holds at {longer.n} positions ({len(positions)} of them looked at, {', '.join(outcome.tried)})"
     outcome.leaks = [replace(leak, drawn=False) for leak in outcome.leaks]
     finding = outcome.finding(clean + (f"; {wanted} were not taken: {why}" if why else ""), measured)
     if finding.status == "undecided" and requested is None:
