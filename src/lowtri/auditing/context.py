@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lowtri.auditing.adapter import ModelAdapter, Rows
 from lowtri.auditing.finding import first_line
 from lowtri.auditing.inputs import Array, Inputs
-from lowtri.auditing.noise import Difference, Noise, difference, measure_noise, movement
+from lowtri.auditing.noise import Difference, Noise, magnitude, measure_noise, movement
 from lowtri.auditing.options import Bools, Options
 
 __all__ = ["Context"]
@@ -99,9 +99,18 @@ class Context:
         sees = np.any(self.allowed & np.atleast_2d(where)[:, None, :], axis=-1)  # (1 or B, N)
         return ~np.broadcast_to(sees, (self.inputs.batch, self.n)) & ~self.ignored
 
-    def difference(self, before: Rows, after: Rows, **how: Any) -> Difference:
-        """Compare two answers, (B, N, F): :func:`lowtri.auditing.noise.difference` with the noise of this example."""
-        return difference(before, after, self.noise, **how)
+    def difference(
+        self,
+        before: Rows,
+        after: Rows,
+        *,
+        where: Bools | bool = True,
+        same_order: bool = False,
+        non_finite: float = np.inf,
+    ) -> Difference:
+        """Compare two answers, (B, N, F), at the positions `where`, (B, N); `non_finite` stands for what turned NaN."""
+        sizes = np.where(where, np.nan_to_num(movement(before, after), nan=non_finite), 0.0)
+        return Difference(sizes, magnitude(before, after), self.noise, same_order)
 
     def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
         """Record how far each output, (N,), moved with one key."""

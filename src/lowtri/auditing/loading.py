@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ __all__ = ["Target", "load_target"]
 class Target:
     """A model, what to run it on, and what its maker declares about it."""
 
-    name: str
     model: Any
     example: Any
     mask: Any = None
@@ -56,15 +55,11 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
 def _from_file(path: Path, name: str) -> Target:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"{path}: cannot be read as Python")
-    module = importlib.util.module_from_spec(spec)
     # Files may import their neighbours, as they may when run.
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
-        make = getattr(module, name, None)
+        module = runpy.run_path(str(path))
+        make = module.get(name)
         if not callable(make):
             raise DataError(f"{path}: has no function {name!r}")
         result = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
@@ -78,8 +73,8 @@ def _from_file(path: Path, name: str) -> Target:
     if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
         raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
-    mask = arguments.pop("mask", getattr(module, "MASK", None))
-    return Target(f"{path.name}:{name}", parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
+    mask = arguments.pop("mask", module.get("MASK"))
+    return Target(parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
 
 
 def _from_folder(folder: Path) -> Target:
@@ -91,7 +86,7 @@ def _from_folder(folder: Path) -> Target:
 
         model: Any = load(folder)[0]
         # The mask in the file is each layer's; from end to end a layer passes on what it has seen.
-        return Target(folder.name, model, None, model.mask, {"layers": model.config.num_hidden_layers})
+        return Target(model, None, model.mask, {"layers": model.config.num_hidden_layers})
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -100,7 +95,7 @@ def _from_folder(folder: Path) -> Target:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise DataError(f"{folder}: transformers cannot load it: {first_line(error, typed=False)}") from None
-    return Target(folder.name, model, None)
+    return Target(model, None)
 
 
 def _random_ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:

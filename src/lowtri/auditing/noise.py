@@ -17,7 +17,7 @@ from lowtri.auditing.adapter import ModelAdapter, Rows
 from lowtri.auditing.finding import by
 from lowtri.auditing.inputs import Inputs
 
-__all__ = ["Difference", "Noise", "difference", "magnitude", "measure_noise", "movement"]
+__all__ = ["Difference", "Noise", "magnitude", "measure_noise", "movement"]
 
 # In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
 _SURE = 2.0**10
@@ -68,28 +68,10 @@ class Difference:
     def first(self, *, of_all_rows: bool = False) -> tuple[int, int, float]:
         """Row, position and size: the first position that differs by more than rounding, in the row that differs most."""
         rows = range(len(self.sizes)) if of_all_rows else [int(self.sizes.max(axis=1).argmax())]
-        status, firsts = self.status, []
-        for row in rows:
-            kinds = [
-                self.noise.classify(float(size), self.scale, same_order=self.same_order) for size in self.sizes[row]
-            ]
-            firsts += [(kinds.index(status), row)] if status in kinds else []
-        position, row = min(firsts)
+        kind = np.vectorize(lambda size: self.noise.classify(float(size), self.scale, same_order=self.same_order))
+        wrong = kind(self.sizes[rows]) == self.status
+        position, row = min((int(wrong[i].argmax()), row) for i, row in enumerate(rows) if wrong[i].any())
         return row, position, float(self.sizes[row, position])
-
-
-def difference(
-    before: Rows,
-    after: Rows,
-    noise: Noise,
-    *,
-    where: npt.NDArray[np.bool_] | bool = True,
-    same_order: bool = False,
-    non_finite: float = np.inf,
-) -> Difference:
-    """Compare two answers, (B, N, F), at the positions `where`, (B, N); `non_finite` stands for what turned NaN."""
-    sizes = np.where(where, np.nan_to_num(movement(before, after), nan=non_finite), 0.0)
-    return Difference(sizes, magnitude(before, after), noise, same_order)
 
 
 def measure_noise(adapter: ModelAdapter, inputs: Inputs, ignored: npt.NDArray[np.bool_]) -> Noise:
