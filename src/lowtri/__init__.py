@@ -6,6 +6,7 @@ The packages, in reading order; a package imports only packages above it:
     files         atomic writes
     compat        private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, the tile question with three answers, plans, pictures
+    pages         the frame of the HTML pages of explain and audit
     plain         the textbook formulas, under the names that notebooks use
     ops           one checked call of attention, and its definition in float64
     kernels       the CPU kernels

@@ -46,7 +46,7 @@ def test_the_table_in_the_documentation_is_the_list() -> None:
     assert probe_table() in (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 
 
-def test_probes_are_told_apart() -> None:
+def test_names_and_arguments_of_probes_are_unique() -> None:
     assert len({probe.name for probe in PROBES}) == len(PROBES)
     requested = [probe.argument for probe in PROBES if probe.argument]
     assert sorted(requested) == ["alone", "compile", "length", "pad_mask", "step"]

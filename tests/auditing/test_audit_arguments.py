@@ -1,4 +1,4 @@
-"""What is asked for either runs or is said not to have run; it never ends in `no leak found`."""
+"""What an argument requests either runs or is reported not to have run; it never ends in `no leak found`."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
     model = Summing()
 
     def only_the_example(state: Any, x: torch.Tensor) -> Any:
-        t, held = (0, None) if state is None else state
+        t, inner = (0, None) if state is None else state
         if not torch.equal(x, IDS[:, t]):
             raise LookupError("other ids")
-        y, held = model.step(held, x)
-        return y, (t + 1, held)
+        y, inner = model.step(inner, x)
+        return y, (t + 1, inner)
 
     report = lowtri.audit(model, IDS, step=only_the_example)
     assert (
@@ -106,7 +106,7 @@ def test_a_pad_mask_that_the_model_does_not_take() -> None:
     assert "unknown ['mask']" in report.message
 
 
-def test_a_probe_asked_for_that_is_skipped_is_no_verdict() -> None:
+def test_a_requested_probe_that_is_skipped_is_no_verdict() -> None:
     report = lowtri.audit(Summing(), IDS, probes=["padding"])
     assert report.finding("padding").status == "skipped"
     assert report.message.startswith(
@@ -138,7 +138,7 @@ def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
         ({"pad_mask": ""}, "pad_mask='', expected the name of a keyword"),
     ],
 )
-def test_arguments_that_ask_for_nothing(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(CallError, match=words):
         lowtri.audit(Summing(), IDS, **arguments)
 

@@ -39,9 +39,9 @@ class Model(nn.Module):
         return y + self.leak(x) if self.leak is not None and self.when(self, x) else y
 
 
-def where_nan(found: Tensor) -> Tensor:
+def where_nan(condition: Tensor) -> Tensor:
     """NaN where true, else 0."""
-    return torch.where(found, NAN, 0.0)
+    return torch.where(condition, NAN, 0.0)
 
 
 BASE = vectors(2, N, D)
@@ -114,17 +114,17 @@ def test_a_mode_that_cannot_be_judged_is_left_out_of_the_verdict() -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7])
-def test_other_doors_are_audited_as_closely(size: float) -> None:
-    class Asked(Model):
+def test_other_code_paths_are_audited_as_closely(size: float) -> None:
+    class WithKeyword(Model):
         def forward(self, x: Tensor, need_weights: bool = False) -> Tensor:
             return super().forward(x) + (size * x.roll(-1, 1) if need_weights else 0.0)
 
-    report = lowtri.audit(Asked(), vectors(2, N, D))
+    report = lowtri.audit(WithKeyword(), vectors(2, N, D))
     assert report.first is not None and (report.first.query, report.first.key) == (0, 1)
     assert report.message.startswith("leak against causal: with need_weights=True, position 0 sees position 1: ")
 
 
-def test_the_difference_of_a_door_is_measured_before_it_is_opened() -> None:
+def test_the_difference_of_a_code_path_is_measured_before_it_is_set() -> None:
     class Attention(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -235,10 +235,10 @@ def test_the_config_bounds_the_longer_example_and_an_accelerator_needs_one() -> 
 
 def test_settings_go_on_with_a_longer_example() -> None:
     """A table that says what the mask says, constants and counts are continued; anything else is not guessed."""
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def model(x: np.ndarray, **settings: Any) -> np.ndarray:
-        asked.append(settings)
+        calls.append(settings)
         return np.cumsum(x, axis=0)
 
     x = np.random.default_rng(0).standard_normal((N, 2))
@@ -251,7 +251,7 @@ def test_settings_go_on_with_a_longer_example() -> None:
         "count": np.arange(N),
     }
     assert lowtri.audit(model, given_, input="x", probes=["longer"], length=20).ok
-    last = asked[-1] if len(asked[-1]["ones"]) == 20 else next(s for s in asked if len(s["ones"]) == 20)
+    last = calls[-1] if len(calls[-1]["ones"]) == 20 else next(s for s in calls if len(s["ones"]) == 20)
     wide = np.triu(np.ones((20, 20), bool), 1)
     np.testing.assert_array_equal(last["hidden"], wide)
     np.testing.assert_array_equal(last["bias"], np.where(wide, -np.inf, 0.0))
@@ -283,7 +283,7 @@ NAN_MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("probe", ["change", "prefix", "batch", "padding", "cache"])
-def test_nan_is_said_in_words(probe: str) -> None:
+def test_nan_is_reported_in_words(probe: str) -> None:
     more: dict[str, Any] = {"pad_mask": "padding_mask"} if probe == "padding" else {}
     if probe == "cache":
         more = {"step": lambda state, x: (x * NAN, x)}

@@ -80,7 +80,7 @@ def test_what_is_no_target(folder: pytest.Pytester, target: str, words: str) -> 
     result.stderr.fnmatch_lines([f"*{words}", "*Fix: *"])
 
 
-def test_they_run_and_say_what_they_found(folder: pytest.Pytester) -> None:
+def test_they_run_and_report_the_verdict(folder: pytest.Pytester) -> None:
     folder.makepyfile(
         test_mine="""
         import torch
@@ -95,8 +95,8 @@ def test_they_run_and_say_what_they_found(folder: pytest.Pytester) -> None:
     out = result.stdout.str()
     assert "<lambda> sees what causal hides: position 0 sees position 5" in out
     assert "Model sees what causal hides: position 0 sees position 1" in out
-    said = "no leak found against causal: 2 x 6 positions"
-    assert "lowtri audits" in out and f"test_mine.py::test_right: {said}" in out and f"{ITEMS[1]}: {said}" in out
+    verdict = "no leak found against causal: 2 x 6 positions"
+    assert "lowtri audits" in out and f"test_mine.py::test_right: {verdict}" in out and f"{ITEMS[1]}: {verdict}" in out
     assert f"{ITEMS[0]}: leak against causal: " in out
 
 

@@ -1,4 +1,4 @@
-"""Each probe against a fault that it alone is for, and against the right model beside it."""
+"""Each probe against a fault that it alone is for, and against a right model."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def test_any_declared_mask_is_kept_and_missed_exactly(text: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(arrays(bool, (6, 6)), arrays(bool, (6, 6)))
-def test_leaks_and_blindness_are_the_two_differences(declared: np.ndarray, actual: np.ndarray) -> None:
+def test_leaks_and_unseen_pairs_are_the_two_differences(declared: np.ndarray, actual: np.ndarray) -> None:
     x = np.random.default_rng(0).standard_normal((6, 3))
     report = lowtri.audit(mean_over(actual), x, mask=declared, probes=["change", "sensitivity"])
     tokens = declared.any(axis=0)  # what nobody sees is a pad, and its own output means nothing
     leaks = {(int(q), int(k)) for q, k in np.argwhere(actual & ~declared) if tokens[q]}
     assert {(leak.query, leak.key) for leak in report.leaks} == leaks
-    blind = report.finding("sensitivity")
+    unseen = report.finding("sensitivity")
     count = int((declared & ~actual)[tokens].sum())
-    assert (blind.status == "warning") == (count > 0)
-    assert count == 0 or blind.measured["blind"] == count
+    assert (unseen.status == "warning") == (count > 0)
+    assert count == 0 or unseen.measured["blind"] == count
 
 
 def test_masks_that_differ_from_row_to_row() -> None:
@@ -195,7 +195,7 @@ def test_dependence_on_the_length() -> None:
     assert status(lambda x: np.cumsum(x, 0), np.ones((8, 3)), "prefix") == "clean"
 
 
-def test_a_model_of_one_length_only_is_not_asked() -> None:
+def test_the_prefix_probe_skips_a_model_of_one_length() -> None:
     weights = np.tril(np.ones((8, 8)))
     report = lowtri.audit(lambda x: weights @ x, np.random.default_rng(0).standard_normal((8, 3)))
     assert report.ok and report.finding("prefix").message == "the model takes no shorter input"
@@ -315,7 +315,7 @@ def test_a_prefix_that_sees_ahead_is_decoded_after_a_prompt_that_holds_it() -> N
     )
 
 
-def test_a_step_in_its_own_precision_is_told_from_the_place_where_it_forgets() -> None:
+def test_a_step_in_its_own_precision_is_judged_by_the_position_where_it_forgets() -> None:
     torch.manual_seed(0)
     config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = lowtri.nn.Decoder(config)
@@ -330,7 +330,7 @@ def test_a_step_in_its_own_precision_is_told_from_the_place_where_it_forgets() -
     assert lowtri.audit(model, ids(2, 14), probes=["cache"], step=lambda state, x: step(state, x, 14)).ok
 
 
-def test_a_transformers_model_through_all_its_doors() -> None:
+def test_a_transformers_model_on_all_its_code_paths() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MistralConfig(
@@ -354,29 +354,29 @@ def test_a_transformers_model_through_all_its_doors() -> None:
     assert "5 positions do not go past the model's sliding_window of 6" in short.notes[0]
 
 
-# doors, blindness
+# code paths, sensitivity
 
 
-class TwoDoors(nn.Module):
-    def __init__(self, behind: str) -> None:
+class TwoCodePaths(nn.Module):
+    def __init__(self, leaks: str) -> None:
         super().__init__()
-        self.behind = behind
+        self.fault = leaks
 
     def forward(self, x: torch.Tensor, need_weights: bool = False) -> tuple[torch.Tensor, Any]:
         y = x.cumsum(1)
-        if need_weights and self.behind == "leak":
+        if need_weights and self.fault == "leak":
             y = y + x.flip(1)
-        if need_weights and self.behind == "other":
+        if need_weights and self.fault == "other":
             y = 2 * y
         return y, None
 
 
-def test_other_doors() -> None:
-    assert status(TwoDoors("same"), vectors(2, 6, 4), "code_paths") == "clean"
-    assert status(TwoDoors("other"), vectors(2, 6, 4), "code_paths") == "warning"
-    report = lowtri.audit(TwoDoors("leak"), vectors(2, 6, 4))
+def test_other_code_paths() -> None:
+    assert status(TwoCodePaths("same"), vectors(2, 6, 4), "code_paths") == "clean"
+    assert status(TwoCodePaths("other"), vectors(2, 6, 4), "code_paths") == "warning"
+    report = lowtri.audit(TwoCodePaths("leak"), vectors(2, 6, 4))
     assert "with need_weights=True, position 0 sees position 5" in report.message
-    assert lowtri.audit(TwoDoors("other"), vectors(2, 6, 4)).ok
+    assert lowtri.audit(TwoCodePaths("other"), vectors(2, 6, 4)).ok
 
 
 @pytest.mark.sweep

@@ -260,7 +260,7 @@ def test_a_hidden_change_that_makes_an_output_infinite_or_nan_is_a_leak(value: f
         assert lowtri.audit(model, odd + 1, vocab_size=20).first is not None
 
 
-def test_infinite_outputs_are_bisected_and_told_of_by_length_and_neighbour() -> None:
+def test_infinite_outputs_are_bisected_and_reported_by_length_and_neighbour() -> None:
     table = np.random.default_rng(0).standard_normal((20, 4))
 
     def late(ids: np.ndarray) -> np.ndarray:

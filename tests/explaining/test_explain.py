@@ -43,48 +43,53 @@ def decoder() -> Decoder:
 
 
 def test_the_worked_example_has_every_step_in_order() -> None:
-    found = worked()
-    assert tuple(step.name for step in found.steps) == ALL_STEPS
-    assert found.tokens == ("Write", "a", "poem")
-    np.testing.assert_allclose(found["encoding"].value, found["embedding"].value + found["position"].value)
-    assert found["masked"].value[0].tolist()[1:] == [-1e9, -1e9]
+    explanation = worked()
+    assert tuple(step.name for step in explanation.steps) == ALL_STEPS
+    assert explanation.tokens == ("Write", "a", "poem")
+    np.testing.assert_allclose(
+        explanation["encoding"].value, explanation["embedding"].value + explanation["position"].value
+    )
+    assert explanation["masked"].value[0].tolist()[1:] == [-1e9, -1e9]
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window(2) & causal", "causal - first(1)"])
 def test_steps_agree_with_attention_itself(mask: str) -> None:
     q, k, v = qkv(n=5, heads=4, kv_heads=2)
-    found = lowtri.explain((q, k, v), mask=mask)
+    explanation = lowtri.explain((q, k, v), mask=mask)
     output, weights = lowtri.attention(q, k, v, mask, return_weights=True)
-    np.testing.assert_allclose(found["output"].value, output, atol=1e-12)
-    np.testing.assert_allclose(found["weights"].value, weights, atol=1e-12)
-    np.testing.assert_allclose(found["output"].unmasked, lowtri.attention(q, k, v, "full"), atol=1e-12)
-    assert found["joined"].value.shape == (5, 12)
+    np.testing.assert_allclose(explanation["output"].value, output, atol=1e-12)
+    np.testing.assert_allclose(explanation["weights"].value, weights, atol=1e-12)
+    np.testing.assert_allclose(explanation["output"].unmasked, lowtri.attention(q, k, v, "full"), atol=1e-12)
+    assert explanation["joined"].value.shape == (5, 12)
 
 
 def test_fewer_queries_than_keys_are_the_last_tokens() -> None:
     q, k, v = qkv(n=4)
-    found = lowtri.explain((q[:, 2:], k, v), mask="causal", tokens=["a", "b", "c", "d"])
-    assert found["weights"].rows == ("c", "d") and found["weights"].columns == ("a", "b", "c", "d")
-    assert found.visible.tolist() == [[True, True, True, False], [True, True, True, True]]
+    explanation = lowtri.explain((q[:, 2:], k, v), mask="causal", tokens=["a", "b", "c", "d"])
+    assert explanation["weights"].rows == ("c", "d") and explanation["weights"].columns == ("a", "b", "c", "d")
+    assert explanation.visible.tolist() == [[True, True, True, False], [True, True, True, True]]
 
 
-def test_hidden_weight_is_exactly_0_and_told_from_a_visible_0() -> None:
+def test_hidden_weight_is_exactly_0_and_distinct_from_a_visible_0() -> None:
     q, k, v = np.array([[0.0], [1.0]]), np.array([[0.0], [5000.0]]), np.eye(2)
-    found = lowtri.explain((q, k, v), mask="causal")
-    assert found["weights"].value.tolist() == [[1, 0], [0, 1]]  # (0, 1) is hidden; (1, 0) is visible, and underflows
-    weights = str(found)[str(found).index("weights = ") :].splitlines()
+    explanation = lowtri.explain((q, k, v), mask="causal")
+    assert explanation["weights"].value.tolist() == [
+        [1, 0],
+        [0, 1],
+    ]  # (0, 1) is hidden; (1, 0) is visible, and underflows
+    weights = str(explanation)[str(explanation).index("weights = ") :].splitlines()
     assert weights[5].split()[:4] == ["0", "1.0000", "▒", "0"]
     assert weights[6].split()[:3] == ["1", "0.0000", "1.0000"]
-    assert found.as_dict()["visible"] == [[True, False], [True, True]]
-    page = found.to_html()
+    assert explanation.as_dict()["visible"] == [[True, False], [True, True]]
+    page = explanation.to_html()
     row = page[page.index("<h2>weights") :]
     assert '<td class="hidden" title="hidden">0</td>' in row and ">0.0000</td>" in row
 
 
 def test_a_query_that_sees_nothing_gets_0() -> None:
-    found = lowtri.explain(tuple(qkv(n=3)), mask="causal - first(1)")
-    assert found["weights"].value[0].tolist() == [0, 0, 0]
-    assert found["output"].value[0].tolist() == [0, 0, 0]
+    explanation = lowtri.explain(tuple(qkv(n=3)), mask="causal - first(1)")
+    assert explanation["weights"].value[0].tolist() == [0, 0, 0]
+    assert explanation["output"].value[0].tolist() == [0, 0, 0]
 
 
 def test_hidden_garbage_leaves_no_trace() -> None:
@@ -100,13 +105,13 @@ def test_hidden_garbage_leaves_no_trace() -> None:
 def test_a_plain_module_cut_into_heads(heads: int) -> None:
     torch.manual_seed(1)
     module, x = MaskedSelfAttention(4), torch.randn(5, 4)
-    found = lowtri.explain(module, x, heads=heads)
+    explanation = lowtri.explain(module, x, heads=heads)
     q, k, v = (w(x).unflatten(1, (heads, -1)).transpose(0, 1) for w in (module.W_q, module.W_k, module.W_v))
     expected = lowtri.attention(q, k, v, "causal").transpose(0, 1).flatten(1).detach()
-    np.testing.assert_allclose(found["joined" if heads > 1 else "output"].value, expected, atol=1e-6)
+    np.testing.assert_allclose(explanation["joined" if heads > 1 else "output"].value, expected, atol=1e-6)
     one = lowtri.explain(module, x, heads=heads, head=heads - 1)
     np.testing.assert_array_equal(
-        one["weights"].value, found["weights"].value[-1] if heads > 1 else found["weights"].value
+        one["weights"].value, explanation["weights"].value[-1] if heads > 1 else explanation["weights"].value
     )
 
 
@@ -116,36 +121,36 @@ def test_a_plain_module_cut_into_heads(heads: int) -> None:
 def test_multi_head_attention_agrees_with_its_own_output(options: dict[str, Any]) -> None:
     torch.manual_seed(2)
     module, x = MultiHeadAttention(16, 4, **options), torch.randn(6, 16)
-    found = lowtri.explain(module, x)
-    own = module.o_proj(torch.as_tensor(found["joined"].value, dtype=torch.float32))
+    explanation = lowtri.explain(module, x)
+    own = module.o_proj(torch.as_tensor(explanation["joined"].value, dtype=torch.float32))
     torch.testing.assert_close(own, module(x), atol=1e-5, rtol=1e-5)
-    assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
+    assert float(re.findall(r"differs by (\S+)\.$", explanation.note)[0]) < 1e-6
     _, weights = module(x, return_weights=True)
-    np.testing.assert_allclose(found["weights"].value, weights.detach(), atol=1e-6)
+    np.testing.assert_allclose(explanation["weights"].value, weights.detach(), atol=1e-6)
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 3)])
 def test_a_decoder_shows_one_head_of_one_layer(decoder: Decoder, layer: int, head: int) -> None:
-    found = lowtri.explain(decoder, [5, 6, 7, 8], layer=layer, head=head, mask="causal & window(2)")
-    assert float(re.findall(r"differs by (\S+)\.$", found.note)[0]) < 1e-6
-    assert found["W_q^T"].value.shape == (32, 8) and found["embedding"].value.shape == (4, 32)
-    assert found.visible.sum() == 7
+    explanation = lowtri.explain(decoder, [5, 6, 7, 8], layer=layer, head=head, mask="causal & window(2)")
+    assert float(re.findall(r"differs by (\S+)\.$", explanation.note)[0]) < 1e-6
+    assert explanation["W_q^T"].value.shape == (32, 8) and explanation["embedding"].value.shape == (4, 32)
+    assert explanation.visible.sum() == 7
     rows = decoder.model.layers[layer].self_attn.k_proj.weight[head // 2 * 8 :][:8].detach()
-    np.testing.assert_array_equal(found["W_k^T"].value, rows.T)  # query heads 2 and 3 share key head 1
+    np.testing.assert_array_equal(explanation["W_k^T"].value, rows.T)  # query heads 2 and 3 share key head 1
     assert not decoder.model.layers[layer].self_attn.q_proj._forward_hooks  # nothing stays behind
 
 
-def by_its_formula(found: Any, step: Any) -> Any:
+def by_its_formula(explanation: Any, step: Any) -> Any:
     """The step recomputed from the steps before it, as its formula says; None where it has no formula."""
-    names = "|".join(sorted((re.escape(one.name) for one in found.steps), key=len, reverse=True))
+    names = "|".join(sorted((re.escape(one.name) for one in explanation.steps), key=len, reverse=True))
     parts = re.fullmatch(rf"({names}) ({names})(?: \+ ({names}))?", step.formula)
     if parts:
-        left, right, bias = (None if name is None else found[name].value for name in parts.groups())
+        left, right, bias = (None if name is None else explanation[name].value for name in parts.groups())
         return left @ right + (0 if bias is None else bias)
     if step.formula == "q k^T":
-        return found["q"].value @ found["k"].value.swapaxes(-1, -2)
+        return explanation["q"].value @ explanation["k"].value.swapaxes(-1, -2)
     if step.name == "scaled":
-        return found["scores"].value / float(re.fullmatch(r"scores / sqrt\((\d+)\)", step.formula)[1]) ** 0.5
+        return explanation["scores"].value / float(re.fullmatch(r"scores / sqrt\((\d+)\)", step.formula)[1]) ** 0.5
     return None
 
 
@@ -161,8 +166,8 @@ def by_its_formula(found: Any, step: Any) -> Any:
 def test_each_formula_is_true_of_the_matrices_that_are_shown(what: Any) -> None:
     torch.manual_seed(3)
     module, options = what()
-    found = lowtri.explain(module, torch.randn(5, 4), mask="causal", **options)
-    checked = {step.name: by_its_formula(found, step) for step in found.steps}
+    explanation = lowtri.explain(module, torch.randn(5, 4), mask="causal", **options)
+    checked = {step.name: by_its_formula(explanation, step) for step in explanation.steps}
     assert {name for name, value in checked.items() if value is not None} == {
         "q",
         "k",
@@ -173,19 +178,21 @@ def test_each_formula_is_true_of_the_matrices_that_are_shown(what: Any) -> None:
     }
     for name, value in checked.items():
         if value is not None:
-            np.testing.assert_allclose(found[name].value, value, atol=1e-6, err_msg=name)
-    assert "W_q" not in [step.name for step in found.steps]  # the weight itself is the transpose of what multiplies
+            np.testing.assert_allclose(explanation[name].value, value, atol=1e-6, err_msg=name)
+    assert "W_q" not in [
+        step.name for step in explanation.steps
+    ]  # the weight itself is the transpose of what multiplies
 
 
 def test_formulas_name_the_norm_and_the_rotation() -> None:
     module = MultiHeadAttention(8, 2, rope_theta=10000.0, bias=True)
-    found = lowtri.explain(module, torch.randn(3, 8))
-    assert [found[name].formula for name in "qkv"] == [
+    explanation = lowtri.explain(module, torch.randn(3, 8))
+    assert [explanation[name].formula for name in "qkv"] == [
         "rotary(encoding W_q^T + b_q)",
         "rotary(encoding W_k^T + b_k)",
         "encoding W_v^T + b_v",
     ]
-    assert found["b_q"].rows == ("bias",) and found["b_q"].value.shape == (2, 1, 4)
+    assert explanation["b_q"].rows == ("bias",) and explanation["b_q"].value.shape == (2, 1, 4)
 
 
 def test_one_row_of_a_batch() -> None:
@@ -193,24 +200,24 @@ def test_one_row_of_a_batch() -> None:
     mask = lowtri.causal() & lowtri.keys(lengths=[4, 2])
     output, weights = lowtri.attention(q, k, v, mask, return_weights=True)
     for row in (0, 1):
-        found = lowtri.explain((q, torch.from_numpy(k), v), mask=mask, batch=row)
-        np.testing.assert_allclose(found["output"].value, output[row], atol=1e-12)
-        np.testing.assert_allclose(found["weights"].value, weights[row], atol=1e-12)
-        assert found.note == f"Batch row {row} of 2."
+        explanation = lowtri.explain((q, torch.from_numpy(k), v), mask=mask, batch=row)
+        np.testing.assert_allclose(explanation["output"].value, output[row], atol=1e-12)
+        np.testing.assert_allclose(explanation["weights"].value, weights[row], atol=1e-12)
+        assert explanation.note == f"Batch row {row} of 2."
     np.testing.assert_array_equal(lowtri.explain((q, k, v), mask=mask)["q"].value, q[0])
     assert lowtri.explain((q[:1], k[:1], v[:1]), mask="causal").note == ""
 
 
 def test_a_module_and_a_decoder_read_one_row_of_a_batch(decoder: Decoder) -> None:
     module, x = MaskedSelfAttention(4), torch.randn(2, 5, 4)
-    found, alone = lowtri.explain(module, x, batch=1), lowtri.explain(module, x[1])
-    np.testing.assert_array_equal(found["output"].value, alone["output"].value)
+    explanation, alone = lowtri.explain(module, x, batch=1), lowtri.explain(module, x[1])
+    np.testing.assert_array_equal(explanation["output"].value, alone["output"].value)
     place = np.random.default_rng(2).normal(size=(2, 5, 4))
-    found = lowtri.explain(module, x, position=place, batch=1)
-    np.testing.assert_allclose(found["encoding"].value, x[1].numpy() + place[1])
+    explanation = lowtri.explain(module, x, position=place, batch=1)
+    np.testing.assert_allclose(explanation["encoding"].value, x[1].numpy() + place[1])
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    found = lowtri.explain(decoder, ids, batch=1)
-    assert found.tokens == ("8", "9", "10") and found.note.startswith("Batch row 1 of 2. Computed anew")
+    explanation = lowtri.explain(decoder, ids, batch=1)
+    assert explanation.tokens == ("8", "9", "10") and explanation.note.startswith("Batch row 1 of 2. Computed anew")
 
 
 @pytest.mark.sweep
@@ -225,32 +232,32 @@ def test_any_batch_agrees_with_attention(data: Any, shape: tuple[int, ...], mask
     q, k, v = rng.normal(size=(3, *shape))
     row, fewer = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[2] - 1))
     output, weights = lowtri.attention(q[:, :, fewer:], k, v, mask, return_weights=True)
-    found = lowtri.explain((q[:, :, fewer:], k, v), mask=mask, batch=row)
+    explanation = lowtri.explain((q[:, :, fewer:], k, v), mask=mask, batch=row)
     scores = q[:, :, fewer:] @ k.swapaxes(-1, -2) / shape[3] ** 0.5
     given = lowtri.explain(scores=scores, values=v, mask=mask, batch=row)
-    for one in (found, given):
+    for one in (explanation, given):
         np.testing.assert_allclose(one["output"].value, output[row][0] if shape[1] == 1 else output[row], atol=1e-12)
         np.testing.assert_allclose(one["weights"].value, weights[row][0] if shape[1] == 1 else weights[row], atol=1e-12)
 
 
 def test_given_scores_are_masked_and_go_through_softmax() -> None:
     scores = np.random.default_rng(3).normal(size=(4, 4))
-    found = lowtri.explain(scores=scores, mask="causal", hidden=-1e9, tokens=list("abcd"))
-    assert [step.name for step in found.steps] == ["tokens", "scores", "mask", "masked", "weights"]
-    np.testing.assert_array_equal(found["scores"].value, scores)  # not scaled again
-    assert found["masked"].formula == "scores where visible, else -1e9"
+    explanation = lowtri.explain(scores=scores, mask="causal", hidden=-1e9, tokens=list("abcd"))
+    assert [step.name for step in explanation.steps] == ["tokens", "scores", "mask", "masked", "weights"]
+    np.testing.assert_array_equal(explanation["scores"].value, scores)  # not scaled again
+    assert explanation["masked"].formula == "scores where visible, else -1e9"
     expected = np.exp(scores) * np.tri(4)
-    np.testing.assert_allclose(found["weights"].value, expected / expected.sum(1, keepdims=True), atol=1e-12)
-    np.testing.assert_allclose(found["weights"].unmasked.sum(1), 1)
+    np.testing.assert_allclose(explanation["weights"].value, expected / expected.sum(1, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(explanation["weights"].unmasked.sum(1), 1)
     heads = lowtri.explain(scores=np.stack([scores, scores * 2]), values=np.eye(4), mask="causal")
     assert [step.name for step in heads.steps][-3:] == ["v", "output", "joined"]
     np.testing.assert_array_equal(heads["output"].value, heads["weights"].value)
-    assert found.to_html() and str(found) and found.to_json()
+    assert explanation.to_html() and str(explanation) and explanation.to_json()
 
 
 def test_a_mask_for_each_head() -> None:
-    found = lowtri.explain(tuple(qkv(n=3, heads=2, kv_heads=2)), mask="heads([causal, full])")
-    assert found.visible.sum((1, 2)).tolist() == [6, 9]
+    explanation = lowtri.explain(tuple(qkv(n=3, heads=2, kv_heads=2)), mask="heads([causal, full])")
+    assert explanation.visible.sum((1, 2)).tolist() == [6, 9]
 
 
 # Text, JSON and the page.
@@ -266,9 +273,9 @@ def test_tables_stand_in_line_for_thai_and_chinese() -> None:
 
 def test_tokens_cannot_break_a_table_or_the_page() -> None:
     tokens = ["[bold]", ":cat:", "<script>alert(1)</script>", "a\nb"]
-    found = lowtri.explain(tuple(qkv(n=4)), mask="causal", tokens=tokens)
-    assert "[bold]" in str(found) and ":cat:" in str(found) and "a⏎b" in str(found)
-    assert "<script" not in found.to_html() and "&lt;script&gt;" in found.to_html()
+    explanation = lowtri.explain(tuple(qkv(n=4)), mask="causal", tokens=tokens)
+    assert "[bold]" in str(explanation) and ":cat:" in str(explanation) and "a⏎b" in str(explanation)
+    assert "<script" not in explanation.to_html() and "&lt;script&gt;" in explanation.to_html()
 
 
 # A direction override, a bell, an escape sequence, a line separator, a byte-order mark, half a surrogate pair.
@@ -276,26 +283,26 @@ HOSTILE = ["\u202eabc", "\u2066x", "a\x07\x1b[2J", "\u2028", "\ufeff", "\ud800",
 
 
 def test_no_token_reorders_the_page_or_reaches_the_terminal() -> None:
-    found = lowtri.explain(tuple(qkv(n=9)), mask="causal", tokens=HOSTILE)
-    for text in (found.to_html(), str(found)):
+    explanation = lowtri.explain(tuple(qkv(n=9)), mask="causal", tokens=HOSTILE)
+    for text in (explanation.to_html(), str(explanation)):
         assert [c for c in text if c not in "\n" and not c.isprintable()] == []
         assert "\\u202eabc" in text and "\\x1b[2J" in text
         text.encode("utf-8")
 
 
 def test_a_long_token_is_cut() -> None:
-    found = lowtri.explain(tuple(qkv(n=1)), mask="causal", tokens=["x" * 1_000_000])
-    assert len(found.to_html()) < 30_000 and len(str(found)) < 30_000
+    explanation = lowtri.explain(tuple(qkv(n=1)), mask="causal", tokens=["x" * 1_000_000])
+    assert len(explanation.to_html()) < 30_000 and len(str(explanation)) < 30_000
 
 
 @pytest.mark.sweep
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec=None), max_size=40), min_size=1, max_size=5))
 def test_any_tokens_leave_a_whole_page(tokens: list[str]) -> None:
-    found = lowtri.explain(tuple(qkv(n=len(tokens))), mask="causal", tokens=tokens)
-    for text in (found.to_html(), str(found)):
+    explanation = lowtri.explain(tuple(qkv(n=len(tokens))), mask="causal", tokens=tokens)
+    for text in (explanation.to_html(), str(explanation)):
         assert all(c == "\n" or c.isprintable() for c in text)
-    json.loads(found.to_json())
+    json.loads(explanation.to_json())
 
 
 def test_the_page_names_its_axes_and_its_colours() -> None:
@@ -324,9 +331,9 @@ def test_the_page_fits_a_narrow_screen_and_a_dark_one() -> None:
 
 
 def test_long_sentences_are_cut_where_they_are_shown_and_whole_in_json() -> None:
-    found = lowtri.explain(tuple(qkv(n=60)), mask="causal")
-    assert "…" in str(found) and len(str(found)) < 30_000 and len(found.to_html()) < 100_000
-    assert len(json.loads(found.to_json())["steps"][-1]["value"]) == 60
+    explanation = lowtri.explain(tuple(qkv(n=60)), mask="causal")
+    assert "…" in str(explanation) and len(str(explanation)) < 30_000 and len(explanation.to_html()) < 100_000
+    assert len(json.loads(explanation.to_json())["steps"][-1]["value"]) == 60
 
 
 def test_the_page_is_one_whole_file_without_network() -> None:
@@ -394,8 +401,10 @@ def test_a_sentence_is_cut_alike_everywhere_and_the_cut_is_named(
     how = "cut at spaces" if len(tokens) == len(text.split()) else "cut at spaces and by characters"
     assert tokens_of(text) == (tokens, how)
     assert main(["explain", text, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens"] == tokens and found["note"] == f"random weights, seed 42: untrained; tokens {how}"
+    explanation = json.loads(capsys.readouterr().out)
+    assert (
+        explanation["tokens"] == tokens and explanation["note"] == f"random weights, seed 42: untrained; tokens {how}"
+    )
     assert main(["mask", "causal", "--tokens", text, "--ticks"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[1].split() == tokens
@@ -435,9 +444,9 @@ def test_given_scores_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text(text)
     run = ["explain", "--scores", str(path), "--json"]
     assert main(run) == 0
-    found = json.loads(capsys.readouterr().out)
-    steps = {step["name"]: step["value"] for step in found["steps"]}
-    assert steps["scores"] == [[1, 2], [3, 4.5]] and found["tokens"] == ["0", "1"]
+    explanation = json.loads(capsys.readouterr().out)
+    steps = {step["name"]: step["value"] for step in explanation["steps"]}
+    assert steps["scores"] == [[1, 2], [3, 4.5]] and explanation["tokens"] == ["0", "1"]
     np.testing.assert_allclose(steps["weights"], [[1, 0], [1 / (1 + np.exp(1.5)), 1 / (1 + np.exp(-1.5))]], atol=1e-12)
     assert main(["explain", "two words", "--scores", str(path), "--values", str(path), "--mask", "full"]) == 0
     assert "output = weights v" in capsys.readouterr().out
@@ -475,14 +484,14 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
     save(decoder, tmp_path, tokenizer)
     run = ["explain", "a cat", "--model", str(tmp_path)]
     assert main([*run, "--layer", "2", "--head", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens"] == ["a", " ", "c", "a", "t"] and "untrained" not in found["note"]
-    assert found["note"].startswith("Tokens by the model's tokenizer. Computed anew")
+    explanation = json.loads(capsys.readouterr().out)
+    assert explanation["tokens"] == ["a", " ", "c", "a", "t"] and "untrained" not in explanation["note"]
+    assert explanation["note"].startswith("Tokens by the model's tokenizer. Computed anew")
     expected = lowtri.explain(decoder, tokenizer.encode("a cat").ids, layer=2, head=3)["weights"].value
-    np.testing.assert_allclose({s["name"]: s["value"] for s in found["steps"]}["weights"], expected, atol=1e-6)
+    np.testing.assert_allclose({s["name"]: s["value"] for s in explanation["steps"]}["weights"], expected, atol=1e-6)
     for wrong, words in [
-        (["--layer", "3"], "layer 3 asked, but there are 3. Fix: 0 to 2."),
-        (["--head", "4"], "head 4 asked, but there are 4. Fix: head from 0 to 3."),
+        (["--layer", "3"], "there is no layer 3 among 3. Fix: 0 to 2."),
+        (["--head", "4"], "there is no head 4 among 4. Fix: head from 0 to 3."),
         (["--heads", "2"], "--heads is for random weights; a model has its own. Fix: drop --heads or --model."),
         (["--encodings", "x"], "--encodings is for random weights"),
     ]:
@@ -498,7 +507,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
         (["   "], 'the sentence is empty. Fix: a word at least, as in "Write a poem".'),
         (["--encodings", "missing.json"], "missing.json: No such file or directory"),
         (["--layer", "1"], "--layer is for a trained model. Fix: add --model DIR."),
-        (["--head", "1"], "head 1 asked, but there are 1. Fix: head from 0 to 0."),
+        (["--head", "1"], "there is no head 1 among 1. Fix: head from 0 to 0."),
         (["--mask", "casual"], "casual"),
         (["--model", "nowhere"], "nowhere"),
         (["--heads", "0"], "--heads"),
@@ -541,7 +550,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
         (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but expected (N, D)"),
         (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
-        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "head 1 asked, but there are 1"),
+        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "there is no head 1 among 1"),
         (lambda: lowtri.explain(qkv(), mask="heads([full, causal])"), MaskError, "is for 2 heads, but there are 1"),
         (lambda: lowtri.explain(qkv(), mask=lowtri.keys([[True] * 4] * 2)), MaskError, "differs between 2 batch rows"),
         (lambda: lowtri.explain(torch.nn.Linear(2, 2), 1), CallError, "Linear has no attention that explain can open"),
@@ -552,8 +561,12 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
             CallError,
             "encodings are (N, d_model)",
         ),
-        (lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2), CallError, "batch row 2 asked"),
-        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "batch row 1 asked, but there are 1"),
+        (
+            lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2),
+            CallError,
+            "there is no batch row 2",
+        ),
+        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "there is no batch row 1 among 1"),
         (
             lambda: lowtri.explain((np.ones((2, 1, 3, 4)), np.ones((1, 3, 4)), np.ones((1, 3, 4))), mask="full"),
             CallError,
@@ -586,12 +599,12 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         (lambda: untrained(" "), DataError, "the sentence is empty"),
     ],
 )
-def test_words_of_the_errors(call: Any, kind: type[Exception], words: str) -> None:
+def test_errors(call: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=re.escape(words)):
         call()
 
 
-def test_words_for_ids(decoder: Decoder) -> None:
+def test_errors_of_ids(decoder: Decoder) -> None:
     with pytest.raises(CallError, match="ids are missing"):
         lowtri.explain(decoder)
     with pytest.raises(CallError, match="one sequence is \\(N,\\) whole numbers"):

@@ -1,6 +1,6 @@
 """The model adapter: inputs in, one row of numbers for each position out, (B, N, F).
 
-The model is run as it is. Only random states, the training flag and buffers are touched, and put back.
+The model is run as it is. Random states, training flags and buffers are restored after a run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.inputs import CallSignature, Inputs
+from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
-__all__ = ["ModelAdapter", "module_behind"]
+__all__ = ["ModelAdapter", "Rows", "in_mode", "module_behind", "without_gradients"]
 
 Rows = npt.NDArray[Any]
 
@@ -37,79 +38,54 @@ class ModelAdapter:
 
     @property
     def module(self) -> Any:
-        """The torch module behind the model, where one can be found, else None."""
+        """The torch module behind the model; None where there is none."""
         return module_behind(self.model)
+
+    @property
+    def in_torch(self) -> bool:
+        return self.signature.torch or self.module is not None
 
     def __call__(self, inputs: Inputs, seed: int | None = None) -> Rows:
         """The rows of the answer, (B, N, F), as float64 or int64."""
-        if self.module is None and not self.signature.torch:
-            with _seeded(self.seed if seed is None else seed):
-                answer = self._call(inputs)
-            return self._rows_of_array(self._pick(answer), inputs)
-        import torch
+        with without_gradients() if self.in_torch else contextlib.nullcontext():
+            return _in_numpy(self.raw_rows(inputs, seed))
 
-        with torch.no_grad():
-            answer = self.tensor(inputs, seed)
-        return _to_numpy(answer)
+    def raw_rows(self, inputs: Inputs, seed: int | None = None) -> Any:
+        """The same rows as the model returns them: a tensor, with the graph that torch records, or an array."""
+        with self._run(self.seed if seed is None else seed):
+            return self._rows(self._call(inputs), inputs)
 
-    def tensor(self, inputs: Inputs, seed: int | None = None) -> Any:
-        """The same rows as a torch tensor, (B, N, F), with whatever graph the caller's modes record."""
-        import torch
-
-        with _seeded(self.seed if seed is None else seed), self._as_trained(), self._precision():
-            answer = self._pick(self._call(inputs))
-        if not isinstance(answer, torch.Tensor):
-            return torch.from_numpy(self._rows_of_array(answer, inputs))
-        return self._rows_of_tensor(answer, inputs)
-
-    def raw(self, inputs: Inputs) -> Any:
-        """The model's whole answer, unread, without gradients."""
-        import torch
-
-        with torch.no_grad(), _seeded(self.seed), self._as_trained(), self._precision():
+    def answer(self, inputs: Inputs) -> Any:
+        """The model's whole answer, without gradients."""
+        with without_gradients(), self._run(self.seed):
             return self._call(inputs)
 
     def rows(self, answer: Any, inputs: Inputs) -> Rows:
-        """Read the rows out of a whole answer."""
-        picked = self._pick(answer)
-        if hasattr(picked, "detach"):
-            return _to_numpy(self._rows_of_tensor(picked, inputs))
-        return self._rows_of_array(picked, inputs)
+        """The rows of a whole answer."""
+        return _in_numpy(self._rows(answer, inputs))
 
     def in_float64(self) -> ModelAdapter:
         """The same model computing in float64; raises whatever the copy raises."""
-        if self.module is None and not self.signature.torch:
-            if self.signature.dtypes[0].kind != "f" or self.signature.dtypes[0] == np.float64:
+        signature = self.signature
+        if not self.in_torch:
+            if signature.dtypes[0].kind != "f" or signature.dtypes[0] == np.float64:
                 raise CallError("a callable on NumPy arrays computes in its own precision")
-            return replace(
-                self, signature=replace(self.signature, dtypes=(np.dtype(np.float64),) * len(self.signature.dtypes))
-            )
+            return replace(self, signature=replace(signature, dtypes=(np.dtype(np.float64),) * len(signature.dtypes)))
         from lowtri.auditing.float64 import float64_copy
 
-        return replace(self, model=float64_copy(self.model), signature=replace(self.signature, float64=True))
+        return replace(self, model=float64_copy(self.model), signature=replace(signature, float64=True))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Set the training flag for the audit and put flags and buffers back after it."""
+        """Set the training flag for the audit; restore flags and buffers after it."""
         module = self.module if self.model is self.module else None
-        if module is None:
+        with in_mode(module, self.training), _buffers_restored(module):
             yield
-            return
-        flags = [(part, part.training) for part in module.modules()]
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        module.train(self.training)
-        try:
-            yield
-        finally:
-            for part, flag in flags:
-                part.training = flag
-            _restore(buffers)
 
     def accepts(self, name: str) -> bool:
-        """Whether the call takes a keyword of this name, named in its signature."""
+        """Whether the call has a keyword of this name in its signature."""
         try:
-            target = self.model.forward if hasattr(self.model, "forward") else self.model
-            return name in inspect.signature(target).parameters
+            return name in inspect.signature(getattr(self.model, "forward", self.model)).parameters
         except (TypeError, ValueError):
             return False
 
@@ -118,24 +94,31 @@ class ModelAdapter:
         return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        if not self.signature.float64:
+    def _run(self, seed: int) -> Iterator[None]:
+        """The conditions of one run: the seed, the precision, and in training mode the same running statistics."""
+        precision: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.signature.float64:
+            from lowtri.auditing.float64 import computing_in_float64
+
+            precision = computing_in_float64()
+        with _seeded(seed), _buffers_restored(self.module if self.training else None), precision:
             yield
-            return
-        from lowtri.auditing.float64 import computing_in_float64
 
-        with computing_in_float64():
-            yield
+    def _rows(self, answer: Any, inputs: Inputs) -> Any:
+        answer = self._picked(answer)
+        if not hasattr(answer, "movedim"):
+            answer = np.asarray(answer)
+        rows = positions_first(answer, *self._axes(tuple(answer.shape), inputs))
+        if isinstance(rows, np.ndarray):
+            rows = np.stack([rows.real, rows.imag], axis=-1) if np.iscomplexobj(rows) else rows
+        elif rows.is_complex():
+            import torch
 
-    @contextlib.contextmanager
-    def _as_trained(self) -> Iterator[None]:
-        # In training mode a call may move running statistics; the next call must start from the same ones.
-        module = self.module if self.training else None
-        buffers = [] if module is None else [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        yield
-        _restore(buffers)
+            rows = torch.view_as_real(rows)
+        return rows.reshape(rows.shape[0], rows.shape[1], -1)
 
-    def _pick(self, answer: Any) -> Any:
+    def _picked(self, answer: Any) -> Any:
+        """The tensor or array with one row for each position."""
         if self.output is not None:
             return self.output(answer)
         for name in ("logits", "last_hidden_state"):
@@ -144,29 +127,12 @@ class ModelAdapter:
                 return value
         if isinstance(answer, Mapping):
             return answer["logits"] if "logits" in answer else next(iter(answer.values()))
-        if isinstance(answer, (tuple, list)) and not _is_numbers(answer):
+        if isinstance(answer, (tuple, list)) and not all(isinstance(value, (int, float)) for value in answer):
             return answer[0]
         return answer
 
-    def _rows_of_array(self, answer: Any, inputs: Inputs) -> Rows:
-        array = np.asarray(answer)
-        batch, axis = self._axes(array.shape, inputs)
-        array = np.moveaxis(array, axis, 0)[None] if batch is None else np.moveaxis(array, (batch, axis), (0, 1))
-        if np.iscomplexobj(array):
-            array = np.stack([array.real, array.imag], axis=-1)
-        array = array.reshape(array.shape[0], array.shape[1], -1)
-        return array.astype(np.float64 if np.issubdtype(array.dtype, np.floating) else np.int64)
-
-    def _rows_of_tensor(self, answer: Any, inputs: Inputs) -> Any:
-        batch, axis = self._axes(tuple(answer.shape), inputs)
-        answer = answer.movedim(axis, 0).unsqueeze(0) if batch is None else answer.movedim((batch, axis), (0, 1))
-        if answer.is_complex():
-            import torch
-
-            answer = torch.view_as_real(answer)
-        return answer.reshape(answer.shape[0], answer.shape[1], -1)
-
     def _axes(self, shape: tuple[int, ...], inputs: Inputs) -> tuple[int | None, int]:
+        """The axes of the batch and of the positions."""
         n, axis = inputs.n, self.output_axis
         if axis is None:
             axis = self.signature.position_axes[0]
@@ -181,16 +147,14 @@ class ModelAdapter:
                 "Fix: pick the tensor with output=, and its axis of positions with output_axis=."
             )
         batch = self.signature.batch_axis
-        if batch is None:
+        if batch is None or (batch != axis and batch < len(shape) and shape[batch] == inputs.batch):
+            return batch, axis
+        if inputs.batch == 1:
             return None, axis
-        if batch == axis or batch >= len(shape) or shape[batch] != inputs.batch:
-            if inputs.batch == 1:
-                return None, axis
-            raise CallError(
-                f"audit: the model's answer has shape {shape}; the {inputs.batch} rows of the batch were not found in it.\n"
-                "Fix: pick a tensor with batch and positions with output=."
-            )
-        return batch, axis
+        raise CallError(
+            f"audit: the model's answer has shape {shape}; the {inputs.batch} rows of the batch were not found in it.\n"
+            "Fix: pick a tensor with batch and positions with output=."
+        )
 
 
 def module_behind(model: Any) -> Any:
@@ -209,13 +173,49 @@ def module_behind(model: Any) -> Any:
     return None
 
 
+def without_gradients() -> contextlib.AbstractContextManager[Any]:
+    """`torch.no_grad()`, where torch has been imported."""
+    torch = sys.modules.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.no_grad()
+
+
+def _in_numpy(rows: Any) -> Rows:
+    """Float64 or int64."""
+    if isinstance(rows, np.ndarray):
+        return rows.astype(np.float64 if np.issubdtype(rows.dtype, np.floating) else np.int64)
+    rows = rows.detach().cpu()
+    return np.asarray((rows.double() if rows.is_floating_point() else rows.long()).numpy())
+
+
+@contextlib.contextmanager
+def in_mode(module: Any, training: bool | None) -> Iterator[None]:
+    """Set a module's training flags (None leaves them as they are), and restore every part's after it."""
+    flags = [] if module is None else [(part, part.training) for part in module.modules()]
+    try:
+        if module is not None and training is not None:
+            module.train(training)
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
+
+
+@contextlib.contextmanager
+def _buffers_restored(module: Any) -> Iterator[None]:
+    buffers = [] if module is None else [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with without_gradients():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Every global source of random numbers at the same seed, and back where it was afterwards."""
-    import sys
-
+    """Every global source of random numbers at the same seed, and its state restored afterwards."""
     torch = sys.modules.get("torch")
-    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     torch_state = torch.get_rng_state() if torch is not None else None
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -226,25 +226,7 @@ def _seeded(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
+        random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         if torch is not None and torch_state is not None:
             torch.set_rng_state(torch_state)
-
-
-def _restore(buffers: list[tuple[Any, Any]]) -> None:
-    if buffers:
-        import torch
-
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-def _is_numbers(answer: Any) -> bool:
-    return all(isinstance(value, (int, float)) for value in answer)
-
-
-def _to_numpy(tensor: Any) -> Rows:
-    tensor = tensor.detach().cpu()
-    return np.asarray((tensor.double() if tensor.is_floating_point() else tensor.long()).numpy())

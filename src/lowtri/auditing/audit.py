@@ -1,4 +1,4 @@
-"""`audit`: measure the noise, run every probe, let the float64 copy decide what is in doubt, and say where it enters."""
+"""`audit`: read the arguments, measure the noise, run the probes, and report."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.adapter import ModelAdapter
-from lowtri.auditing.arguments import check_arguments, chosen_probes, nothing_ran, require_requested
 from lowtri.auditing.context import Context
-from lowtri.auditing.declared import allowed_pairs, has_token
 from lowtri.auditing.example import read_example
 from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.noise import measure_noise
+from lowtri.auditing.options import Options
 from lowtri.auditing.probes import PROBES
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.running import run_probes
+from lowtri.auditing.running import chosen_probes, nothing_ran, require_requested, run_probes
 from lowtri.auditing.setup import progress_line, redrawn, vocabulary
 from lowtri.masks import Mask, causal
 
@@ -50,7 +48,7 @@ def audit(
     seed: int = 0,
     progress: bool | None = None,
 ) -> AuditReport:
-    """Find what a model's outputs depend on, and hold it against the mask.
+    """Measure what a model's outputs depend on, and compare it with the mask.
 
     >>> import numpy as np
     >>> from lowtri import audit
@@ -74,7 +72,7 @@ def audit(
         layers: the mask is one layer's; it is widened to what this many layers can reach.
         input: which entries of a tuple or dict example are the sequence; "decoder_input_ids" audits the decoder of an
             encoder-decoder. An array with one entry for each row of the batch, as its source is, goes with the row.
-        position_axis, batch_axis, output_axis: where positions and batch are, when that is not plain.
+        position_axis, batch_axis, output_axis: where positions and batch are, if that cannot be told from the shapes.
         alone: how one document runs alone, for the packing probe.
         pad_mask: the keyword that marks real positions (1 = real), for the padding probe.
         train: audit in training mode alone; without it, eval mode is audited by every probe and training mode by most.
@@ -94,41 +92,26 @@ def audit(
 
     Raises:
         CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
-            says which argument tells. What `step`, `alone`, `pad_mask`, `compile` or `length` request and cannot be run
+            names the argument to set. What `step`, `alone`, `pad_mask`, `compile` or `length` request and cannot be run
             leaves the audit undecided, with the reason.
     """
     started = time.monotonic()
-    check_arguments(
-        model,
-        output=output,
-        step=step,
-        alone=alone,
-        pad_mask=pad_mask,
-        redraw=redraw,
-        draws=draws,
-        exact=exact,
-        seed=seed,
-        length=length,
-    )
+    options = Options(mask, layers, step, alone, pad_mask, compile, length, draws, exact, seed)
+    options.check(model, output, redraw)
     chosen = chosen_probes(probes, PROBES)
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
     audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
     adapter = ModelAdapter(audited, signature, output, output_axis, train, seed)
-    allowed = allowed_pairs(mask, inputs.n, inputs.batch, layers)
-    options: dict[str, Any] = {"step": step, "alone": alone, "pad_mask": pad_mask, "compile": compile, "length": length}
-    options["declared"] = lambda n: allowed_pairs(mask, n, inputs.batch, layers)
+    allowed = options.allowed(inputs.n, inputs.batch)
+    ids = vocabulary(model, inputs, vocab_size)
+    context = Context(adapter, inputs, allowed, options, ids, progress_line(progress, started))
+    findings: list[Finding] = []
+    notes: list[str] = []
     with adapter.prepared():
-        noise = measure_noise(adapter, inputs, ~has_token(allowed))
-        context = Context(
-            adapter, inputs, allowed, noise, vocabulary(model, inputs, vocab_size), draws, exact, seed,
-            progress_line(progress, started), options,
-        )  # fmt: skip
         mode = context.mode
-        findings: list[Finding] = []
-        notes: list[str] = []
-        if noise.broken is None:
+        if context.noise.broken is None:
             findings, notes = run_probes(context, chosen)
             findings, unused = require_requested(findings, PROBES, options)
             notes += unused
@@ -137,18 +120,18 @@ def audit(
         leaks.setdefault((leak.query, leak.key), leak)  # one for each pair, from the first probe that found it
     undecided = [f"{finding.probe}: {finding.message}" for finding in findings if finding.status == "undecided"]
     return AuditReport(
-        model=_name(model),
+        model=getattr(model, "__name__", None) or type(model).__name__,
         mask=_mask_text(mask, layers),
         n=inputs.n,
         batch=inputs.batch,
-        noise=noise,
+        noise=context.noise,
         findings=tuple(findings),
         leaks=tuple(sorted(leaks.values(), key=_order)),
         allowed=np.asarray(allowed.any(axis=0)),
         seen=context.seen,
-        reason=noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
+        reason=context.noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
         seconds=time.monotonic() - started,
-        notes=tuple(notes + _notes(context, layers, findings)),
+        notes=tuple(notes + _notes(context, findings)),
         modes=(mode,) if mode else (),
     )
 
@@ -170,7 +153,7 @@ def _order(leak: Leak) -> tuple[bool, bool, int, int]:
     return not leak.direct, not leak.paired, leak.query, leak.key
 
 
-def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) -> list[str]:
+def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
     notes = []
     longest = max([context.n, *(finding.measured.get("length", 0) for finding in findings)])
     config = getattr(context.adapter.model, "config", None)
@@ -182,19 +165,13 @@ def _notes(context: Context, layers: int | None, findings: Sequence[Finding]) ->
             )
     if context.noise.random:
         notes.append("the model draws random numbers; every call started from the same seed")
-    if layers is not None:
-        notes.append(f"the mask is one layer's, widened to what {layers} layers reach")
+    if context.options.layers is not None:
+        notes.append(f"the mask is one layer's, widened to what {context.options.layers} layers reach")
     return notes
 
 
-def _name(model: Any) -> str:
-    return getattr(model, "__name__", None) or type(model).__name__
-
-
 def _mask_text(mask: Any, layers: int | None) -> str:
-    text = (
-        f"a table of {mask.shape}"
-        if isinstance(mask, np.ndarray)
-        else str(mask if isinstance(mask, str) else repr(mask))
-    )
+    text = mask if isinstance(mask, str) else repr(mask)
+    if isinstance(mask, np.ndarray):
+        text = f"a table of {mask.shape}"
     return text if layers is None else f"{text} x {layers} layers"

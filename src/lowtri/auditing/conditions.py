@@ -1,4 +1,4 @@
-"""The same probes under other conditions: in training mode, behind a keyword, on a longer example.
+"""The same probes under other conditions: in training mode, with a keyword, on a longer example.
 
 Every condition has its own noise, and its doubts go to its own float64 copy: it is audited as closely as the example is.
 """
@@ -12,50 +12,46 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.adapter import Rows
+from lowtri.auditing.adapter import in_mode
 from lowtri.auditing.context import Context
-from lowtri.auditing.declared import has_token
 from lowtri.auditing.finding import Finding, Leak, by, first_line
-from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.noise import magnitude, measure_noise, movement
 from lowtri.auditing.probe import Probe
 from lowtri.auditing.running import run_probes
 from lowtri.compat.transformers_private import attention_name
 
-__all__ = ["Condition", "Outcome", "probe_under"]
+__all__ = ["Condition", "Outcome", "mode_set", "probe_under"]
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What is set before the probes run, and put back after them."""
+    """What is set before the probes run, and restored after them."""
 
     name: str
     under: str  # the same in a sentence: "in training mode"
     probes: tuple[Probe, ...]
     context: Context
-    options: dict[str, Any] = field(default_factory=dict)  # keywords of the call
-    attention: str | None = None
-    compared: bool = False  # whether the answer has to be the one without the condition
+    attention: str | None = None  # the implementation that is set
+    without: Context | None = None  # the context without the condition, where the answers have to be equal
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
-        """Training flags as the context's adapter has them, and the attention implementation."""
         module = self.context.adapter.module
-        flags = [] if module is None else [(part, part.training) for part in module.modules()]
         before = attention_name(module)
-        try:
-            if self.context.adapter.training and module is not None:
-                module.train()
-            if self.attention:
-                module.set_attn_implementation(self.attention)
-                if attention_name(module) != self.attention:
-                    raise LookupError("the model kept the attention it had")
-            yield
-        finally:
-            if self.attention:
-                module.set_attn_implementation(before)
-            for part, flag in flags:
-                part.training = flag
+        with mode_set(self.context):
+            try:
+                if self.attention:
+                    module.set_attn_implementation(self.attention)
+                    if attention_name(module) != self.attention:
+                        raise LookupError("the model kept its attention implementation")
+                yield
+            finally:
+                if self.attention:
+                    module.set_attn_implementation(before)
+
+
+def mode_set(context: Context) -> contextlib.AbstractContextManager[None]:
+    """Training mode where the context's adapter has it, else the mode that is set."""
+    return in_mode(context.adapter.module, True if context.adapter.training else None)
 
 
 @dataclass
@@ -68,7 +64,7 @@ class Outcome:
     refused: dict[str, str] = field(default_factory=dict)  # condition: why it could not be tried
     differ: dict[str, float] = field(default_factory=dict)  # condition: how far its answer is from the one without it
 
-    def finding(self, clean: str, measured: dict[str, Any], nothing: str) -> Finding:
+    def finding(self, clean: str, measured: dict[str, Any], nothing: str = "") -> Finding:
         """All of it as one finding; `clean` and `nothing` are its message where no leak was found and where nothing ran."""
         measured = {"tried": self.tried, "refused": self.refused, "differ": self.differ, **measured}
         if self.leaks:
@@ -92,13 +88,14 @@ def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outc
     outcome = Outcome()
     for condition in conditions:
         try:
-            without = condition.context.base if condition.compared else None  # before anything is set
+            if condition.without is not None:
+                condition.without.base  # noqa: B018 (measured before anything is set)
             with condition.set():
-                context = _measured(condition)
+                context = replace(condition.context, by_pair=False)
                 if context.noise.broken is not None:
                     outcome.refused[condition.name] = context.noise.broken
                     continue
-                size = 0.0 if without is None else _difference(condition.context, without, context)
+                size = 0.0 if condition.without is None else _difference(condition.without, context)
                 findings, _ = run_probes(context, condition.probes, first=first)
         except Exception as error:
             outcome.refused[condition.name] = first_line(error)
@@ -115,19 +112,9 @@ def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outc
     return outcome
 
 
-def _measured(condition: Condition) -> Context:
-    """The context with the condition's keywords and noise, and with nothing seen yet."""
-    before = condition.context
-    inputs: Inputs = replace(before.inputs, options={**before.inputs.options, **condition.options})
-    noise = measure_noise(before.adapter, inputs, ~has_token(before.allowed))
-    return replace(before, inputs=inputs, noise=noise, by_pair=False, seen=np.zeros((0, 0)), _base=None)
-
-
-def _difference(before: Context, without: Rows, context: Context) -> float:
+def _difference(without: Context, context: Context) -> float:
     """How far the answer is from the one without the condition, where that is more than rounding."""
-    if context.base.shape != without.shape:
+    if context.base.shape != without.base.shape:
         return 0.0
-    sizes = np.nan_to_num(movement(without, context.base), nan=np.inf)
-    sizes[np.broadcast_to(before.ignored, sizes.shape)] = 0.0
-    size = float(sizes.max())
-    return size if before.noise.classify(size, magnitude(without, context.base), doubtful=False) == "leak" else 0.0
+    difference = without.difference(without.base, context.base, where=~np.asarray(without.ignored))
+    return difference.greatest if difference.status == "leak" else 0.0

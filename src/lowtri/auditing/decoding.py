@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.adapter import Rows
+from lowtri.auditing.adapter import Rows, without_gradients
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
 from lowtri.compat.transformers_private import is_stateful
@@ -27,37 +29,32 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 
 def decoder_for(context: Context) -> tuple[Decode, bool] | None:
     """How this model decodes, and whether it can take several positions at a time; None if that is not known."""
-    step = context.options.get("step")
-    if step is not None:
-        return (lambda inputs, sizes: _by_step(context, step, inputs, sizes)), False
     model = context.adapter.model
+    if context.options.step is not None:
+        return partial(_by_step, context), False
     if hasattr(model, "make_cache") and context.adapter.accepts("cache"):
-        return (lambda inputs, sizes: _with_own_cache(context, inputs, sizes)), True
+        return partial(_with_own_cache, context), True
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
         whole = getattr(config, "is_encoder_decoder", False) and not context.adapter.signature.prefix
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
-        return (lambda inputs, sizes: _with_cache(context, inputs, sizes)), not is_stateful(model)
+        return partial(_with_transformers_cache, context), not is_stateful(model)
     return None
 
 
-def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    import contextlib
-    import sys
-
-    adapter, rows, state = context.adapter, [], None
+def _by_step(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+    step: Any = context.options.step
+    signature, rows, state = context.adapter.signature, [], None
     width = context.base.shape[-1]
-    torch = sys.modules.get("torch")
-    with torch.no_grad() if torch is not None else contextlib.nullcontext():
+    with without_gradients():
         for t in range(inputs.n):
-            given = adapter.signature.give(inputs.sequences[0][:, t : t + 1])
-            axis = adapter.signature.position_axes[0]
-            token = given.select(axis, 0) if hasattr(given, "select") else np.take(given, 0, axis=axis)
-            came = step(state, token)
-            if not isinstance(came, (tuple, list)) or len(came) != 2:
-                raise TypeError(f"step returned a {type(came).__name__}, expected (output, state)")
-            answer, state = came
+            value, axis = signature.sequence(inputs.sequences[0][:, t : t + 1]), signature.position_axes[0]
+            token = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
+            result = step(state, token)
+            if not isinstance(result, (tuple, list)) or len(result) != 2:
+                raise TypeError(f"step returned a {type(result).__name__}, expected (output, state)")
+            answer, state = result
             answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
             if answer.size != inputs.batch * width:
                 raise ValueError(
@@ -68,31 +65,29 @@ def _by_step(context: Context, step: Any, inputs: Inputs, sizes: Sequence[int]) 
 
 
 def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    adapter, rows, done = context.adapter, [], 0
-    cache = stepwise_cache(adapter.model, inputs.batch)
-    for size in sizes:
-        part = replace(inputs.span(done, done + size), options={"cache": cache})
-        rows.append(adapter(part))
-        done += size
+    cache = stepwise_cache(context.adapter.model, inputs.batch)
+    parts = (inputs.span(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
+    rows = [context.adapter(replace(part, options={"cache": cache})) for part in parts]
     return np.concatenate(rows, axis=1)
 
 
-def _with_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    adapter, rows, done = context.adapter, [], 0
+def _with_transformers_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+    adapter, rows = context.adapter, []
     cache: dict[str, Any] = {}
-    for size in sizes:
-        part = inputs.span(done, done + size)
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
         options: dict[str, Any] = {"use_cache": True, **cache}
+        masked = False
         for name, value in inputs.options.items():  # a padding mask covers all that came, positions only what comes
-            options[name] = value[:, : done + size] if name.endswith("attention_mask") else value[:, done : done + size]
-        part = replace(part, options=options, settings={})
-        answer = adapter.raw(part)
-        found = next((key for key in _CACHES if getattr(answer, key, None) is not None), None)
-        if found is None:
+            is_mask = name.endswith("attention_mask")
+            options[name] = value[:, 0 if is_mask else start : stop]
+            masked |= is_mask
+        part = replace(inputs.span(start, stop), options=options, settings={})
+        answer = adapter.answer(part)
+        kind = next((name for name in _CACHES if getattr(answer, name, None) is not None), None)
+        if kind is None:
             raise LookupError("the model returned no cache")
-        if found != "past_key_values" and any(name.endswith("attention_mask") for name in options) and done:
+        if kind != "past_key_values" and masked and start:
             raise LookupError("how this state is decoded together with a padding mask is not known")
-        cache = {found: getattr(answer, found)}
+        cache = {kind: getattr(answer, kind)}
         rows.append(adapter.rows(answer, part))
-        done += size
     return np.concatenate(rows, axis=1)

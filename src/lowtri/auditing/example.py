@@ -1,4 +1,4 @@
-"""Read what a caller gives as an example: which arrays are sequences, where their positions and batch are, what is a setting."""
+"""Read a caller's example: which arrays are sequences, where their positions and batch are, what is a setting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.inputs import Array, CallSignature, Inputs
+from lowtri.auditing.inputs import Array, CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
 __all__ = ["read_example"]
@@ -23,106 +23,94 @@ def read_example(
     position_axis: int | None = None,
     batch_axis: int | str | None = "auto",
 ) -> tuple[Inputs, CallSignature]:
-    """Read the caller's example: token ids or vectors, alone, as a tuple of arguments or as a dict of keywords.
+    """Read token ids or vectors, given alone, as a tuple of arguments or as a dict of keywords.
 
     Args:
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple or dict of them and of constants.
         model: read for its device and dtype.
-        input: which entries of a tuple or dict are sequences; the rest is passed on unchanged.
+        input: which entries of a tuple or dict are sequences; the others are passed on unchanged.
         position_axis: the axis of the positions; by default the last of ids and the last but one of vectors.
-        batch_axis: the axis of the batch; by default the first that is left, when there is one to spare.
+        batch_axis: the axis of the batch; by default the first other axis, where there is one to spare.
     """
-    kind, entries = _entries(example)
-    keys = _sequence_keys(kind, entries, input, position_axis)
+    by_keyword, several = isinstance(example, Mapping), isinstance(example, (Mapping, tuple))
+    entries: dict[Hashable, Any]
+    entries = dict(example) if by_keyword else dict(enumerate(example if several else (example,)))
+    keys = _sequence_keys(entries, by_keyword, input, position_axis) if several or input is not None else [0]
     torch_in = any(_is_tensor(value) for value in entries.values()) or _is_module(model)
-    arrays, dtypes, axes = [], [], []
-    for key in keys:
-        array = _as_array(entries[key], f"example[{key!r}]" if kind != "single" else "example")
-        axis = _position_axis(array, position_axis)
-        chosen = _batch_axis(array, axis, batch_axis)
-        axes.append(axis)
-        dtypes.append(_dtype(entries[key], array, torch_in, model))
-        if chosen is None:
-            arrays.append(np.moveaxis(array, axis, 0)[None])
-        else:
-            arrays.append(np.moveaxis(array, (chosen, axis), (0, 1)))
-    first = _as_array(entries[keys[0]], "example")
-    batch, n = arrays[0].shape[:2]
+    sequences = [_as_array(entries[key], f"example[{key!r}]" if several else "example") for key in keys]
+    position_axes = [_position_axis(array, position_axis) for array in sequences]
+    batch_axes = [_batch_axis(*pair, batch_axis) for pair in zip(sequences, position_axes, strict=True)]
+    rows = [positions_first(*layout) for layout in zip(sequences, batch_axes, position_axes, strict=True)]
+    batch, n = rows[0].shape[:2]
+    shape = tuple(sequences[0].shape)
     if batch == 0:
-        raise CallError(f"audit: example has no rows, shape {tuple(first.shape)}.\nFix: give at least one row.")
+        raise CallError(f"audit: example has no rows, shape {shape}.\nFix: give at least one row.")
     if n < 2:
         raise CallError(
-            f"audit: example has {n} position(s), shape {tuple(first.shape)}; at least 2 are needed to see one peek.\n"
+            f"audit: example has {n} position(s), shape {shape}; a leak needs at least 2.\n"
             "Fix: give a longer example, or say where its positions are with position_axis=."
         )
     settings, constants, per_row = {}, {}, {}
     for key, value in entries.items():
+        table = _maybe_array(value)
         if key in keys:
             continue
-        table = _maybe_array(value)
-        follows = table is not None and n in table.shape and not _of_the_source(keys[0], key)
-        if follows and table is not None:
+        if table is not None and n in table.shape and not _of_the_source(keys[0], key):
             settings[key] = table
-        elif len(getattr(value, "shape", ())) > 1 and len(value) == len(arrays[0]):
-            per_row[key] = value  # one entry for each row of the batch
+        elif len(getattr(value, "shape", ())) > 1 and len(value) == batch:
+            per_row[key] = value
         else:
             constants[key] = value
     signature = CallSignature(
         keys=tuple(keys),
-        kind=kind,
+        by_keyword=by_keyword,
         constants=constants,
-        batch_axis=_batch_axis(first, axes[0], batch_axis),
-        position_axes=tuple(axes),
+        batch_axis=batch_axes[0],
+        position_axes=tuple(position_axes),
         torch=torch_in,
-        dtypes=tuple(dtypes),
+        dtypes=tuple(_dtype(entries[key], array, torch_in, model) for key, array in zip(keys, sequences, strict=True)),
         device=_device(model, entries),
     )
-    return Inputs(tuple(arrays), settings, per_row=per_row), signature
+    return Inputs(tuple(rows), settings, per_row=per_row), signature
 
 
-def _entries(example: Any) -> tuple[str, dict[Hashable, Any]]:
-    if isinstance(example, Mapping):
-        return "kwargs", dict(example)
-    if isinstance(example, tuple):
-        return "args", dict(enumerate(example))
-    return "single", {0: example}
-
-
-def _sequence_keys(kind: str, entries: dict[Hashable, Any], input: Any, position_axis: int | None) -> list[Hashable]:
+def _sequence_keys(
+    entries: dict[Hashable, Any], by_keyword: bool, input: Any, position_axis: int | None
+) -> list[Hashable]:
     if input is not None:
-        named = list(input) if isinstance(input, (list, tuple)) else [input]
-        missing = [name for name in named if name not in entries]
+        keys = list(input) if isinstance(input, (list, tuple)) else [input]
+        missing = [name for name in keys if name not in entries]
         if missing:
             raise CallError(
                 f"audit: input={missing[0]!r} is not in the example, which has {sorted(map(str, entries))}."
             )
-        return named
-    if kind == "single":
-        return [0]
-    found: Hashable | None = 0 if kind == "args" else next((name for name in _SEQUENCE_NAMES if name in entries), None)
-    if found is None:
-        found = next((key for key, value in entries.items() if _maybe_array(value) is not None), None)
-    if found is None or found not in entries:
+        return keys
+    candidates: list[Hashable] = [0] if entries else []
+    if by_keyword:
+        candidates = [name for name in _SEQUENCE_NAMES if name in entries]
+        candidates += [key for key, value in entries.items() if _maybe_array(value) is not None]
+    if not candidates:
         raise CallError(
             f"audit: example has no array among {sorted(map(str, entries))}.\n"
             "Fix: name the one that holds the sequence with input=."
         )
-    first = _as_array(entries[found], f"example[{found!r}]")
-    keys = [found]
-    for key, value in entries.items():
-        other = _maybe_array(value)
-        if key == found or other is None or not np.issubdtype(first.dtype, np.inexact):
-            continue
+    keys = candidates[:1]
+    first = _as_array(entries[keys[0]], f"example[{keys[0]!r}]")
+    if np.issubdtype(first.dtype, np.inexact):
         # Q, K and V move together; a table of pairs or an additive mask is a setting.
-        alike = np.issubdtype(other.dtype, np.inexact) and other.ndim == first.ndim
         axis = _position_axis(first, position_axis)
-        if alike and other.shape[axis] == first.shape[axis] and not _looks_like_a_mask(other):
-            keys.append(key)
+        for key, value in entries.items():
+            other = _maybe_array(value)
+            if key == keys[0] or other is None:
+                continue
+            alike = np.issubdtype(other.dtype, np.inexact) and other.ndim == first.ndim
+            if alike and other.shape[axis] == first.shape[axis] and not _looks_like_a_mask(other):
+                keys.append(key)
     return keys
 
 
 def _of_the_source(sequence: Hashable, key: Hashable) -> bool:
-    """Whether the sequence is a decoder's and this entry is its encoder's, whose length is its own affair."""
+    """Whether the sequence is a decoder's and this entry its encoder's, whose length is independent."""
     return str(sequence).startswith("decoder_") and not str(key).startswith("decoder_")
 
 
@@ -133,16 +121,16 @@ def _looks_like_a_mask(array: Array) -> bool:
     return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
 
 
+def _holds_vectors(array: Array) -> bool:
+    return bool(np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2)
+
+
 def _position_axis(array: Array, requested: int | None) -> int:
-    if requested is not None:
-        if not -array.ndim <= requested < array.ndim:
-            raise CallError(
-                f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}."
-            )
-        return requested % array.ndim
-    if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2:
-        return array.ndim - 2
-    return array.ndim - 1
+    if requested is None:
+        return array.ndim - (2 if _holds_vectors(array) else 1)
+    if not -array.ndim <= requested < array.ndim:
+        raise CallError(f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}.")
+    return requested % array.ndim
 
 
 def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | None:
@@ -150,15 +138,15 @@ def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | N
         return None
     if requested != "auto":
         return int(requested) % array.ndim
-    spare = 2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1  # (N, D) and (N,) have no batch
-    return None if array.ndim <= spare else next(i for i in range(array.ndim) if i != axis)
+    without_batch = 2 if _holds_vectors(array) else 1  # (N, D) and (N,)
+    return None if array.ndim <= without_batch else next(i for i in range(array.ndim) if i != axis)
 
 
 def _as_array(value: Any, name: str) -> Array:
     if getattr(value, "is_meta", False):
         raise CallError(f"audit: {name} is on the device meta, which holds no numbers.\nFix: give it with its values.")
     array = _maybe_array(value)
-    if array is None or array.dtype == object or array.ndim == 0:
+    if array is None:
         raise CallError(
             f"audit: {name} is a {type(value).__name__}, not an array of token ids or of vectors.\n"
             "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D); input= names the entry of a dict."
@@ -167,11 +155,11 @@ def _as_array(value: Any, name: str) -> Array:
 
 
 def _maybe_array(value: Any) -> Array | None:
-    if _is_tensor(value) and not value.is_meta:
+    if _is_tensor(value):
+        if value.is_meta:
+            return None
         tensor = value.detach().cpu()
-        if tensor.is_floating_point() and tensor.element_size() < 4:
-            tensor = tensor.float()
-        return np.asarray(tensor.numpy())
+        value = (tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor).numpy()
     if isinstance(value, (np.ndarray, list)) or hasattr(value, "__array__"):
         array = np.asarray(value)
         return array if array.ndim and array.dtype != object else None
@@ -200,7 +188,5 @@ def _dtype(value: Any, array: Array, torch_in: bool, model: Any) -> Any:
 
 
 def _device(model: Any, entries: dict[Hashable, Any]) -> Any:
-    if _is_module(model):
-        for parameter in model.parameters():
-            return parameter.device
-    return next((value.device for value in entries.values() if _is_tensor(value)), None)
+    tensors = [*(model.parameters() if _is_module(model) else ()), *filter(_is_tensor, entries.values())]
+    return tensors[0].device if tensors else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from lowtri.auditing.inputs import Inputs
 
 __all__ = ["Finding", "Leak", "Status", "by", "first_line", "moves"]
 
@@ -35,22 +37,18 @@ class Leak:
     @property
     def what(self) -> str:
         """The pair and the size, without a full stop."""
-        if self.note:
-            text = self.note
-        else:
+        text = self.note
+        if not text:
             how = f"moves output {self.query} by {self.size:.2g}"
             if math.isinf(self.size):
                 how = f"turns output {self.query} from finite to infinite or NaN, or back"
             text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
         return f"{self.under}, {text}" if self.under else text
 
-    def sentence(self, noise: float = 0.0) -> str:
+    def sentence(self, noise: float) -> str:
         """One sentence that names the pair, the size and the module."""
         text = self.what + (f" (noise {noise:.1g})." if noise else " (noise 0).")
         return text + (f" First seen in {self.module}." if self.module else "")
-
-    def at(self, module: str | None) -> Leak:
-        return replace(self, module=module)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Finding:
     """One probe's result.
 
     A probe returns `doubt` where the movement is near the noise; the audit then repeats it on the float64 copy, so that no
-    report holds a `doubt`.
+    report contains a `doubt`.
     """
 
     status: Status
@@ -66,19 +64,15 @@ class Finding:
     leaks: tuple[Leak, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     # Two inputs (before, after) and the row of the batch that show the first leak, for `locate`.
-    witness: Any = None
+    witness: tuple[Inputs, Inputs, int] | None = None
     probe: str = ""  # set by `Probe`
     mode: str = ""  # the mode and the length that it adds to those of the whole audit
     length: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "probe": self.probe,
-            "status": self.status,
-            "message": self.message,
-            "measured": self.measured,
-            "leaks": len(self.leaks),
-        }
+    @property
+    def greatest(self) -> float:
+        """The greatest movement that the probe measured."""
+        return float(self.measured.get("greatest", 0.0))
 
 
 def moves(size: float, when: str = "") -> str:
@@ -101,7 +95,7 @@ def by(size: float, up_to: str = "up to ") -> str:
     return "one side finite and the other infinite or NaN" if math.isinf(size) else f"by {up_to}{size:.2g}"
 
 
-def first_line(error: Exception) -> str:
-    """An error in one line: its type and its message, since `0` or `x` alone means little."""
-    said = (str(error).strip().splitlines() or [""])[0][:120]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+def first_line(error: Exception, *, typed: bool = True) -> str:
+    """An error in one line: its message, with its type in front where `0` or `x` alone would mean little."""
+    kind, message = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:120]
+    return f"{kind}: {message}" if typed and message else message or kind

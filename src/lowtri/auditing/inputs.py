@@ -1,7 +1,7 @@
 """The inputs of a model: sequences that a probe may change, and settings that it leaves unchanged.
 
 `Inputs` is the probes' view: every sequence as a NumPy array with the batch first and the positions second, (B, N, ...).
-`CallSignature` holds how the model is called (framework, dtype, device, axes, keyword names) and turns `Inputs` back into a call.
+`CallSignature` holds how the model is called (framework, dtype, device, axes, keywords) and turns `Inputs` back into a call.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "CallSignature", "Inputs"]
+__all__ = ["Array", "CallSignature", "Inputs", "positions_first"]
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's inputs: `sequences`, each (B, N, ...); `settings`, arrays that follow the positions but are not changed; and
-    `per_row`, arrays with one entry for each row of the batch, such as the source of a translation."""
+    """One call's inputs."""
 
-    sequences: tuple[Array, ...]
-    settings: dict[Hashable, Array] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    per_row: dict[Hashable, Any] = field(default_factory=dict)  # arrays or tensors (B, ...), as the caller gave them
+    sequences: tuple[Array, ...]  # each (B, N, ...): what probes change
+    settings: dict[Hashable, Array] = field(default_factory=dict)  # arrays that follow the positions
+    options: dict[str, Any] = field(default_factory=dict)  # keywords that a probe adds
+    per_row: dict[Hashable, Any] = field(default_factory=dict)  # (B, ...), such as the source of a translation
 
     @property
     def batch(self) -> int:
@@ -78,7 +77,7 @@ class CallSignature:
     """How the caller's model is called: what `Inputs` has to be turned back into."""
 
     keys: tuple[Hashable, ...]  # one for each sequence: a position (int) or a keyword (str)
-    kind: str  # "single", "args" or "kwargs"
+    by_keyword: bool
     constants: dict[Hashable, Any]
     batch_axis: int | None
     position_axes: tuple[int, ...]
@@ -95,20 +94,19 @@ class CallSignature:
 
     def arguments(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call."""
-        given: dict[Hashable, Any] = dict(self.constants)
-        for key, value in inputs.per_row.items():
-            wide = self.float64 and hasattr(value, "is_floating_point") and value.is_floating_point()
-            given[key] = value.double() if wide else value
-        for key, value in inputs.settings.items():
-            given[key] = self._setting(value)
+        values = {**self.constants, **{key: self._widened(value) for key, value in inputs.per_row.items()}}
+        values |= {key: self._setting(value) for key, value in inputs.settings.items()}
         for number, (key, value) in enumerate(zip(self.keys, inputs.sequences, strict=True)):
-            given[key] = self.give(value, number)
-        options = {name: self._option(value) for name, value in inputs.options.items()}
-        if self.kind == "kwargs":
-            return (), {**{str(key): value for key, value in given.items()}, **options}
-        return tuple(given[key] for key in sorted(given, key=lambda key: int(str(key)))), options
+            values[key] = self.sequence(value, number)
+        options = {
+            name: self._setting(value) if isinstance(value, np.ndarray) else value
+            for name, value in inputs.options.items()
+        }
+        if self.by_keyword:
+            return (), {**{str(key): value for key, value in values.items()}, **options}
+        return tuple(values[key] for key in sorted(values, key=lambda key: int(str(key)))), options
 
-    def give(self, value: Array, number: int = 0) -> Any:
+    def sequence(self, value: Array, number: int = 0) -> Any:
         """One sequence, (B, N, ...), in the caller's own layout and framework."""
         axis = self.position_axes[number]
         if self.batch_axis is None:
@@ -130,8 +128,17 @@ class CallSignature:
             return value.copy()
         import torch
 
-        tensor = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
-        return tensor.double() if self.float64 and tensor.is_floating_point() else tensor.clone()
+        return self._widened(torch.from_numpy(np.array(value, order="C")).to(self.device))
 
-    def _option(self, value: Any) -> Any:
-        return self._setting(value) if isinstance(value, np.ndarray) else value
+    def _widened(self, value: Any) -> Any:
+        """A float tensor as float64 where the copy computes; anything else as it is."""
+        wide = self.float64 and hasattr(value, "is_floating_point") and value.is_floating_point()
+        return value.double() if wide else value
+
+
+def positions_first(array: Any, batch_axis: int | None, position_axis: int) -> Any:
+    """(B, N, ...), from an array or a tensor in the caller's layout."""
+    move = type(array).movedim if hasattr(array, "movedim") else np.moveaxis
+    if batch_axis is None:
+        return move(array, position_axis, 0)[None]
+    return move(array, (batch_axis, position_axis), (0, 1))

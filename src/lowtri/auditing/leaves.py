@@ -14,22 +14,45 @@ from lowtri.auditing.inputs import Inputs
 
 __all__ = ["run_with_leaves"]
 
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_with_leaves(adapter: ModelAdapter, inputs: Inputs, make: Make) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run the adapter with its vectors passed through `make`, which gets them in the caller's own layout.
+
+    Returns:
+        The rows, (B, N, F), and what `make` returned, one for each sequence or look-up; none when ids are looked up in a way
+        that is not known.
+    """
+    leaves: list[torch.Tensor] = []
+
+    def replaced(vectors: torch.Tensor) -> torch.Tensor:
+        leaves.append(make(vectors))
+        return leaves[-1].clone()  # a leaf itself may not be written in place, and some models do
+
+    if not inputs.discrete:
+        signature = replace(adapter.signature, transform=replaced)
+        return torch.as_tensor(replace(adapter, signature=signature).raw_rows(inputs)), leaves
+    ids = adapter.signature.sequence(inputs.sequences[0])
+    if not isinstance(ids, torch.Tensor):
+        return torch.as_tensor(adapter.raw_rows(inputs)), []
+    with _Lookup(ids, replaced):
+        return torch.as_tensor(adapter.raw_rows(inputs)), leaves
+
 
 class _Lookup(TorchFunctionMode):
-    """Replaces every look-up of exactly the example's ids, by embedding or by indexing, by a leaf with the same values."""
+    """Replaces the result of every look-up of exactly the example's ids, by embedding or by indexing."""
 
-    def __init__(self, ids: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, ids: torch.Tensor, replaced: Make) -> None:
         super().__init__()
         self.ids = ids
-        self.make = make
-        self.leaves: list[torch.Tensor] = []
+        self.replaced = replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func in (torch.nn.functional.embedding, torch.embedding):
-            index = args[0] if func is torch.nn.functional.embedding else args[1]
-        elif func is torch.Tensor.__getitem__:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.embedding:
+            index = args[0]
+        elif func in (torch.embedding, torch.Tensor.__getitem__):
             index = args[1]
         else:
             return result
@@ -37,31 +60,4 @@ class _Lookup(TorchFunctionMode):
             return result
         if not torch.equal(index, self.ids) or result.dim() <= index.dim():
             return result
-        leaf = self.make(result)
-        self.leaves.append(leaf)
-        return leaf.clone()  # a leaf itself may not be written in place, and some models do
-
-
-def run_with_leaves(
-    adapter: ModelAdapter, inputs: Inputs, make: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the adapter with its vectors passed through `make`, which gets them in the caller's own layout.
-
-    Returns:
-        The rows, (B, N, F), and what `make` returned, one for each sequence or look-up; none when ids are looked up in a way
-        that is not known.
-    """
-    if inputs.discrete:
-        ids = adapter.signature.give(inputs.sequences[0])
-        if not isinstance(ids, torch.Tensor):
-            return adapter.tensor(inputs), []
-        with _Lookup(ids, make) as mode:
-            rows = adapter.tensor(inputs)
-        return rows, mode.leaves
-    made: list[torch.Tensor] = []
-
-    def keep(value: torch.Tensor) -> torch.Tensor:
-        made.append(make(value))
-        return made[-1].clone()
-
-    return replace(adapter, signature=replace(adapter.signature, transform=keep)).tensor(inputs), made
+        return self.replaced(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.finding import first_line
+from lowtri.auditing.setup import vocabulary_size
 from lowtri.errors import DataError
 from lowtri.nn.files import read_json
 
@@ -20,7 +22,6 @@ __all__ = ["Target", "load_target"]
 class Target:
     """A model, what to run it on, and what its maker declares about it."""
 
-    name: str
     model: Any
     example: Any
     mask: Any = None
@@ -30,9 +31,9 @@ class Target:
 def load_target(text: str, *, length: int | None = None, vocab_size: int | None = None, seed: int = 0) -> Target:
     """Read `FILE.py:make_model` or a folder with a config.json.
 
-    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); a name that holds a
-    module is that model. A name `MASK` in
-    the file is the mask that the model declares. Without an example, token ids are drawn.
+    The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); instead of a
+    function the name may be a module's. A name `MASK` in the file is the mask that the model declares. Without an example,
+    token ids are drawn.
 
     Raises:
         DataError: if there is no such file, folder or function, or the model cannot be made.
@@ -47,37 +48,33 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
     else:
         raise DataError(f"{text}: neither a folder with a config.json nor FILE.py:make_model")
     if target.example is None:
-        target.example = _ids(target.model, length, vocab_size, seed)
+        target.example = _random_ids(target.model, length, vocab_size, seed)
     return target
 
 
 def _from_file(path: Path, name: str) -> Target:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"{path}: cannot be read as Python")
-    module = importlib.util.module_from_spec(spec)
     # Files may import their neighbours, as they may when run.
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
-        make = getattr(module, name, None)
+        module = runpy.run_path(str(path))
+        make = module.get(name)
         if not callable(make):
             raise DataError(f"{path}: has no function {name!r}")
-        made = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
+        result = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path}:{name}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
-    parts = made if isinstance(made, tuple) else (made,)
+    parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
         raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
-    mask = arguments.pop("mask", getattr(module, "MASK", None))
-    return Target(f"{path.name}:{name}", parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
+    mask = arguments.pop("mask", module.get("MASK"))
+    return Target(parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
 
 
 def _from_folder(folder: Path) -> Target:
@@ -89,7 +86,7 @@ def _from_folder(folder: Path) -> Target:
 
         model: Any = load(folder)[0]
         # The mask in the file is each layer's; from end to end a layer passes on what it has seen.
-        return Target(folder.name, model, None, model.mask, {"layers": model.config.num_hidden_layers})
+        return Target(model, None, model.mask, {"layers": model.config.num_hidden_layers})
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -97,22 +94,18 @@ def _from_folder(folder: Path) -> Target:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{folder}: transformers cannot load it: {first}") from None
-    return Target(folder.name, model, None)
+        raise DataError(f"{folder}: transformers cannot load it: {first_line(error, typed=False)}") from None
+    return Target(model, None)
 
 
-def _ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
+def _random_ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
     """Two rows of random ids, long enough to go past the model's window where that is small."""
     config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None) or 1 << 30
     if length is None:
         window = getattr(config, "sliding_window", None)
         length = 24 if not isinstance(window, int) else max(24, min(window + 8, 256))
-        length = min(length, most)
-    size = vocab_size or getattr(config, "vocab_size", None)
-    if size is None and hasattr(model, "modules"):
-        size = next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    size = vocab_size or vocabulary_size(model)
     if size is None:
         raise DataError("the model names no vocabulary: return (model, example) from the function, or say --vocab")
     ids = np.random.default_rng(seed).integers(0, size, (2, length))

@@ -1,13 +1,14 @@
-"""Where a leak enters: the first module whose output at a clean position moved although nothing it was given there did.
+"""Where a leak enters: the first module whose output at a clean position moved although none of its inputs there did.
 
-Hooks watch every module during one run before and one after the change. A module is named when its own input at the clean
-position stood still and its output moved. Where the movement begins between modules, in plain code, their parent is named.
+Hooks watch every module during one run before and one after the change. Where the movement begins between modules, in plain
+code, their parent is named.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,53 +17,64 @@ from lowtri.auditing.inputs import Inputs
 
 __all__ = ["locate"]
 
-_Events = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]
+
+class _Event(NamedTuple):
+    """One call of a module: its inputs and outputs at the position."""
+
+    name: str
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
 
 
 def locate(adapter: ModelAdapter, before: Inputs, after: Inputs, row: int, query: int) -> str | None:
-    """The dotted name of the module where the leak enters; None when nothing in a module moved."""
+    """The dotted name of the module where the leak enters; None when no module's output moved."""
     module = adapter.module
     if module is None:
         return None
-    first = _watch(adapter, module, before, row, query)
-    second = _watch(adapter, module, after, row, query)
-    greatest = max(
-        (float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for _, _, outs in first for t in outs if t.numel()), default=1.0
-    )
-    still_in: dict[str, bool] = {}
-    culprits = []
-    for (name, ins, outs), (other, ins2, outs2) in zip(first, second, strict=False):
-        if name != other:
+    first, second = (_watch(adapter, module, inputs, row, query) for inputs in (before, after))
+    outputs = (tensor for event in first for tensor in event.outputs if tensor.numel())
+    greatest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in outputs), default=1.0)
+    inputs_still: dict[str, bool] = {}
+    culprit: tuple[str, bool] | None = None
+    for one, other in zip(first, second, strict=False):
+        if one.name != other.name:
             break  # the two runs took different code paths
-        moved_in, moved_out = _moved(ins, ins2, greatest), _moved(outs, outs2, greatest)
-        still_in.setdefault(name, not moved_in)
-        if moved_out:
-            culprits.append((name, moved_in))
-    if not culprits:
+        moved = _moved(one.inputs, other.inputs, greatest)
+        inputs_still.setdefault(one.name, not moved)
+        if culprit is None and _moved(one.outputs, other.outputs, greatest):
+            culprit = one.name, moved
+    if culprit is None:
         return None
-    name, moved_in = culprits[0]
-    if moved_in:  # what it was given had moved: the leak entered in the code around it
+    name, inputs_moved = culprit
+    if inputs_moved:  # the leak entered in the code around it
         parents = [name.rpartition(".")[0]]
         while parents[-1]:
             parents.append(parents[-1].rpartition(".")[0])
-        # A parent that only holds its parts (a ModuleList, say) is never called, and no code of its own can leak.
-        name = next((parent for parent in parents if still_in.get(parent, False)), "")
+        # A parent that only contains its parts (a ModuleList, say) is never called, and no code of its own can leak.
+        name = next((parent for parent in parents if inputs_still.get(parent, False)), "")
     return name or type(module).__name__
 
 
-def _watch(adapter: ModelAdapter, module: Any, inputs: Inputs, row: int, query: int) -> _Events:
-    """Every module's inputs and outputs at the position, in the order in which modules finish."""
-    events: _Events = []
-    hooks = []
+def _watch(adapter: ModelAdapter, module: Any, inputs: Inputs, row: int, query: int) -> list[_Event]:
+    """Every module's calls, in the order in which they finish."""
+    events: list[_Event] = []
+
+    def at_position(values: Iterable[Any]) -> list[torch.Tensor]:
+        cut = (_cut(value, row, query, inputs, adapter.signature.position_axes[0]) for value in values)
+        return [value for value in cut if value is not None]
 
     def record(name: str, part: Any, args: Any, kwargs: Any, output: Any) -> None:
-        cut = functools.partial(_at, row=row, query=query, inputs=inputs, axis=adapter.signature.position_axes[0])
-        given = [cut(value) for value in [*args, *kwargs.values()]]
-        answers = [cut(value) for value in _tensors(output)]
-        events.append((name, [v for v in given if v is not None], [v for v in answers if v is not None]))
+        if isinstance(output, torch.Tensor):
+            output = [output]
+        elif not isinstance(output, (tuple, list)):
+            values = getattr(output, "values", None)
+            output = values() if callable(values) else []
+        events.append(_Event(name, at_position([*args, *kwargs.values()]), at_position(output)))
 
-    for name, part in module.named_modules():
-        hooks.append(part.register_forward_hook(functools.partial(record, name), with_kwargs=True))
+    hooks = [
+        part.register_forward_hook(functools.partial(record, name), with_kwargs=True)
+        for name, part in module.named_modules()
+    ]
     try:
         adapter(inputs)
     finally:
@@ -71,39 +83,27 @@ def _watch(adapter: ModelAdapter, module: Any, inputs: Inputs, row: int, query: 
     return events
 
 
-def _tensors(output: Any) -> list[Any]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [value for value in output if isinstance(value, torch.Tensor)]
-    values = getattr(output, "values", None)
-    return [value for value in values() if isinstance(value, torch.Tensor)] if callable(values) else []
-
-
-def _at(value: Any, *, row: int, query: int, inputs: Inputs, axis: int) -> torch.Tensor | None:
+def _cut(value: Any, row: int, query: int, inputs: Inputs, axis: int) -> torch.Tensor | None:
     """A tensor's values at the position; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
+    value = value.detach()
     axes = [axis, *(i for i in range(value.dim()) if i != axis)]
-    found = next((i for i in axes if i < value.dim() and value.shape[i] == inputs.n), None)
-    if found is None:
-        if value.shape[0] != inputs.batch * inputs.n:
-            return None
-        return value.detach()[
-            row * inputs.n + query
-        ].clone()  # batch and positions flattened into one, as experts have it
-    value = value.detach().select(found, query)
-    if value.dim() > 1 and value.shape[0] == inputs.batch:
-        value = value[row]
-    return value.clone()
+    positions = next((i for i in axes if i < value.dim() and value.shape[i] == inputs.n), None)
+    if positions is not None:
+        value = value.select(positions, query)
+        return (value[row] if value.dim() > 1 and value.shape[0] == inputs.batch else value).clone()
+    if value.shape[0] == inputs.batch * inputs.n:  # batch and positions flattened into one, as experts have it
+        return value[row * inputs.n + query].clone()
+    return None
 
 
 def _moved(before: list[torch.Tensor], after: list[torch.Tensor], greatest: float) -> bool:
     for one, other in zip(before, after, strict=False):
-        if one.shape != other.shape:
+        if one.shape != other.shape or not one.numel():
             continue
         still = (one == other) | (one.isnan() & other.isnan())
         distance = torch.nan_to_num((one.double() - other.double()).abs(), nan=torch.inf).masked_fill(still, 0.0)
-        if distance.numel() and float(distance.max()) > 64 * torch.finfo(one.dtype).eps * greatest:
+        if float(distance.max()) > 64 * torch.finfo(one.dtype).eps * greatest:
             return True
     return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import Context, draw
+from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
 
 __all__ = ["pad", "pad_keyword", "pads_declared"]
@@ -17,10 +17,9 @@ _KEYWORDS = {"attention_mask": True, "padding_mask": True, "positions": True, "k
 
 
 def pad_keyword(context: Context) -> str | None:
-    """The keyword that tells this model which positions are real."""
-    requested = context.options.get("pad_mask")
-    if requested:
-        return str(requested)
+    """The keyword that marks this model's real positions."""
+    if context.options.pad_mask:
+        return context.options.pad_mask
     names = [context.adapter.signature.prefix + name for name in _KEYWORDS]
     for name in names:
         if name in context.inputs.settings:
@@ -35,13 +34,12 @@ def pad_keyword(context: Context) -> str | None:
 def pads_declared(context: Context, name: str) -> bool:
     """Whether padding is declared: by the caller, by the example, or because the module is lowtri's."""
     ours = type(context.adapter.model).__module__.startswith("lowtri.")
-    return ours or name in context.inputs.settings or context.options.get("pad_mask") is not None
+    return ours or name in context.inputs.settings or context.options.pad_mask is not None
 
 
 def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs:
     """The example with pads around it, their content drawn at random."""
-    inputs = context.inputs
-    rng = np.random.default_rng([context.seed, salt])
+    inputs, signature = context.inputs, context.adapter.signature
     wide = replace(
         inputs,
         sequences=tuple(
@@ -50,23 +48,19 @@ def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs
         ),
         settings={},
     )
-    real = np.zeros(wide.n, bool)
-    real[left : left + inputs.n] = True
-    wide = wide.change(~real, draw(wide, context.vocab, rng, "random"))
+    position = np.arange(wide.n) - left
+    real = (position >= 0) & (position < inputs.n)
+    wide = wide.change(~real, context.fresh(salt, inputs=wide))
     options: dict[str, Any] = {**inputs.options}
-    count = np.arange(wide.n) - left
-    tiled = (inputs.batch, 1)
+    rows = (inputs.batch, 1)
     if name == "positions":
-        options[name] = np.tile(np.where(real, count, -1), tiled)
-    else:
-        like = inputs.settings.get(name)
-        means_real = _KEYWORDS.get(name.removeprefix("decoder_"), True)
-        marks = real if means_real else ~real
-        dtype = like.dtype if like is not None else np.dtype(np.int64 if means_real else np.bool_)
-        options[name] = np.tile(marks, tiled).astype(dtype)
-        if context.adapter.signature.batch_axis is None:
-            options[name] = options[name][0]
-        places = f"{context.adapter.signature.prefix}position_ids"
-        if context.adapter.accepts(places):
-            options[places] = np.tile(np.where(real, count, 0), tiled)
+        options[name] = np.tile(np.where(real, position, -1), rows)
+        return replace(wide, options=options)
+    means_real = _KEYWORDS.get(name.removeprefix("decoder_"), True)
+    example = inputs.settings.get(name)
+    dtype = np.dtype(np.int64 if means_real else np.bool_) if example is None else example.dtype
+    marks = np.tile(real if means_real else ~real, rows).astype(dtype)
+    options[name] = marks[0] if signature.batch_axis is None else marks
+    if context.adapter.accepts(f"{signature.prefix}position_ids"):
+        options[f"{signature.prefix}position_ids"] = np.tile(np.where(real, position, 0), rows)
     return replace(wide, options=options)

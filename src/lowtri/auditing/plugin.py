@@ -143,7 +143,7 @@ class _Audit(pytest.Item):
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """The verdict of each audit, with `-v`."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, []) if r.when == "call"]
-    lines = [f"{r.nodeid}: {said}" for r in reports for name, said in r.user_properties if name == _PROPERTY]
+    lines = [f"{r.nodeid}: {verdict}" for r in reports for name, verdict in r.user_properties if name == _PROPERTY]
     if lines and config.get_verbosity() > 0:
         terminalreporter.section("lowtri audits")
         for line in lines:

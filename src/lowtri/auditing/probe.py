@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding
+from lowtri.auditing.finding import Finding, Leak, Status, by
+from lowtri.auditing.noise import Difference
 
-__all__ = ["BATCH", "REPEATABLE", "TORCH", "Need", "Probe", "requested_but_not_run"]
+__all__ = ["BATCH", "REPEATABLE", "TORCH", "Need", "Probe", "Tally", "requested_but_not_run"]
 
 
 class Need(NamedTuple):
@@ -29,7 +30,7 @@ def requested_but_not_run(finding: Finding, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Probe:
-    """One check of the audit. Verdict, report and documentation read its traits; none of them knows a probe by name."""
+    """One check of the audit. Verdict, report and documentation read its fields; none of them knows a probe by name."""
 
     name: str
     does: str
@@ -55,13 +56,36 @@ class Probe:
         return replace(finding, probe=self.name, leaks=tuple(leaks))
 
 
+@dataclass
+class Tally:
+    """What the comparisons of one probe show so far."""
+
+    leaks: list[Leak] = field(default_factory=list)
+    status: Status = "clean"
+    greatest: float = 0.0
+
+    def differs(self, difference: Difference) -> bool:
+        """Count a comparison, and say whether the two differ by more than rounding."""
+        self.greatest = max(self.greatest, difference.greatest)
+        if difference.status == "clean":
+            return False
+        self.status = "leak" if "leak" in (difference.status, self.status) else "doubt"
+        return True
+
+    def finding(self, clean: str, message: str, measured: dict[str, Any], witness: Any = None) -> Finding:
+        """`clean` where nothing differed, else `message` with the greatest difference."""
+        measured = {"greatest": self.greatest, **measured}
+        if self.status == "clean":
+            return Finding("clean", clean, (), measured)
+        return Finding(self.status, f"{message}, {by(self.greatest)}", tuple(self.leaks), measured, witness)
+
+
 def _batch(context: Context) -> str | None:
     return None if context.adapter.signature.batch_axis is not None else "the example has no batch"
 
 
 def _torch(context: Context) -> str | None:
-    in_torch = context.adapter.signature.torch or context.adapter.module is not None
-    return None if in_torch else "the model does not compute in torch"
+    return None if context.adapter.in_torch else "the model does not compute in torch"
 
 
 def _repeatable(context: Context) -> str | None:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.drawing import cells, draw_text
+from lowtri.auditing.drawing import cells, draw_svg, draw_text
 from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.html import as_html, as_svg
 from lowtri.auditing.noise import Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out
+from lowtri.pages import html_text, json_text, page
 
 __all__ = ["AuditReport"]
+
+_VERDICTS = {
+    "no leak found": ("clean", 0),
+    "leak": ("leak", 1),
+    "could not decide": ("undecided", 3),
+}  # style, exit code
+_STYLE = """.lowtri svg { width: 100%; max-width: 34em; height: auto }
+.lowtri td { padding: .2em .8em .2em 0; vertical-align: top } .lowtri td:not(:last-child) { white-space: nowrap }
+.lowtri .leak { color: var(--leak) } .lowtri .clean { color: var(--clean) } .lowtri .undecided { color: var(--undecided) }
+"""
+_LIGHT = {"leak": "#c53030", "clean": "#2f855a", "undecided": "#975a16"}
+_DARK = {"leak": "#fc8181", "clean": "#68d391", "undecided": "#f6ad55"}
 
 
 @dataclass(frozen=True, repr=False)
 class AuditReport:
-    """What an audit found.
+    """The result of an audit.
 
     `ok` is true only when every probe that could run found nothing; `decided` is false when the audit could not say.
     `leaks` is sorted by query and key, `first` is its first entry.
@@ -34,7 +43,7 @@ class AuditReport:
     mask: str
     n: int
     batch: int
-    noise: Noise | None
+    noise: Noise
     findings: tuple[Finding, ...]
     leaks: tuple[Leak, ...]
     allowed: npt.NDArray[np.bool_]
@@ -70,7 +79,7 @@ class AuditReport:
     @property
     def exit_code(self) -> int:
         """0 nothing found, 1 a leak, 3 could not decide."""
-        return {"no leak found": 0, "leak": 1, "could not decide": 3}[self.verdict]
+        return _VERDICTS[self.verdict][1]
 
     def finding(self, probe: str) -> Finding:
         """What one probe found."""
@@ -79,20 +88,23 @@ class AuditReport:
     @property
     def message(self) -> str:
         """The verdict, the mask that it is about, and what it rests on, in one line."""
-        return spelled_out(f"{self.verdict} against {shortened(self.mask, 80)}: {self._what()}")
+        return spelled_out(f"{self.verdict} against {shortened(self.mask, 80)}: {self._what}")
 
+    @property
     def _what(self) -> str:
         if self.leaks:
             first = self.leaks[0]
             alike = [leak for leak in self.leaks if _kind(leak) == _kind(first)]
-            more = f" ({len(alike)} pairs in all.)" if len(alike) > 1 else ""
-            return first.sentence(self.noise.greatest if self.noise else 0.0) + more
-        return f"{self._extent() if self.reason is None else self.reason}."
+            return self._sentence(first) + (f" ({len(alike)} pairs in all.)" if len(alike) > 1 else "")
+        return f"{self._extent if self.reason is None else self.reason}."
+
+    def _sentence(self, leak: Leak) -> str:
+        return leak.sentence(max(self.noise.repeat, self.noise.reorder))
 
     def raise_for_leak(self) -> None:
         """Raise LeakError for a leak, UndecidedError where nothing could be decided; return for a clean model."""
         if self.leaks:
-            what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what()}"
+            what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what}"
             raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
         if self.reason is not None:
             fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
@@ -106,45 +118,51 @@ class AuditReport:
 
     def to_json(self) -> str:
         """Everything that was measured, as JSON."""
-        noise = self.noise
-        data = {
-            "verdict": self.verdict,
-            "ok": self.ok,
-            "message": self.message,
-            "model": self.model,
-            "mask": self.mask,
-            "positions": self.n,
-            "batch": self.batch,
-            "noise": None
-            if noise is None
-            else {"repeat": noise.repeat, "reorder": noise.reorder, "magnitude": noise.magnitude},
-            "leaks": [
-                {
-                    "query": leak.query,
-                    "key": leak.key,
-                    "size": leak.size,
-                    "probe": leak.probe,
-                    "row": leak.row,
-                    "module": leak.module,
-                    "message": leak.sentence(noise.greatest if noise else 0.0),
-                }
-                for leak in self.leaks
-            ],
-            "findings": [finding.to_dict() for finding in self.findings],
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 3),
-            "exit_code": self.exit_code,
-        }
-        text = json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
-        return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+        noise = {name: getattr(self.noise, name) for name in ("repeat", "reorder", "magnitude")}
+        leaks = [
+            {name: getattr(leak, name) for name in ("query", "key", "size", "probe", "row", "module")}
+            | {"message": self._sentence(leak)}
+            for leak in self.leaks
+        ]
+        findings = [
+            {name: getattr(finding, name) for name in ("probe", "status", "message", "measured")}
+            | {"leaks": len(finding.leaks)}
+            for finding in self.findings
+        ]
+        return json_text(
+            {
+                "verdict": self.verdict,
+                "ok": self.ok,
+                "message": self.message,
+                "model": self.model,
+                "mask": self.mask,
+                "positions": self.n,
+                "batch": self.batch,
+                "noise": noise,
+                "leaks": leaks,
+                "findings": findings,
+                "notes": self.notes,
+                "seconds": round(self.seconds, 3),
+                "exit_code": self.exit_code,
+            }
+        )
 
     def to_html(self) -> str:
         """One plain page with the picture; no network."""
-        return as_html(self, self._cells(96))
+        rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
+        table = "\n".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        parts = [
+            f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1><p>{html_text(self.message)}</p>',
+            f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
+            draw_svg(self._cells(96), self.n),
+            f"<table>{table}</table>",
+            *(f"<p>{html_text(note)}</p>" for note in self.notes),
+        ]
+        return page("lowtri audit", parts, _STYLE, _LIGHT, _DARK)
 
     def to_svg(self) -> str:
         """The drawing alone, as SVG."""
-        return as_svg(self._cells(96), self.n, alone=True) + "\n"
+        return draw_svg(self._cells(96), self.n, namespace=' xmlns="http://www.w3.org/2000/svg"') + "\n"
 
     def save(self, path: str | Path) -> Path:
         """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, whole or not at all.
@@ -172,12 +190,10 @@ class AuditReport:
         lines = [self.message, "", header, self.draw()]
         lines += [spelled_out(f"  {f.probe:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
         lines += [spelled_out(f"  note: {note}") for note in self.notes]
-        if self.noise is not None:
-            lines.append(
-                f"  noise: the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
-            )
-        return "\n".join(lines)
+        noise = f"the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
+        return "\n".join([*lines, f"  noise: {noise}"])
 
+    @property
     def _extent(self) -> str:
         drew = next((f.measured for f in self.findings if "draws" in f.measured), None)
         ran = [f.probe for f in self.findings if f.status not in ("skipped", "undecided")]
@@ -197,18 +213,3 @@ class AuditReport:
 def _kind(leak: Leak) -> tuple[bool, str]:
     """What leaks are counted together: all pairs of the example itself, or one probe's under its conditions."""
     return leak.paired, "" if leak.direct else leak.probe
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity, no NumPy and no tuples."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (bool, str)) or value is None:
-        return value
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

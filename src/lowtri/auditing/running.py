@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
-from lowtri.auditing.noise import movement
+from lowtri.auditing.options import Options
 from lowtri.auditing.probe import Probe
+from lowtri.errors import CallError
 
-__all__ = ["run_probes"]
+__all__ = ["chosen_probes", "nothing_ran", "require_requested", "run_probes"]
+
+
+def chosen_probes(names: Sequence[str] | None, probes: Sequence[Probe]) -> list[Probe]:
+    """The probes to run, in the order in which they run."""
+    if isinstance(names, str):
+        raise CallError(f"audit: probes={names!r} is one text, expected a list of names.\nFix: probes=[{names!r}].")
+    if names is not None and not len(names):
+        raise CallError("audit: probes=[] would look at nothing.\nFix: name a probe, or drop probes= to run them all.")
+    known = [probe.name for probe in probes]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise CallError(f"audit: no probe is called {unknown[0]!r}; there are {', '.join(known)}.")
+    return [probe for probe in probes if names is None or probe.name in names]
 
 
 def run_probes(context: Context, probes: Sequence[Probe], *, first: bool = False) -> tuple[list[Finding], list[str]]:
@@ -24,93 +38,85 @@ def run_probes(context: Context, probes: Sequence[Probe], *, first: bool = False
     """
     findings: list[Finding] = []
     notes = []
-    copy64 = _Float64Copy(context)
     for probe in probes:
         enough = {earlier.name for earlier in probe.skipped_after}
         if any(finding.status == "leak" and finding.probe in enough for finding in findings):
             # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
             findings.append(Finding("skipped", "not tried, since the model leaks without it", probe=probe.name))
             continue
-        finding, used = probe(context), context
-        if finding.status == "doubt" or (finding.status == "leak" and probe.reshapes):
-            finding, used, note = copy64.decide(probe, finding)
-            if note:
-                notes.append(note)
-        findings.append(_with_module(used, probe, finding))
+        finding, note = _decided(context, probe, probe(context))
+        findings.append(finding)
+        notes += [f"{probe.name}: {note}"] if note else []
         if first and finding.status == "leak":
             break
     return findings, notes
 
 
-class _Float64Copy:
-    """The float64 copy, made when the first finding needs it."""
+def require_requested(
+    findings: Sequence[Finding], probes: Sequence[Probe], options: Options
+) -> tuple[list[Finding], list[str]]:
+    """A probe that an argument requests and that did not run is undecided, never passed over.
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.copy: Context | None = None
-        self.why_not: str | None = None
+    Returns:
+        The findings, and a note for each argument whose probe was not among those to run.
+    """
+    by_name, notes = {finding.probe: finding for finding in findings}, []
+    for probe in probes:
+        value = getattr(options, probe.argument) if probe.argument else None
+        if value is None or value is False:
+            continue
+        finding = by_name.get(probe.name)
+        if finding is None:
+            notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
+            continue
+        reason = probe.not_run(finding, value)
+        if reason is not None:
+            message = f"{probe.argument}= was asked for and did not run: {reason}"
+            by_name[probe.name] = replace(finding, status="undecided", message=message)
+    return list(by_name.values()), notes
 
-    def decide(self, probe: Probe, finding: Finding) -> tuple[Finding, Context, str]:
-        """The probe's finding in float64, or the best that is known without it."""
-        copy_ = self._made()
-        if copy_ is None:
-            return self._without(probe, finding)
-        second = probe(copy_)
-        size = finding.measured.get("greatest", 0.0)
-        if second.status == "skipped":
-            return self._without(probe, finding, second.message)
-        if second.status != "leak" and math.isinf(size):
-            reason = f"{finding.message}, in the model's precision and not in float64"
-            return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
-        if second.status == "clean":
-            return (
-                second,
-                self.context,
-                f"{probe.name}: up to {size:.2g} in the model's precision vanishes in float64: rounding",
-            )
-        if second.status in ("doubt", "undecided"):
-            left = second.measured.get("greatest", 0.0)
-            # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
-            if left < size / 30:
-                text = f"nothing beyond rounding ({size:.2g} in the model's precision, {left:.2g} in float64)"
-                return dataclasses.replace(second, status="clean", message=text, leaks=()), self.context, ""
-            return dataclasses.replace(second, status="undecided", leaks=()), copy_, ""
-        return second, copy_, f"{probe.name}: confirmed in float64"
 
-    def _without(self, probe: Probe, finding: Finding, why: str | None = None) -> tuple[Finding, Context, str]:
-        if finding.status == "leak" and not (probe.reshapes and self.context.discrete_output):
-            return finding, self.context, ""
-        if (
-            finding.status == "doubt"
-            and self.context.noise.eps <= np.finfo(np.float64).eps
-            and not self.context.discrete_output
-        ):
-            size = finding.measured.get("greatest", 0.0)
-            text = f"nothing beyond the rounding of float64 ({size:.2g})"
-            return dataclasses.replace(finding, status="clean", message=text, leaks=()), self.context, ""
-        reason = f"{finding.message}, near the noise, and no float64 copy could settle it ({why or self.why_not})"
-        return dataclasses.replace(finding, status="undecided", message=reason, leaks=()), self.context, ""
+def nothing_ran(findings: Sequence[Finding]) -> str | None:
+    """Why there is no verdict at all, where every probe was skipped."""
+    if any(finding.status != "skipped" for finding in findings):
+        return None
+    return "; ".join(f"{f.probe} was asked for and did not run: {f.message}" for f in findings) or None
 
-    def _made(self) -> Context | None:
-        if self.copy is not None or self.why_not is not None:
-            return self.copy
-        context = self.context
-        if context.adapter.signature.dtypes[0] in (np.dtype(np.float64),):
-            self.why_not = "it is float64 already"
-            return None
-        try:
-            made = context.in_float64()
-            apart, scale = float(np.nanmax(movement(context.base, made.base))), max(context.noise.magnitude, 1e-30)
-        except Exception as error:
-            self.why_not = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-            return None
-        if made.base.dtype.kind != "f" or made.noise.broken:
-            self.why_not = made.noise.broken or "its output is not made of floats"
-        elif apart > 0.05 * scale and not context.noise.random:  # the copy may draw other numbers
-            self.why_not = f"the copy answers differently, by {apart:.2g}"
-        else:
-            self.copy = made
-        return self.copy
+
+def _decided(context: Context, probe: Probe, finding: Finding) -> tuple[Finding, str]:
+    """The finding, from the float64 copy where it is in doubt; and a note on what the copy decided."""
+    if finding.status != "doubt" and not (finding.status == "leak" and probe.reshapes):
+        return _with_module(context, probe, finding), ""
+    copy64 = context.float64
+    if isinstance(copy64, str):
+        return _without_copy(context, probe, finding, copy64), ""
+    second, size = probe(copy64), finding.greatest
+    if second.status == "skipped":
+        return _without_copy(context, probe, finding, second.message), ""
+    if second.status != "leak" and math.isinf(size):
+        reason = f"{finding.message}, in the model's precision and not in float64"
+        return replace(finding, status="undecided", message=reason, leaks=()), ""
+    if second.status == "clean":
+        return second, f"up to {size:.2g} in the model's precision vanishes in float64: rounding"
+    if second.status in ("doubt", "undecided"):
+        # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
+        if second.greatest < size / 30:
+            sizes = f"{size:.2g} in the model's precision, {second.greatest:.2g} in float64"
+            return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=()), ""
+        return replace(second, status="undecided", leaks=()), ""
+    return _with_module(copy64, probe, second), "confirmed in float64"
+
+
+def _without_copy(context: Context, probe: Probe, finding: Finding, reason: str) -> Finding:
+    """What can be said of a finding that no float64 copy decides, for the given reason."""
+    if finding.status == "leak" and not (probe.reshapes and context.discrete_output):
+        return _with_module(context, probe, finding)
+    in_float64 = context.noise.eps <= np.finfo(np.float64).eps
+    if finding.status == "doubt" and in_float64 and not context.discrete_output:
+        message = f"nothing beyond the rounding of float64 ({finding.greatest:.2g})"
+        return replace(finding, status="clean", message=message, leaks=())
+    message = f"{finding.message}, near the noise, and no float64 copy could settle it ({reason})"
+    return replace(finding, status="undecided", message=message, leaks=())
 
 
 def _with_module(context: Context, probe: Probe, finding: Finding) -> Finding:
@@ -120,16 +126,13 @@ def _with_module(context: Context, probe: Probe, finding: Finding) -> Finding:
     from lowtri.auditing.locate import locate
 
     first = finding.leaks[0]
-    before, after, row = finding.witness or (context.inputs, None, first.row)
-    if after is None or probe.pairs:
-        after = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
-        row = first.row
+    witnesses = [] if finding.witness is None else [finding.witness]
+    if probe.pairs:
+        changed = context.inputs.change(np.arange(context.n) == first.key, context.fresh(0))
+        witnesses.insert(0, (context.inputs, changed, first.row))
     try:
-        name = locate(context.adapter, before, after, row, first.query)
-        if name is None and finding.witness is not None:
-            name = locate(context.adapter, finding.witness[0], finding.witness[1], finding.witness[2], first.query)
+        names = (locate(context.adapter, *witness, first.query) for witness in witnesses)
+        name = next((name for name in names if name is not None), None)
     except Exception:
         name = None
-    if name is None:
-        return finding
-    return dataclasses.replace(finding, leaks=tuple(leak.at(name) for leak in finding.leaks))
+    return replace(finding, leaks=tuple(replace(leak, module=name) for leak in finding.leaks))

@@ -15,7 +15,7 @@ from lowtri.auditing.adapter import module_behind
 from lowtri.auditing.inputs import Inputs
 from lowtri.errors import CallError
 
-__all__ = ["progress_line", "redrawn", "vocabulary"]
+__all__ = ["progress_line", "redrawn", "vocabulary", "vocabulary_size"]
 
 
 def redrawn(model: Any, std: float, seed: int) -> Any:
@@ -24,14 +24,14 @@ def redrawn(model: Any, std: float, seed: int) -> Any:
 
     if not isinstance(model, torch.nn.Module):
         raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
-    redrawn = copy.deepcopy(model)
+    redrawn_copy = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in redrawn.parameters():
+        for parameter in redrawn_copy.parameters():
             if parameter.dim() >= 2 and parameter.is_floating_point():
                 fresh = torch.randn(parameter.shape, generator=generator) * std
                 parameter.copy_(fresh.to(parameter))
-    return redrawn
+    return redrawn_copy
 
 
 def vocabulary(model: Any, inputs: Inputs, requested: int | None) -> npt.NDArray[np.int64]:
@@ -39,21 +39,24 @@ def vocabulary(model: Any, inputs: Inputs, requested: int | None) -> npt.NDArray
     present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
     size = requested
     if size is None and inputs.discrete:
-        module = module_behind(model)
-        config = getattr(module, "config", None)
-        size = getattr(config, "vocab_size", None)
-        if not isinstance(size, int) and module is not None:
-            tables = [part.num_embeddings for part in module.modules() if hasattr(part, "num_embeddings")]
-            size = tables[0] if tables else None
+        size = vocabulary_size(module_behind(model))
     if isinstance(size, int):
         if size < 2:
             raise CallError(f"audit: vocab_size={size}, expected at least 2.")
         return np.arange(size)
-    if inputs.discrete and len(present) < 2:
+    if len(present) < 2:
         raise CallError(
             "audit: the example repeats one id, and how many ids there are is not known.\nFix: say vocab_size=."
         )
     return present
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """How many ids a model's config names, or else its first embedding; None where neither is there."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int) or not hasattr(model, "modules"):
+        return size if isinstance(size, int) else None
+    return next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
 
 
 def progress_line(requested: bool | None, started: float) -> Callable[[str, int, int], None]:

@@ -14,13 +14,19 @@ from lowtri.masks import Mask
 from lowtri.masks.arrays import in_numpy
 from lowtri.ops.arguments import plain_array
 
-__all__ = ["Inside", "given_scores", "look_inside", "three_arrays"]
+__all__ = ["QKV", "Captured", "capture_arrays", "capture_module", "capture_scores"]
 
 Floats = NDArray[np.float64]
 
+QKV = {
+    "q": "What each token asks for.",
+    "k": "What each token answers to.",
+    "v": "What each token hands on when it is looked at.",
+}
+
 
 @dataclass
-class Inside:
+class Captured:
     """What was captured, in the order of computation. Arrays of three dimensions have the heads in front."""
 
     # embedding, position, encoding (N, d); W_q^T and its like (H, d, D), b_q (H, 1, D), q (H, N, D); scores (H, N, N)
@@ -28,7 +34,7 @@ class Inside:
     mask: Mask | str | None = None  # the module's own
     head: int | None = None  # the head to show by default; None: all
     tokens: list[str] | None = None
-    output: Floats | None = None  # (H, N, Dv), what the module itself got, to compare with
+    output: Floats | None = None  # (H, N, Dv), the module's own, to compare with
     texts: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
     rows: int = 1  # of the batch that the arrays were one row of
 
@@ -42,33 +48,26 @@ class Inside:
         return heads, queries, self.arrays["k"].shape[1]
 
 
-def three_arrays(given: Any, batch: int | None = None) -> Inside:
+def capture_arrays(qkv: Any, batch: int | None = None) -> Captured:
     """(q, k, v), each (N, D), (H, N, D) or (B, H, N, D), as they come."""
-    if len(given) != 3:
-        raise CallError(
-            f"explain: {len(given)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...)."
-        )
-    arrays = {name: _heads_in_front(name, x) for name, x in zip("qkv", given, strict=True)}
+    if len(qkv) != 3:
+        raise CallError(f"explain: {len(qkv)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...).")
+    arrays = {name: _with_heads(name, x) for name, x in zip("qkv", qkv, strict=True)}
     shapes = ", ".join(f"{name} {x.shape[x.ndim - 3 :]}" for name, x in arrays.items())
     (q, k, v), rows = _row(arrays, 3, batch)
     if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % len(k):
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
     if q.shape[1] > k.shape[1]:
         raise CallError(f"explain: {q.shape[1]} queries and {k.shape[1]} keys: the queries are the last of the tokens.")
-    texts = {
-        "q": ("", "What each token asks for."),
-        "k": ("", "What each token answers to."),
-        "v": ("", "What each token hands on when it is looked at."),
-    }
-    return Inside({"q": q, "k": k, "v": v}, texts=texts, rows=rows)
+    return Captured({"q": q, "k": k, "v": v}, texts=_qkv_texts("", "", ""), rows=rows)
 
 
-def given_scores(scores: Any, values: Any, batch: int | None) -> Inside:
+def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
     """Scores (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), and if given values (Nk, D), (H, Nk, D) or (B, H, Nk, D)."""
-    given = {"scores": _heads_in_front("scores", scores)}
+    arrays = {"scores": _with_heads("scores", scores)}
     if values is not None:
-        given["v"] = _heads_in_front("values", values)
-    (table, *rest), rows = _row(given, 3, batch)
+        arrays["v"] = _with_heads("values", values)
+    (table, *rest), rows = _row(arrays, 3, batch)
     if table.shape[1] > table.shape[2]:
         raise CallError(f"explain: scores are {table.shape}: a row for each query, a column for each key.")
     for v in rest:
@@ -79,12 +78,12 @@ def given_scores(scores: Any, values: Any, batch: int | None) -> Inside:
         "masked": ("scores where visible, else {hidden}", "What the mask hides can no longer win any weight."),
         "v": ("", "Given. A row for each key."),
     }
-    return Inside(dict(zip(given, (table, *rest), strict=True)), texts=texts, rows=rows)
+    return Captured(dict(zip(arrays, (table, *rest), strict=True)), texts=texts, rows=rows)
 
 
-def look_inside(
+def capture_module(
     what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None, batch: int | None = None
-) -> Inside:
+) -> Captured:
     """What a module computes from ``inputs`` on the way into attention."""
     if all(hasattr(what, name) for name in ("W_q", "W_k", "W_v")):
         return _plain_module(what, inputs, position, heads, batch)
@@ -100,12 +99,12 @@ def look_inside(
     )
 
 
-def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: int | None) -> Inside:
+def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: int | None) -> Captured:
     """A module with three maps without bias: nn.MaskedSelfAttention, plain.MaskedSelfAttention, or one's own."""
     arrays: dict[str, Floats] = {}
-    encoding, rows = _two("inputs", inputs, batch)  # (N, d)
+    encoding, rows = _encodings("inputs", inputs, batch)  # (N, d)
     if position is not None:
-        offsets, _ = _two("position", position, batch if np.ndim(position) == 3 and len(position) > 1 else None)
+        offsets, _ = _encodings("position", position, batch if np.ndim(position) == 3 and len(position) > 1 else None)
         if offsets.shape != encoding.shape:
             raise CallError(f"explain: position is {offsets.shape}, but inputs are {encoding.shape}; they are added.")
         arrays |= {"embedding": encoding, "position": offsets}
@@ -120,44 +119,44 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     cut = {name: np.stack(np.split(w, heads, axis=1)) for name, w in maps.items()}  # (H, d, D)
     arrays |= {f"{name}^T": w for name, w in cut.items()}
     arrays |= {name[-1]: encoding @ w for name, w in cut.items()}  # (H, N, D)
-    return Inside(arrays, mask=getattr(module, "mask", None), rows=rows)
+    return Captured(arrays, mask=getattr(module, "mask", None), rows=rows)
 
 
-def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | None) -> Inside:
+def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | None) -> Captured:
     """A lowtri.nn.MultiHeadAttention over its own tokens."""
     import torch
 
-    one, rows = _two("inputs", inputs, batch)
-    x = torch.as_tensor(one, dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
-    inside = _watch(module, lambda: module(x[None], mask=mask), mask)
-    inside.rows = rows
-    return inside
+    encoding, rows = _encodings("inputs", inputs, batch)
+    x = torch.as_tensor(encoding, dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
+    captured = _hooked(module, lambda: module(x[None], mask=mask), mask)
+    captured.rows = rows
+    return captured
 
 
-def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, batch: int | None) -> Inside:
+def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, batch: int | None) -> Captured:
     """One layer of a decoder that reads ids."""
     import torch
 
     layers = decoder.model.layers
     if not 0 <= layer < len(layers):
-        raise CallError(f"explain: layer {layer} asked, but there are {len(layers)}. Fix: 0 to {len(layers) - 1}.")
+        raise CallError(f"explain: there is no layer {layer} among {len(layers)}. Fix: 0 to {len(layers) - 1}.")
     if inputs is None:
         raise CallError("explain: ids are missing: what the decoder reads, (N,). Fix: explain(decoder, ids).")
     ids = torch.as_tensor(inputs, device=decoder.model.embed_tokens.weight.device)
     (ids,), rows = _row({"ids": ids}, 1, batch)
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
         raise CallError(f"explain: ids are {tuple(ids.shape)} {ids.dtype}, but one sequence is (N,) whole numbers.")
-    inside = _watch(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
-    inside.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **inside.arrays}
-    inside.texts["encoding"] = (
+    captured = _hooked(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
+    captured.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **captured.arrays}
+    captured.texts["encoding"] = (
         "",
         f"What the attention of layer {layer} reads: the hidden states of that depth, normalised.",
     )
-    inside.tokens, inside.head, inside.rows = [str(i) for i in ids.tolist()], 0, rows
-    return inside
+    captured.tokens, captured.head, captured.rows = [str(i) for i in ids.tolist()], 0, rows
+    return captured
 
 
-def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Inside:
+def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Captured:
     """Run, and record what passes through one MultiHeadAttention with hooks."""
     import torch
 
@@ -196,12 +195,15 @@ def _watch(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Insi
             text = f"RMSNorm({text})"
         return f"rotary({text})" if name != "v" and module.rope_theta is not None else text
 
-    texts = {
-        "q": (formula("q"), "What each token asks for."),
-        "k": (formula("k"), "What each token answers to."),
-        "v": (formula("v"), "What each token hands on when it is looked at."),
-    }
-    return Inside(arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), texts=texts)
+    texts = _qkv_texts(formula("q"), formula("k"), formula("v"))
+    return Captured(
+        arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), texts=texts
+    )
+
+
+def _qkv_texts(q: str, k: str, v: str) -> dict[str, tuple[str, str]]:
+    """Formulas, each with the sentence of its step."""
+    return {name: (formula, QKV[name]) for name, formula in (("q", q), ("k", k), ("v", v))}
 
 
 def _array(x: Any) -> Floats:
@@ -219,11 +221,11 @@ def _row(arrays: dict[str, Any], dims: int, batch: int | None) -> tuple[list[Any
     if set(sizes.values()) != {rows}:
         raise CallError(f"explain: the batch sizes differ: {', '.join(f'{name} {n}' for name, n in sizes.items())}.")
     if not 0 <= (batch or 0) < rows:
-        raise CallError(f"explain: batch row {batch} asked, but there are {rows}. Fix: batch from 0 to {rows - 1}.")
+        raise CallError(f"explain: there is no batch row {batch} among {rows}. Fix: batch from 0 to {rows - 1}.")
     return [x[batch or 0] if x.ndim == dims + 1 else x for x in arrays.values()], rows
 
 
-def _two(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
+def _encodings(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
     """(N, d), from that or from a row of (B, N, d), and how many rows there are."""
     if x is None:
         raise CallError(f"explain: {name} are missing: what the module reads, (N, d_model). Fix: explain(module, x).")
@@ -233,11 +235,11 @@ def _two(name: str, x: Any, batch: int | None) -> tuple[Floats, int]:
             f"explain: {name} are {array.shape}, but encodings are (N, d_model) or (B, N, d_model), "
             "with at least one token."
         )
-    (one,), rows = _row({name: array}, 2, batch)
-    return one, rows
+    (encoding,), rows = _row({name: array}, 2, batch)
+    return encoding, rows
 
 
-def _heads_in_front(name: str, x: Any) -> Floats:
+def _with_heads(name: str, x: Any) -> Floats:
     """(H, N, D) or (B, H, N, D)."""
     array = _array(x)
     if array.ndim not in (2, 3, 4) or 0 in array.shape:

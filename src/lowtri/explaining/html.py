@@ -7,30 +7,28 @@ the greater the weight.
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.explaining.show import PAIRS, cut, number, printable, tables_of
-from lowtri.masks.labels import shortened, spelled_out
-
-if TYPE_CHECKING:
-    from lowtri.explaining.explanation import Explanation, Step
+from lowtri.explaining.show import cut, number, printable, tables_of
+from lowtri.explaining.step import PAIRS, Step, Steps
+from lowtri.masks.labels import shortened
+from lowtri.pages import html_text, page
 
 __all__ = ["as_html"]
 
-# The page's own body has its class: in a notebook, where only the <div> stays, nothing else is coloured.
-_STYLE = """
-.lowtri, .lowtri-page { --ink: #1a1a1a; --paper: #fff; --faint: #666; --line: #ddd; --head: #f4f4f4; --hidden: #666;
-  --hatch: #eee; --stroke: #cfcfcf; --weight: 46, 125, 180; color-scheme: light }
-@media (prefers-color-scheme: dark) { .lowtri, .lowtri-page { --ink: #e5e7eb; --paper: #15181e; --faint: #a3a9b5;
-  --line: #3a404b; --head: #22262e; --hidden: #a3a9b5; --hatch: #1b1f26; --stroke: #39404b; --weight: 66, 153, 225;
-  color-scheme: dark } }
-.lowtri-page { margin: 0; background: var(--paper) }
-.lowtri { font: 15px/1.5 system-ui, sans-serif; box-sizing: border-box; max-width: 70rem; margin: 0 auto;
-  padding: 2rem 1rem; color: var(--ink); background: var(--paper); overflow-wrap: anywhere }
-.lowtri h1 { line-height: 1.2 } .lowtri h2 { margin: 1.6rem 0 0 }
+_LIGHT = {"faint": "#666", "line": "#ddd", "head": "#f4f4f4", "hidden": "#666", "hatch": "#eee", "stroke": "#cfcfcf"}
+_DARK = {
+    "faint": "#a3a9b5",
+    "line": "#3a404b",
+    "head": "#22262e",
+    "hidden": "#a3a9b5",
+    "hatch": "#1b1f26",
+    "stroke": "#39404b",
+}
+_STYLE = """.lowtri h1 { line-height: 1.2 } .lowtri h2 { margin: 1.6rem 0 0 }
 .lowtri h2 small { color: var(--faint); font-weight: normal; font-size: .7em }
 .lowtri p { margin: .2rem 0 .6rem } .lowtri .pair { display: flex; flex-wrap: wrap; gap: 0 2rem }
 .lowtri .scroll { max-width: 100%; overflow-x: auto }
@@ -46,30 +44,24 @@ _STYLE = """
 """
 
 
-def as_html(explanation: Explanation) -> str:
+def as_html(steps: Steps) -> str:
     """The whole page as text."""
+    note = f"<br>{html_text(steps.note, keep=chr(10))}" if steps.note else ""
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        f"<title>lowtri: {escape(shortened(' '.join(explanation.tokens), 80))}</title><style>{_STYLE}</style></head>",
-        '<body class="lowtri-page"><div class="lowtri"><h1>Masked attention, step by step</h1>',
-        f"<p>mask <code>{escape(spelled_out(explanation.mask))}</code>",
-        f"<br>{escape(spelled_out(explanation.note, keep=chr(10)))}</p>" if explanation.note else "</p>",
+        f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(steps.mask)}</code>{note}</p>",
         '<p><span class="key hidden">0</span>hidden by the mask: its weight is exactly 0</p>',
         f'<p><span class="key"{_shade(0)}>0.0000</span>visible, and its weight came out small: it counts</p>',
         f'<p><span class="key"{_shade(0.5)}>0.5000</span><span class="key"{_shade(1)}>1.0000</span>',
         "the greater the weight, the stronger the colour</p>",
     ]
-    for step in explanation.steps:
-        shape = " × ".join(str(n) for n in step.value.shape)
+    for step in steps.steps:
+        shape = " × ".join(str(n) for n in step.shape)
         formula = f" = {escape(step.formula)}" if step.formula else ""
         parts.append(f"<h2>{escape(step.name)}{formula} <small>{shape}</small></h2><p>{escape(step.sentence)}</p>")
-        for together in tables_of(step, explanation.visible):
-            parts.append('<div class="pair">')
-            parts += [_table(step, title, cells, visible) for title, cells, visible in together]
-            parts.append("</div>")
-    parts.append("</div></body></html>")
-    return "\n".join(parts) + "\n"
+        for together in tables_of(step, steps.visible):
+            parts += ['<div class="pair">', *(_table(step, *table) for table in together), "</div>"]
+    title = f"lowtri: {shortened(' '.join(steps.tokens), 80)}"
+    return page(title, parts, _STYLE, {**_LIGHT, "weight": "46, 125, 180"}, {**_DARK, "weight": "66, 153, 225"})
 
 
 def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool_] | None) -> str:

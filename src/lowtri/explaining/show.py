@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.explaining.step import Step, Steps
 from lowtri.masks.labels import shortened, spelled_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowtri.explaining.explanation import Explanation, Step
+__all__ = ["as_text", "cut", "number", "printable", "tables_of"]
 
-__all__ = ["HATCH", "PAIRS", "as_text", "cut", "number", "printable", "tables_of"]
-
-HATCH = "▒"
-PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
-LONGEST = 12  # rows or columns shown; beyond, the first ones and the last
+_HATCH = "▒"
+_Table: TypeAlias = "tuple[str, NDArray[Any], NDArray[np.bool_] | None]"
+_MOST = 12  # rows or columns shown; of more, the first ones and the last
 
 
-def as_text(explanation: Explanation, *, width: int = 100, colour: bool = False) -> str:
+def as_text(steps: Steps, *, width: int = 100, colour: bool = False) -> str:
     """The explanation for a terminal of ``width`` cells; two tables stand side by side where they fit."""
     from rich.console import Console, Group
     from rich.measure import Measurement
@@ -37,16 +36,17 @@ def as_text(explanation: Explanation, *, width: int = 100, colour: bool = False)
     # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
     out = StringIO()
     console = Console(file=out, width=10_000, force_terminal=colour, highlight=False, legacy_windows=False, emoji=False)
-    console.print(Text(f"mask {spelled_out(explanation.mask)}", "bold"))
-    if explanation.note:
-        console.print(Text(explanation.note))
-    console.print(Text(f"{HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts."))
-    for step in explanation.steps:
+    console.print(Text(f"mask {spelled_out(steps.mask)}", "bold"))
+    if steps.note:
+        console.print(Text(steps.note))
+    console.print(Text(f"{_HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts."))
+    for step in steps.steps:
         formula = f" = {step.formula}" if step.formula else ""
-        console.print(Text.assemble("\n", (step.name, "bold"), formula, (f"   {_shape(step)}", "dim")))
+        shape = " x ".join(str(n) for n in step.shape)
+        console.print(Text.assemble("\n", (step.name, "bold"), formula, (f"   {shape}", "dim")))
         console.print(Text(step.sentence))
-        for together in tables_of(step, explanation.visible):
-            tables = [_table(step, *parts) for parts in together]
+        for together in tables_of(step, steps.visible):
+            tables = [_table(step, *table) for table in together]
             side_by_side = Table.grid(padding=(0, 6))
             side_by_side.add_row(*tables)
             fits = Measurement.get(console, console.options, side_by_side).maximum <= width
@@ -55,23 +55,18 @@ def as_text(explanation: Explanation, *, width: int = 100, colour: bool = False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def tables_of(
-    step: Step, visible: NDArray[np.bool_]
-) -> Iterator[list[tuple[str, NDArray[Any], NDArray[np.bool_] | None]]]:
+def tables_of(step: Step, visible: NDArray[np.bool_]) -> Iterator[list[_Table]]:
     """What to show of a step: for each head the tables that belong side by side, as (title, cells, which are visible)."""
-    heads = step.value if step.value.ndim == 3 else step.value[None]
-    for h, value in enumerate(heads):
-        title = f"head {h}" if len(heads) > 1 else ""
-        seen = visible[h] if visible.ndim == 3 else visible
-        together = [(title, value, seen if step.hatched else None)]
-        if step.unmasked is not None:
-            other = step.unmasked[h] if step.unmasked.ndim == 3 else step.unmasked
+    values = step.value if step.value.ndim == 3 else step.value[None]
+    for h, value in enumerate(values):
+        title = f"head {h}" if len(values) > 1 else ""
+        seen = (visible[h] if visible.ndim == 3 else visible) if step.hatched else None
+        if step.unmasked is None:
+            yield [(title, value, seen)]
+        else:
+            unmasked = step.unmasked[h] if step.unmasked.ndim == 3 else step.unmasked
             comma = ", " if title else ""
-            together = [
-                (f"{title}{comma}with the mask", value, seen if step.hatched else None),
-                (f"{title}{comma}without", other, None),
-            ]
-        yield together
+            yield [(f"{title}{comma}with the mask", value, seen), (f"{title}{comma}without", unmasked, None)]
 
 
 def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool_] | None) -> Any:
@@ -95,7 +90,7 @@ def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool
                 line.append(Text("…"))
             else:
                 hidden = visible is not None and not visible[i, j]
-                text = f"{HATCH} {_hidden_number(cells[i, j])}" if hidden else number(cells[i, j])
+                text = f"{_HATCH} {_hidden_number(cells[i, j])}" if hidden else number(cells[i, j])
                 line.append(Text(text, "dim" if hidden else ""))
         table.add_row(*line)
     return Group(Text(title, "italic", no_wrap=True), table) if title else table
@@ -107,9 +102,9 @@ def cut(n: int) -> list[int | None]:
     >>> cut(3), cut(100)
     ([0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, None, 97, 98, 99])
     """
-    if n <= LONGEST:
+    if n <= _MOST:
         return list(range(n))
-    return [*range(LONGEST - 4), None, *range(n - 3, n)]
+    return [*range(_MOST - 4), None, *range(n - 3, n)]
 
 
 def number(x: Any) -> str:
@@ -143,7 +138,3 @@ def printable(token: str) -> str:
     before = len(token) - len(token.lstrip(" ")) if body else len(token)
     marked = "␣" * before + body + "␣" * (len(token) - before - len(body))
     return shortened(marked.replace("\n", "⏎").replace("\t", "⇥")) or "∅"
-
-
-def _shape(step: Step) -> str:
-    return " x ".join(str(n) for n in step.value.shape)

@@ -1,7 +1,7 @@
 """Every step of masked attention, with numbers: the inputs, every intermediate result, and the output, with and without the mask.
 
 Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever stands there; a
-visible weight may be 0 too, and the two are told apart wherever they are shown.
+visible weight may be 0 too, and the two look different wherever they are shown.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
-from lowtri.explaining.capture import Inside, given_scores, look_inside, three_arrays
+from lowtri.explaining.capture import QKV, Captured, capture_arrays, capture_module, capture_scores
 from lowtri.explaining.explanation import Explanation, Step
-from lowtri.explaining.show import PAIRS, number
+from lowtri.explaining.show import number
+from lowtri.explaining.step import PAIRS
 from lowtri.masks import Mask, as_mask
 from lowtri.ops.reference import Steps, attend
 
 __all__ = ["explain"]
 
+_MAPS = ("queries", "keys", "values")
 # name -> formula, sentence. The order is the order of computing.
 _TEXTS = {
-    "tokens": ("", "The sentence as tokens. Each stands at a place in the sequence, counted from 0."),
-    "embedding": ("", "The numbers of each token by itself, the same wherever it stands."),
-    "position": ("", "The numbers of each place, the same whatever stands there."),
+    "tokens": ("", "The sentence as tokens. Each has a position in the sequence, counted from 0."),
+    "embedding": ("", "The numbers of each token by itself, the same at every position."),
+    "position": ("", "The numbers of each position, the same for every token."),
     "encoding": ("{sum}", "What attention reads: a row for each token."),
-    "W_q^T": ("", "The weight of the map to queries, transposed: a row for each number of the encoding."),
-    "W_k^T": ("", "The weight of the map to keys, transposed: a row for each number of the encoding."),
-    "W_v^T": ("", "The weight of the map to values, transposed: a row for each number of the encoding."),
-    "b_q": ("", "The bias of the map to queries, added to each row."),
-    "b_k": ("", "The bias of the map to keys, added to each row."),
-    "b_v": ("", "The bias of the map to values, added to each row."),
-    "q": ("encoding W_q^T", "What each token asks for."),
-    "k": ("encoding W_k^T", "What each token answers to."),
-    "v": ("encoding W_v^T", "What each token hands on when it is looked at."),
+    **{
+        f"W_{n[0]}^T": ("", f"The weight of the map to {n}, transposed: a row for each number of the encoding.")
+        for n in _MAPS
+    },
+    **{f"b_{n[0]}": ("", f"The bias of the map to {n}, added to each row.") for n in _MAPS},
+    "q": ("encoding W_q^T", QKV["q"]),
+    "k": ("encoding W_k^T", QKV["k"]),
+    "v": ("encoding W_v^T", QKV["v"]),
     "scores": ("q k^T", "How well each question (row) meets each answer (column)."),
     "scaled": ("scores / sqrt({size})", "Scaled so that a wider head does not make larger scores."),
     "mask": ("", "Who may see whom: a row for each query, a column for each key."),
@@ -97,19 +98,19 @@ def explain(
             raise CallError(
                 "explain: values go with scores, and scores stand alone. Fix: explain(scores=..., mask=...)."
             )
-        inside = given_scores(scores, values, batch)
+        captured = capture_scores(scores, values, batch)
     elif isinstance(what, tuple | list):
-        inside = three_arrays(what, batch)
+        captured = capture_arrays(what, batch)
     else:
-        inside = look_inside(what, inputs, position=position, heads=heads, layer=layer, mask=mask, batch=batch)
-    allowed = as_mask(inside.mask if mask is None else mask)
-    count, _, nk = inside.pairs
-    steps = _every_head(inside.arrays, count)
-    visible = _visible(allowed, inside, batch or 0)
-    head = inside.head if head is None else head
+        captured = capture_module(what, inputs, position=position, heads=heads, layer=layer, mask=mask, batch=batch)
+    allowed = as_mask(captured.mask if mask is None else mask)
+    count, _, nk = captured.pairs
+    steps = _every_head(captured.arrays, count)
+    visible = _visible(allowed, captured, batch or 0)
+    head = captured.head if head is None else head
     if head is not None:
         if not 0 <= head < count:
-            raise CallError(f"explain: head {head} asked, but there are {count}. Fix: head from 0 to {count - 1}.")
+            raise CallError(f"explain: there is no head {head} among {count}. Fix: head from 0 to {count - 1}.")
         steps = {name: value[head : head + 1] if value.ndim == 3 else value for name, value in steps.items()}
         visible = visible[head : head + 1]
 
@@ -129,17 +130,17 @@ def explain(
         if len(visible) > 1:
             steps["joined"] = np.concatenate(list(masked_result.output[0]), axis=-1)  # (Nq, H Dv)
 
-    labels = _labels(inside.tokens if tokens is None else tokens, nk)
+    labels = _labels(captured.tokens if tokens is None else tokens, nk)
     steps = {"tokens": np.arange(nk)[:, None], **steps}
     words = {"hidden": number(hidden), "sum": "embedding + position" * ("position" in steps)}
     words["size"] = str(steps["q"].shape[-1]) if "q" in steps else ""
     texts = {
-        name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_TEXTS, **inside.texts}.items()
+        name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_TEXTS, **captured.texts}.items()
     }
     shown = tuple(_step(name, value, labels, texts[name], unmasked.get(name)) for name, value in steps.items())
-    notes = [f"Batch row {batch or 0} of {inside.rows}."] if inside.rows > 1 else []
-    if inside.output is not None:
-        own = inside.output if head is None else inside.output[head : head + 1]  # (H, Nq, Dv)
+    notes = [f"Batch row {batch or 0} of {captured.rows}."] if captured.rows > 1 else []
+    if captured.output is not None:
+        own = captured.output if head is None else captured.output[head : head + 1]  # (H, Nq, Dv)
         difference = abs(own - steps["output"]).max()
         notes.append(f"Computed anew in float64; the model's own output differs by {difference:.0e}.")
     return Explanation(labels, repr(allowed), _alone(visible), shown, " ".join(notes))
@@ -161,12 +162,12 @@ def _every_head(arrays: dict[str, NDArray[Any]], count: int) -> dict[str, NDArra
     return {name: np.repeat(a, count // len(a), axis=0) if a.ndim == 3 else a for name, a in arrays.items()}
 
 
-def _visible(mask: Mask, inside: Inside, row: int) -> NDArray[np.bool_]:
+def _visible(mask: Mask, captured: Captured, row: int) -> NDArray[np.bool_]:
     """The table of one batch row for each head (H, Nq, Nk); True = may see."""
-    count, nq, nk = inside.pairs
-    if mask.batch[:1] not in ((), (1,), (inside.rows,)):
+    count, nq, nk = captured.pairs
+    if mask.batch[:1] not in ((), (1,), (captured.rows,)):
         raise MaskError(
-            f"explain: the mask differs between {mask.batch[0]} batch rows, but the arrays have {inside.rows}.\n"
+            f"explain: the mask differs between {mask.batch[0]} batch rows, but the arrays have {captured.rows}.\n"
             "Fix: mask.at(b) for the mask of row b."
         )
     if mask.batch[1:] not in ((), (1,), (count,)):
@@ -188,7 +189,7 @@ def _step(
         rows = _numbered(value.shape[-2])
     else:
         rows = ("bias",) if name.startswith("b_") else labels[len(labels) - value.shape[-2] :]
-    columns = labels if name in PAIRS else ("place",) if name == "tokens" else _numbered(value.shape[-1])
+    columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
     return Step(name, *texts, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
 
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from lowtri.auditing.adapter import Rows
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, by, moves
+from lowtri.auditing.finding import Finding, Leak, moves
 from lowtri.auditing.inputs import Inputs
-from lowtri.auditing.noise import magnitude, movement
-from lowtri.auditing.probe import BATCH, Probe
+from lowtri.auditing.noise import Difference
+from lowtri.auditing.options import Bools
+from lowtri.auditing.probe import BATCH, Probe, Tally
 
 __all__ = ["PROBE"]
 
@@ -19,82 +20,69 @@ __all__ = ["PROBE"]
 def _batch(context: Context) -> Finding:
     """Row 0 with other neighbours; and, where the model takes a batch of one, alone."""
     inputs = context.inputs if context.inputs.batch > 1 else _doubled(context)
-    watched = ~np.broadcast_to(context.ignored[:1], (1, context.n))
     try:
         before = context.adapter(inputs)
     except Exception:
         return Finding("skipped", "the model takes no batch of two")
     if before.shape[0] != inputs.batch:
         return Finding("skipped", "the output has no batch")
-    greatest, status = 0.0, "clean"
-    leaks: list[Leak] = []
-    neighbours = np.arange(inputs.batch)[:, None] > 0
-    everywhere = np.broadcast_to(neighbours, (inputs.batch, context.n))
+    tally, rows = Tally(), np.arange(inputs.batch)[:, None]
+    row_0 = (rows == 0) & ~context.ignored[:1]  # (B, N)
     for salt, kind in ((200, "random"), (201, "random"), (202, "extreme")):
-        fresh = _fresh(context, inputs, salt, kind)
-        after = context.adapter(inputs.change(everywhere, fresh))
-        # Extreme vectors of a neighbour may overflow; whatever else turns a number infinite or NaN was seen.
-        turned = np.inf if kind == "random" or inputs.discrete else 0.0
-        sizes = np.where(watched, np.nan_to_num(movement(before[:1], after[:1]), nan=turned), 0.0)[0]
-        size, scale = float(sizes.max()), magnitude(before, after)
-        weight = context.noise.classify(size, scale)
-        greatest = max(greatest, size)
-        if weight != "clean":
-            status = "leak" if "leak" in (weight, status) else "doubt"
-            leaks.append(_name(context, inputs, fresh, before, sizes, scale))
-    alone = None
-    if not context.noise.random:
-        try:
-            single = context.adapter(inputs.rows([0]))
-            sizes = np.where(watched, np.nan_to_num(movement(before[:1], single), nan=np.inf), 0.0)[0]
-            alone = float(sizes.max())
-        except Exception:
-            alone = None
-        weight = "clean" if alone is None else context.noise.classify(alone, magnitude(before), doubtful=False)
-        if weight != "clean" and not leaks:
-            status = weight
-            query = context.noise.first(sizes, magnitude(before), doubtful=False)
-            note = f"row 0 answers differently alone: output {query} {moves(sizes[query])}"
-            leaks.append(Leak(query, query, float(sizes[query]), note=note))
-    measured = {"greatest": greatest, "alone": alone, "rows": inputs.batch}
-    if status == "clean":
-        return Finding("clean", "a row does not depend on its neighbours", (), measured)
-    message = f"a row depends on its neighbours in the batch, {by(max(greatest, alone or 0.0))}"
-    return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks[:1]), measured)
+        other = context.fresh(salt, kind, inputs)
+        after = context.adapter(inputs.change(rows > 0, other))
+        # Extreme vectors of a neighbour may overflow; any other number that turns infinite or NaN counts.
+        non_finite = np.inf if kind == "random" or inputs.discrete else 0.0
+        difference = context.difference(before, after, where=row_0, same_order=True, non_finite=non_finite)
+        if tally.differs(difference) and not tally.leaks:
+            tally.leaks.append(_neighbour_seen(context, inputs, other, before, difference))
+    measured = {"greatest": tally.greatest, "alone": None, "rows": inputs.batch}
+    alone = None if context.noise.random else _alone(context, inputs, before, row_0)
+    if alone is not None:
+        measured["alone"] = alone.greatest
+        if tally.differs(alone) and not tally.leaks:
+            _, query, size = alone.first()
+            note = f"row 0 answers differently alone: output {query} {moves(size)}"
+            tally.leaks.append(Leak(query, query, size, note=note))
+    message = "a row depends on its neighbours in the batch"
+    return tally.finding("a row does not depend on its neighbours", message, measured)
 
 
 def _doubled(context: Context) -> Inputs:
     """The example and a changed copy of it as a batch of two."""
-    other = context.fresh(203)
-    both = tuple(np.concatenate(pair) for pair in zip(context.inputs.sequences, other.sequences, strict=True))
+    inputs, other = context.inputs, context.fresh(203)
+    both = tuple(np.concatenate(pair) for pair in zip(inputs.sequences, other.sequences, strict=True))
     settings = {
         key: np.concatenate([value, value]) if value.ndim > 1 and value.shape[0] == 1 else value
-        for key, value in context.inputs.settings.items()
+        for key, value in inputs.settings.items()
     }
-    per_row = {key: value[[0, 0]] for key, value in context.inputs.per_row.items()}
-    return replace(context.inputs, sequences=both, settings=settings, per_row=per_row)
+    per_row = {key: value[[0, 0]] for key, value in inputs.per_row.items()}
+    return replace(inputs, sequences=both, settings=settings, per_row=per_row)
 
 
-def _fresh(context: Context, inputs: Inputs, salt: int, kind: str) -> Inputs:
-    from lowtri.auditing.context import draw
+def _alone(context: Context, inputs: Inputs, before: Rows, row_0: Bools) -> Difference | None:
+    """How far row 0 is from its own answer in a batch of one, if the model takes that."""
+    try:
+        after = np.concatenate([context.adapter(inputs.rows([0])), before[1:]])
+        return context.difference(before, after, where=row_0)
+    except Exception:
+        return None
 
-    return draw(inputs, context.vocab, np.random.default_rng([context.seed, salt]), kind)
 
-
-def _name(context: Context, inputs: Inputs, fresh: Inputs, before: Rows, sizes: Rows, scale: float) -> Leak:
+def _neighbour_seen(context: Context, inputs: Inputs, other: Inputs, before: Rows, difference: Difference) -> Leak:
     """The first position of row 0 that moves, and one position of its neighbours that moves it."""
-    query = context.noise.first(sizes, scale)
-    chosen, size = 0, float(sizes[query])
+    _, query, size = difference.first()
+    chosen, rows, positions = 0, np.arange(inputs.batch)[:, None], np.arange(context.n)
     for key in context.sample(32):
-        where = (np.arange(inputs.batch)[:, None] > 0) & (np.arange(context.n) == key)
-        after = context.adapter(inputs.change(where, fresh))
-        moved = float(np.nan_to_num(movement(before[:1], after[:1]), nan=np.inf)[0, query])
-        if context.noise.classify(moved, magnitude(before, after)) != "clean":
-            chosen, size = key, moved
+        after = context.adapter(inputs.change((rows > 0) & (positions == key), other))
+        moved = context.difference(before, after, where=(rows == 0) & (positions == query), same_order=True)
+        if moved.status != "clean":
+            chosen, size = key, moved.greatest
             break
     how = f"its output {query} {moves(size)}"
-    note = f"row 0 sees its neighbour: when input {chosen} of another row changes, {how}"
-    return Leak(query, chosen, size, 0, note=note)
+    return Leak(
+        query, chosen, size, 0, note=f"row 0 sees its neighbour: when input {chosen} of another row changes, {how}"
+    )
 
 
 PROBE = Probe(

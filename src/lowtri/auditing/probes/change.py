@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.context import Bools, Context
+from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding, Leak, by, moves
-from lowtri.auditing.noise import movement
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.noise import Difference, magnitude, movement
+from lowtri.auditing.options import Bools
 from lowtri.auditing.probe import Probe
 
 __all__ = ["PROBE"]
@@ -21,12 +23,12 @@ def _change(context: Context) -> Finding:
     """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
 
     Token ids are also changed to what the row itself holds: a leak of equality shows in no random draw from many ids.
-    Short inputs are looked at pair by pair. Of long ones a choice of places is taken, and a query that moves is
+    Short inputs are looked at pair by pair. Of long ones some positions are chosen, and a query that moves is
     bisected down to one key.
     """
     queries = context.queries()
     keys = queries if context.by_pair else []
-    draws = context.draws * 4 if context.discrete_output else context.draws
+    draws = context.options.draws * (4 if context.discrete_output else 1)
     sweep = _Sweep(context)
     kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if context.inputs.discrete else [])]
     if not context.by_pair and context.discrete_output:  # discrete answers move rarely
@@ -35,145 +37,139 @@ def _change(context: Context) -> Finding:
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
-            where = np.arange(context.n) == key
-            sweep.single(where, fresh, key)
+            sweep.change_key(key, fresh)
             context.tick(sweep.runs, total)
     for salt, kind in kinds:
-        fresh = context.fresh(salt, kind) if kind != "echoed" else context.inputs
+        fresh = context.inputs if kind == "echoed" else context.fresh(salt, kind)
+        # Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
+        non_finite = np.inf if kind == "random" or context.inputs.discrete else 0.0
         for query in queries:
-            if kind == "echoed":
-                fresh = context.echoed(query)
-            where = ~context.allowed[:, query, :]  # (1 or B, N)
-            if where.any():
-                sweep.joint(where, fresh, query, kind)
+            if not context.allowed[:, query].all():
+                sweep.change_hidden(query, context.echoed(query) if kind == "echoed" else fresh, non_finite)
             context.tick(sweep.runs, total)
     return sweep.finding(len(keys), len(queries), draws)
 
 
 class _Sweep:
-    """The runs of one probe, and the worst that they showed."""
+    """The runs of one probe, and the largest movement of each pair that should not move."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.sparse = (
-            len(context.queries()) < context.n
-        )  # a query that is not looked at may be found through one that is
-        self.pairs: dict[tuple[int, int], Leak] = {}  # the largest movement of each pair that should not be
+        # A query that is not looked at may be found through one that is.
+        self.sparse = len(context.queries()) < context.n
+        self.sure: dict[tuple[int, int], Leak] = {}
         self.doubtful: dict[tuple[int, int], Leak] = {}
-        self.runs = 0
-        self.bisected = 0
-        self.poisoned = 0
+        self.runs = self.bisected = self.poisoned = 0
         self.witness: Any = None
 
-    def single(self, where: Bools, fresh: Any, key: int) -> None:
+    def change_key(self, key: int, fresh: Inputs) -> None:
         """Change one key everywhere in the batch: one column of the table of pairs."""
-        changed = self.context.inputs.change(where, fresh)
-        clean = self.context.independent_of(where)
-        sizes, scale = self._moved(changed, clean, ordinary=True)
-        self.context.see(sizes.max(axis=0), key)
-        for row, query in np.argwhere(clean & (sizes > 0)):
-            self._note(int(row), int(query), key, float(sizes[row, query]), scale, changed)
+        where = np.arange(self.context.n) == key
+        hidden = self.context.independent_of(where)  # (B, N)
+        changed, moved = self._moved(where, fresh, np.inf, hidden)
+        self.context.see(moved.sizes.max(axis=0), key)
+        for row, query in np.argwhere(hidden & (moved.sizes > 0)).tolist():
+            self._note(Leak(query, key, float(moved.sizes[row, query]), row), moved.scale, changed)
 
-    def joint(self, where: Bools, fresh: Any, query: int, kind: str) -> None:
-        """Change all that is hidden from one query; if it moves, or one that sees no more of it, find a key that does it."""
-        changed = self.context.inputs.change(where, fresh)
-        clean = self.context.independent_of(where)
-        ordinary = kind == "random" or self.context.inputs.discrete
-        sizes, scale = self._moved(changed, clean, ordinary=ordinary)
-        wrong = clean & (sizes > 0)  # (B, N)
-        for row in np.flatnonzero(wrong.any(axis=1) if self.sparse else wrong[:, query]):
+    def change_hidden(self, query: int, fresh: Inputs, non_finite: float) -> None:
+        """Change all that is hidden from a query; if it moves, or one that sees no more of it, find a key that does it."""
+        context = self.context
+        where = ~context.allowed[:, query]  # (1 or B, N)
+        hidden = context.independent_of(where)
+        changed, moved = self._moved(where, fresh, non_finite, hidden)
+        wrong = hidden & (moved.sizes > 0)  # (B, N)
+        for row in np.flatnonzero(wrong.any(axis=1) if self.sparse else wrong[:, query]).tolist():
             if not wrong[row, query]:
                 query = int(np.flatnonzero(wrong[row])[-1])
-            size = float(sizes[row, query])
-            sure = self.context.noise.classify(size, scale) == "leak"
-            known = {q for q, _ in self.pairs} | (set() if sure else {q for q, _ in self.doubtful})
+            size = float(moved.sizes[row, query])
+            kind = context.noise.classify(size, moved.scale)
+            known = {q for q, _ in [*self.sure, *([] if kind == "leak" else self.doubtful)]}
             if query in known or self.bisected >= _BISECTED:
                 continue
             self.bisected += 1
-            hidden = np.flatnonzero(where[row % where.shape[0]])
-            found = self._bisect(int(row), query, hidden, fresh, self.context.noise.classify(size, scale), ordinary)
-            if found is not None:
-                key, alone, alone_scale, inputs = found
-                self._note(int(row), query, key, alone, alone_scale, inputs)
+            keys = np.flatnonzero(where[row % len(where)])
+            one = self._bisect(row, query, keys, fresh, kind, non_finite)
+            if one is not None:
+                key, size, scale, inputs = one
+                self._note(Leak(query, key, size, row), scale, inputs)
             else:
-                self._note(int(row), query, int(hidden[0]), size, scale, changed, jointly=len(hidden))
+                how = moves(size, f" when all {len(keys)} inputs hidden from it change together")
+                leak = Leak(query, int(keys[0]), size, row, note=f"output {query} {how}")
+                self._note(leak, moved.scale, changed)
 
-    def _moved(self, changed: Any, clean: Bools, *, ordinary: bool) -> tuple[npt.NDArray[np.float64], float]:
-        """How far each row moves, infinitely far where a number turns from finite to infinite or NaN, or back.
-
-        Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
-        """
-        sizes, scale = self.context.moved(changed)
+    def _moved(
+        self, where: Bools, fresh: Inputs, non_finite: float, hidden: Bools | bool = False
+    ) -> tuple[Inputs, Difference]:
+        """The changed inputs, and how far each output moves; what turns NaN in `hidden` outputs is counted."""
+        context = self.context
+        changed = context.inputs.change(where, fresh)
+        rows = context.adapter(changed)
+        sizes = movement(context.base, rows)
         self.runs += 1
-        self.poisoned += int((np.isnan(sizes) & clean).sum())
-        return np.nan_to_num(sizes, nan=np.inf if ordinary else 0.0), scale
+        self.poisoned += int((np.isnan(sizes) & hidden).sum())
+        sizes = np.nan_to_num(sizes, nan=non_finite)
+        return changed, Difference(sizes, magnitude(context.base, rows), context.noise, same_order=True)
 
-    def _note(self, row: int, query: int, key: int, size: float, scale: float, changed: Any, jointly: int = 0) -> None:
-        kind = self.context.noise.classify(size, scale)
+    def _note(self, leak: Leak, scale: float, changed: Inputs) -> None:
+        kind = self.context.noise.classify(leak.size, scale)
         if kind == "clean":
             return
-        note = f"output {query} {moves(size, f' when all {jointly} inputs hidden from it change together')}"
-        leak = Leak(query, key, size, row, note=note if jointly else "")
-        sure = kind == "leak" and self._again(row, query, changed, size)
-        found = self.pairs if sure else self.doubtful
-        if (query, key) not in found or found[query, key].size < size:
-            found[query, key] = leak
+        sure = kind == "leak" and self._repeats(leak, changed)
+        leaks, pair = self.sure if sure else self.doubtful, (leak.query, leak.key)
+        if pair not in leaks or leaks[pair].size < leak.size:
+            leaks[pair] = leak
         if sure and self.witness is None:
-            self.witness = (self.context.inputs, changed, row)
+            self.witness = (self.context.inputs, changed, leak.row)
 
-    def _again(self, row: int, query: int, changed: Any, size: float) -> bool:
+    def _repeats(self, leak: Leak, changed: Inputs) -> bool:
         # The first accusation is made only of a movement that can be repeated; then the model is known to repeat itself.
         if self.witness is not None:
             return True
         before = self.context.adapter(self.context.inputs)
-        again = movement(before, self.context.adapter(changed))[row, query]
-        return bool(np.isnan(again) if np.isinf(size) else again > size / 2)
+        size = movement(before, self.context.adapter(changed))[leak.row, leak.query]
+        return bool(np.isnan(size) if np.isinf(leak.size) else size > leak.size / 2)
 
     def _bisect(
-        self, row: int, query: int, hidden: npt.NDArray[np.intp], fresh: Any, kind: str, ordinary: bool
-    ) -> tuple[int, float, float, Any] | None:
-        """One key among `hidden` that moves the query alone, by halving; None if only several together do."""
-        result = None
+        self, row: int, query: int, keys: npt.NDArray[np.intp], fresh: Inputs, kind: str, non_finite: float
+    ) -> tuple[int, float, float, Inputs] | None:
+        """One of the keys that moves the query alone, by halving; None if only several together do."""
         while True:
-            halves = (hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]) if len(hidden) > 1 else (hidden,)
+            halves = (keys[: len(keys) // 2], keys[len(keys) // 2 :]) if len(keys) > 1 else (keys,)
             for half in halves:
-                where = np.isin(np.arange(self.context.n), half)
-                changed = self.context.inputs.change(where, fresh)
-                sizes, scale = self._moved(changed, np.zeros((1, 1), bool), ordinary=ordinary)
-                if self.context.noise.classify(float(sizes[row, query]), scale) == kind:
-                    hidden = half
-                    result = (int(half[0]), float(sizes[row, query]), scale, changed)
+                changed, moved = self._moved(np.isin(np.arange(self.context.n), half), fresh, non_finite)
+                size = float(moved.sizes[row, query])
+                if self.context.noise.classify(size, moved.scale) == kind:
                     break
             else:
                 return None
-            if len(hidden) == 1:
-                return result
+            if len(half) == 1:
+                return int(half[0]), size, moved.scale, changed
+            keys = half
 
     def finding(self, keys: int, queries: int, draws: int) -> Finding:
-        context = self.context
-        everything = bool(keys == context.n)
+        context, leaks = self.context, [*self.sure.values(), *self.doubtful.values()]
+        every_pair = keys == context.n
         measured = {
             "runs": self.runs,
             "draws": draws * context.inputs.batch,
             "keys": keys,
             "queries": queries,
             "of": context.n,
-            "every_pair": everything,
-            "greatest": max((leak.size for leak in [*self.pairs.values(), *self.doubtful.values()]), default=0.0),
+            "every_pair": every_pair,
+            "greatest": max((leak.size for leak in leaks), default=0.0),
             "poisoned": self.poisoned,
         }
-        looked = "every pair" if everything else f"{keys} keys and {queries} queries of {context.n}"
+        looked = "every pair" if every_pair else f"{keys} keys and {queries} queries of {context.n}"
         own = ", one of its own ids" if context.inputs.discrete else ""
         extent = f"{looked}, {draws * context.inputs.batch} draws and one extreme{own}"
-        if self.pairs:
-            # Doubtful pairs add nothing to sure ones, and near-zero entries would only blur the picture.
-            leaks = tuple(self.pairs[pair] for pair in sorted(self.pairs))
-            return Finding("leak", f"{len(leaks)} pairs leak ({extent})", leaks, measured, self.witness)
-        if self.doubtful:
-            leaks = tuple(self.doubtful[pair] for pair in sorted(self.doubtful))
-            message = f"hidden inputs move outputs, {by(measured['greatest'])}"
-            return Finding("doubt", message, leaks, measured)
-        return Finding("clean", f"no hidden input moves an output ({extent})", (), measured)
+        if not leaks:
+            return Finding("clean", f"no hidden input moves an output ({extent})", (), measured)
+        # Doubtful pairs add nothing to sure ones, and near-zero entries would only blur the picture.
+        pairs = self.sure or self.doubtful
+        leaks = [pairs[pair] for pair in sorted(pairs)]
+        if self.sure:
+            return Finding("leak", f"{len(leaks)} pairs leak ({extent})", tuple(leaks), measured, self.witness)
+        return Finding("doubt", f"hidden inputs move outputs, {by(measured['greatest'])}", tuple(leaks), measured)
 
 
 PROBE = Probe(

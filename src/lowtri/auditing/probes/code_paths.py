@@ -27,24 +27,24 @@ def _code_paths(context: Context) -> Finding:
 
 
 def _conditions(context: Context) -> Iterator[Condition]:
-    adapter = context.adapter
+    adapter, inputs = context.adapter, context.inputs
     for name in _KEYWORDS:
         if adapter.accepts(name) or (name.startswith("output_") and hasattr(adapter.model, "config")):
             for value in (True, False) if name == "need_weights" else (True,):
-                said = f"{name}={value}"
-                yield Condition(said, f"with {said}", _PROBES, context, {name: value}, compared=True)
+                with_keyword = replace(context, inputs=replace(inputs, options={**inputs.options, name: value}))
+                yield Condition(f"{name}={value}", f"with {name}={value}", _PROBES, with_keyword, without=context)
     if hasattr(adapter.model, "set_attn_implementation"):
         current = attention_name(adapter.model)
         for name in ("eager", "sdpa"):
             if name != current:
-                said = f"attn_implementation={name}"
-                yield Condition(said, f"with {said}", _PROBES, context, attention=name, compared=True)
-    if context.options.get("compile"):
+                path = f"attn_implementation={name}"
+                yield Condition(path, f"with {path}", _PROBES, context, attention=name, without=context)
+    if context.options.compile:
         import torch
 
         compiled = replace(context, adapter=replace(adapter, model=torch.compile(adapter.model)))
         # Its backward pass would be compiled as well, which takes minutes.
-        yield Condition("torch.compile", "with torch.compile", (CHANGE,), compiled, compared=True)
+        yield Condition("torch.compile", "with torch.compile", (CHANGE,), compiled, without=context)
 
 
 def _not_compiled(finding: Finding, value: object) -> str | None:

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.finding import Finding, Leak, first_line
+from lowtri.auditing.inputs import positions_first
 from lowtri.auditing.probe import TORCH, Probe
 
 __all__ = ["PROBE"]
+
+Sizes = npt.NDArray[np.float64]
+Reach = Callable[[list[int]], Sizes]
 
 
 def _gradient(context: Context) -> Finding:
@@ -29,53 +34,51 @@ def _gradient(context: Context) -> Finding:
                 context.adapter, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
             )
     except Exception as error:
-        return _skip(f"the model cannot be differentiated: {_first_line(error)}")
+        return _not_differentiable(error)
     if not leaves:
-        return _skip("no look-up of the example's ids was found to differentiate by")
+        return Finding("skipped", "no look-up of the example's ids was found to differentiate by")
     if not (rows.is_floating_point() and rows.requires_grad):
-        return _skip("the output carries no gradient")
+        return Finding("skipped", "the output carries no gradient")
     queries = context.queries()
-    cotangents = np.random.default_rng([context.seed, 7]).standard_normal(rows.shape)
-    batch, n = context.inputs.batch, context.n
-    sizes = np.zeros((batch, len(queries), n))
+    cotangents = np.random.default_rng([context.options.seed, 7]).standard_normal(rows.shape)
+    sizes = np.zeros((context.inputs.batch, len(queries), context.n))
 
-    def reach(positions: list[int], *, last: bool = False) -> Any:
+    def reach(positions: list[int]) -> Sizes:
         """How far each input, (B, N), reaches any of these outputs."""
         cotangent = torch.as_tensor(cotangents[:, positions], dtype=rows.dtype, device=rows.device)
-        found = torch.autograd.grad(rows[:, positions], leaves, cotangent, retain_graph=not last, allow_unused=True)
-        by_leaf = [_by_position(context, grad, number) for number, grad in enumerate(found) if grad is not None]
-        return np.max(by_leaf, axis=0) if by_leaf else np.zeros((batch, n))
+        grads = torch.autograd.grad(rows[:, positions], leaves, cotangent, retain_graph=True, allow_unused=True)
+        by_leaf = [_by_position(context, grad, number) for number, grad in enumerate(grads) if grad is not None]
+        return np.max(by_leaf, axis=0) if by_leaf else np.zeros((context.inputs.batch, context.n))
 
     try:
         for done, query in enumerate(queries):
             if context.chosen is None:
-                sizes[:, done] = reach([query], last=done + 1 == len(queries))
-            elif not sizes.any() and (found := _one_of_many(context, query, reach)) is not None:
-                queries[done] = found
-                sizes[:, done] = reach([found])
+                sizes[:, done] = reach([query])
+            elif not sizes.any() and (reached := _reached(context, query, reach)) is not None:
+                queries[done] = reached
+                sizes[:, done] = reach([reached])
             context.tick(done + 1, len(queries))
     except Exception as error:
-        return _skip(f"the model cannot be differentiated: {_first_line(error)}")
+        return _not_differentiable(error)
     return _judge(context, sizes, queries)
 
 
-def _one_of_many(context: Context, query: int, reach: Callable[[list[int]], Any]) -> int | None:
+def _reached(context: Context, query: int, reach: Reach) -> int | None:
     """Of the outputs that see nothing hidden from the query, one that something hidden reaches, by halving."""
     where = ~context.allowed[:, query, :]  # (1 or B, N)
-    many = [int(place) for place in np.flatnonzero(context.independent_of(where).all(axis=0))]
-    if not where.any() or not np.where(where, reach(many), 0.0).any():
+    outputs = np.flatnonzero(context.independent_of(where).all(axis=0)).tolist()
+    if not where.any() or not np.where(where, reach(outputs), 0.0).any():
         return None
-    while len(many) > 1:
-        half = many[len(many) // 2 :]
-        many = half if np.where(where, reach(half), 0.0).any() else many[: len(many) // 2]
-    return many[0]
+    while len(outputs) > 1:
+        half = outputs[len(outputs) // 2 :]
+        outputs = half if np.where(where, reach(half), 0.0).any() else outputs[: len(outputs) // 2]
+    return int(outputs[0])
 
 
-def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
+def _judge(context: Context, sizes: Sizes, queries: list[int]) -> Finding:
+    """The finding from the gradients (B, queries, N)."""
     finite = np.isfinite(sizes)
-    for number, query in enumerate(queries):
-        row = np.where(finite[:, number], sizes[:, number], 0).max(axis=0)
-        context.seen[query] = np.fmax(context.seen[query], row)
+    context.seen[queries] = np.fmax(context.seen[queries], np.where(finite, sizes, 0).max(axis=0))
     hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & ~context.ignored[:, queries, None]
     scale = float(sizes[finite].max(initial=0.0))
     wrong = np.where(hidden & finite, sizes, 0.0)
@@ -88,45 +91,32 @@ def _judge(context: Context, sizes: Any, queries: list[int]) -> Finding:
         "not_finite": int((hidden & ~finite).sum()),
     }
     kind = context.noise.classify(greatest, scale)
-    looked = "every query" if len(queries) == context.n else f"{len(queries)} queries of {context.n}"
     if kind == "clean":
+        looked = "every query" if len(queries) == context.n else f"{len(queries)} queries of {context.n}"
         return Finding("clean", f"no gradient reaches a hidden input ({looked})", (), measured)
     if kind == "leak":
         wrong[wrong <= context.noise.eps * scale] = 0.0
-    leaks = _leaks(wrong, queries)
-    return Finding(kind, f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}", leaks, measured)
-
-
-def _leaks(sizes: Any, queries: list[int]) -> tuple[Leak, ...]:
-    """Every positive entry of a table (B, len(queries), N) as a leak, the largest over the batch."""
-    largest, row = sizes.max(axis=0), sizes.argmax(axis=0)
-    found = []
+    largest, row = wrong.max(axis=0), wrong.argmax(axis=0)  # (queries, N)
+    leaks = []
     for index, key in np.argwhere(largest > 0).tolist():
         query, size = queries[index], float(largest[index, key])
         note = f"position {query} sees position {key}: d output {query} / d input {key} is {size:.2g}"
-        found.append(Leak(query, key, size, int(row[index, key]), note=note))
-    return tuple(found)
+        leaks.append(Leak(query, key, size, int(row[index, key]), note=note))
+    message = f"{len(leaks)} hidden pairs have a gradient, up to {greatest:.2g}"
+    return Finding(kind, message, tuple(leaks), measured)
 
 
-def _by_position(context: Context, grad: Any, number: int) -> Any:
+def _by_position(context: Context, grad: Any, number: int) -> Sizes:
     """The greatest gradient at each position, (B, N)."""
     signature = context.adapter.signature
-    values = grad.detach().abs().double().cpu().numpy()
     axis = signature.position_axes[0 if context.inputs.discrete else number]
-    if signature.batch_axis is None:
-        values = np.moveaxis(values, axis, 0)[None]
-    else:
-        values = np.moveaxis(values, (signature.batch_axis, axis), (0, 1))
-    values = values.reshape(values.shape[0], values.shape[1], -1)
-    return np.asarray(np.broadcast_to(values.max(axis=-1), (context.inputs.batch, context.n)))
+    values = positions_first(grad.detach().abs().double().cpu().numpy(), signature.batch_axis, axis)
+    largest = values.reshape(values.shape[0], values.shape[1], -1).max(axis=-1)
+    return np.broadcast_to(largest, (context.inputs.batch, context.n))
 
 
-def _skip(reason: str) -> Finding:
-    return Finding("skipped", reason)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+def _not_differentiable(error: Exception) -> Finding:
+    return Finding("skipped", f"the model cannot be differentiated: {first_line(error, typed=False)}")
 
 
 PROBE = Probe(

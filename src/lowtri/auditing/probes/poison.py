@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import Rows
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
+from lowtri.auditing.options import Bools
 from lowtri.auditing.probe import Need, Probe
 
 __all__ = ["PROBE"]
@@ -19,14 +22,14 @@ def _poison(context: Context) -> Finding:
     Many right models spread it: 0 * NaN is NaN, and a masked softmax multiplies hidden values by 0.
     """
     spread: dict[str, int] = {}
-    places = [q for q in context.sample(6) if (~context.allowed[0, q]).any()]
-    if not places:
+    queries = [q for q in context.sample(6) if not context.allowed[0, q].all()]
+    if not queries:
         return Finding("skipped", "the mask hides nothing")
-    for query in places:
+    for query in queries:
         where = ~context.allowed[0, query]
-        for name, value in (("nan", np.nan), ("inf", np.inf)):
+        for name in ("nan", "inf"):
             try:
-                rows = _poisoned(context, where, value)
+                rows = _poisoned(context, where, float(name))
             except Exception:
                 return Finding("skipped", "the model does not run with NaN or inf in its inputs")
             if rows is None:
@@ -34,27 +37,21 @@ def _poison(context: Context) -> Finding:
             if rows.dtype.kind == "f":
                 bad = ~np.isfinite(rows).all(axis=-1) & np.isfinite(context.base).all(axis=-1)
                 spread[name] = spread.get(name, 0) + int((bad & context.independent_of(where)).sum())
-    total = sum(spread.values())
-    if total:
-        text = " and ".join(f"{name} ({count})" for name, count in spread.items() if count)
+    text = " and ".join(f"{name} ({count})" for name, count in spread.items() if count)
+    if text:
         return Finding("warning", f"hidden {text} reaches visible outputs", (), {"spread": spread})
     return Finding("clean", "hidden NaN and inf reach no visible output", (), {"spread": spread})
 
 
 def _no_vectors(context: Context) -> str | None:
-    in_torch = context.adapter.signature.torch or context.adapter.module is not None
-    return (
-        None
-        if in_torch or not context.inputs.discrete
-        else "token ids hold no NaN, and the model does not compute in torch"
-    )
+    known = context.adapter.in_torch or not context.inputs.discrete
+    return None if known else "token ids hold no NaN, and the model does not compute in torch"
 
 
-def _poisoned(context: Context, where: Any, value: float) -> Any:
+def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
+    """The rows with `value` in the vectors of the positions `where`; None if the vectors of the ids are not found."""
     inputs = context.inputs
     if not inputs.discrete:
-        from dataclasses import replace
-
         bad = replace(inputs, sequences=tuple(np.full_like(values, value) for values in inputs.sequences))
         with np.errstate(all="ignore"):
             return context.adapter(inputs.change(where, bad))
@@ -62,14 +59,13 @@ def _poisoned(context: Context, where: Any, value: float) -> Any:
 
     from lowtri.auditing.leaves import run_with_leaves
 
-    def put(vectors: Any) -> Any:
-        axis = context.adapter.signature.position_axes[0]
+    def poisoned(vectors: Any) -> Any:
         shape = [1] * vectors.dim()
-        shape[axis] = -1
+        shape[context.adapter.signature.position_axes[0]] = -1
         return torch.where(torch.as_tensor(where, device=vectors.device).reshape(shape), value, vectors)
 
     with torch.no_grad():
-        rows, leaves = run_with_leaves(context.adapter, inputs, put)
+        rows, leaves = run_with_leaves(context.adapter, inputs, poisoned)
     return rows.double().cpu().numpy() if leaves else None
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, by, moves
-from lowtri.auditing.noise import magnitude, movement
-from lowtri.auditing.probe import REPEATABLE, Probe
+from lowtri.auditing.finding import Finding, Leak, moves
+from lowtri.auditing.probe import REPEATABLE, Probe, Tally
 
 __all__ = ["PROBE"]
 
@@ -19,47 +18,35 @@ def _prefix(context: Context) -> Finding:
     end, buckets whose size follows the length.
     """
     lengths = [t for t in context.chosen or context.sample(16) if t > 0]
-    refused, tried, worst = [], [], 0.0
-    leaks: list[Leak] = []
-    status = "clean"
-    witness = None
+    tally, refused, tried, witness = Tally(), [], [], None
     for done, t in enumerate(lengths):
-        where = np.arange(context.n) >= t
-        rows = context.independent_of(where)[:, :t]
-        if not rows.any():
+        where = context.independent_of(np.arange(context.n) >= t)[:, :t]
+        if not where.any():
             continue
-        short = context.inputs.span(0, t)
+        short, whole = context.inputs.span(0, t), context.base[:, :t]
         try:
             alone = context.adapter(short)
         except Exception:
-            refused.append(t)
-            continue
-        if alone.shape != (context.base.shape[0], t, context.base.shape[2]):
+            alone = None
+        if alone is None or alone.shape != whole.shape:
             refused.append(t)
             continue
         tried.append(t)
-        whole = context.base[:, :t]
-        sizes = np.where(rows, np.nan_to_num(movement(whole, alone), nan=np.inf), 0.0)
-        row, query = np.unravel_index(int(sizes.argmax()), sizes.shape)
-        size = float(sizes[row, query])
-        worst = max(worst, size)
-        kind = context.noise.classify(size, magnitude(whole, alone), doubtful=False)
-        if kind != "clean":
-            first = context.noise.first(sizes[row], magnitude(whole, alone), doubtful=False)
-            how = moves(sizes[row, first], f" when the input ends before {t}")
-            note = f"position {first} sees the length: output {first} {how}"
-            leaks.append(Leak(first, t, float(sizes[row, first]), int(row), note=note))
-            status = "leak" if "leak" in (kind, status) else "doubt"
-            witness = witness or (context.inputs, short, int(row))
+        difference = context.difference(whole, alone, where=where)
+        if tally.differs(difference):
+            row, query, size = difference.first()
+            how = moves(size, f" when the input ends before {t}")
+            tally.leaks.append(
+                Leak(query, t, size, row, note=f"position {query} sees the length: output {query} {how}")
+            )
+            witness = witness or (context.inputs, short, row)
         context.tick(done + 1, len(lengths))
-    measured = {"lengths": tried, "refused": refused, "greatest": worst}
+    measured = {"lengths": tried, "refused": refused}
     if not tried:
-        return Finding("skipped", "the model takes no shorter input", (), measured)
-    if status == "clean":
-        return Finding("clean", f"{len(tried)} shorter inputs answer as the whole does", (), measured)
-    leaks.sort(key=lambda leak: (leak.query, leak.key))
-    message = f"{len(leaks)} of {len(tried)} shorter inputs answer differently, {by(worst)}"
-    return Finding("leak" if status == "leak" else "doubt", message, tuple(leaks), measured, witness)
+        return Finding("skipped", "the model takes no shorter input", (), {**measured, "greatest": 0.0})
+    tally.leaks.sort(key=lambda leak: (leak.query, leak.key))
+    message = f"{len(tally.leaks)} of {len(tried)} shorter inputs answer differently"
+    return tally.finding(f"{len(tried)} shorter inputs answer as the whole does", message, measured, witness)
 
 
 PROBE = Probe(

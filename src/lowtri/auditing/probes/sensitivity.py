@@ -13,29 +13,22 @@ __all__ = ["PROBE"]
 
 def _sensitivity(context: Context) -> Finding:
     """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have recorded."""
-    looked = ~np.isnan(context.seen)
-    visible = (
-        context.allowed & ~np.broadcast_to(~context.allowed.any(axis=1), context.allowed.shape[:2])[:, :, None]
-    ).any(axis=0)
-    blind = visible & looked & ~(np.nan_to_num(context.seen) > 0)
-    count, of = int(blind.sum()), int((visible & looked).sum())
+    looked, moved = ~np.isnan(context.seen), np.nan_to_num(context.seen) > 0
+    visible = (context.allowed & np.asarray(context.allowed.any(axis=1))[:, :, None]).any(axis=0)
+    unseen = visible & looked & ~moved
+    count, of = int(unseen.sum()), int((visible & looked).sum())
     if not of:
         return Finding("skipped", "no visible pair was looked at")
     measured: dict[str, object] = {"blind": count, "visible": of, "looked_at": int(looked.sum())}
     if not count:
         return Finding("clean", f"all {of} visible pairs looked at are seen", (), measured)
-    query, key = (int(place) for place in np.argwhere(blind)[0])
-    reach = [
-        q - int(np.flatnonzero(row)[0]) + 1
-        for q, row in enumerate(visible & (np.nan_to_num(context.seen) > 0))
-        if row.any()
-    ]
+    query, key = np.argwhere(unseen)[0].tolist()
+    reach = [q - int(np.flatnonzero(row)[0]) + 1 for q, row in enumerate(visible & moved) if row.any()]
     message = (
         f"{count} of {of} visible pairs are never seen: output {query} does not move with input {key}, which the mask shows "
         f"(it sees at most {max(reach, default=0)} back)"
     )
-    measured["first"] = [query, key]
-    return Finding("warning", message, (), measured)
+    return Finding("warning", message, (), {**measured, "first": [query, key]})
 
 
 def _discrete(context: Context) -> str | None:

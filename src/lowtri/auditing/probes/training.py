@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.conditions import Condition, probe_under
+from lowtri.auditing.conditions import Condition, mode_set, probe_under
 from lowtri.auditing.context import Context
 from lowtri.auditing.finding import Finding
 from lowtri.auditing.inputs import Inputs
@@ -22,31 +22,27 @@ from lowtri.auditing.probes.prefix import PROBE as PREFIX
 
 __all__ = ["PROBE", "in_training", "same_in_training"]
 
+_NAME = "training mode"
 _PROBES = (CHANGE, GRADIENT, PREFIX, BATCH, PADDING, PACKING)
 _SAME = "its answers are eval mode's to the last bit: to 4 inputs, in float64 too, and to shorter and padded ones"
 
 
 def _training(context: Context) -> Finding:
     """Every probe that does not decode, in training mode, as sensitive as in eval mode."""
-    condition = Condition("training mode", "in training mode", _PROBES, in_training(context))
     if same_in_training(context):
-        return Finding("clean", _SAME, (), {"tried": {"training mode": ["answers"]}}, mode="training mode")
-    outcome = probe_under([condition])
-    ran = outcome.tried.get("training mode", [])
-    found = outcome.finding(f"the mask holds ({', '.join(ran)})", {}, "")
-    return replace(found, mode="training mode" if outcome.tried else "")
+        return Finding("clean", _SAME, (), {"tried": {_NAME: ["answers"]}}, mode=_NAME)
+    outcome = probe_under([Condition(_NAME, f"in {_NAME}", _PROBES, in_training(context))])
+    finding = outcome.finding(f"the mask holds ({', '.join(outcome.tried.get(_NAME, []))})", {})
+    return replace(finding, mode=_NAME if outcome.tried else "")
 
 
 def _no_training(context: Context) -> str | None:
-    return {
-        "": "the model has no training mode",
-        "training mode": "the whole audit is in training mode",
-    }.get(context.mode)
+    return {"": "the model has no training mode", _NAME: "the whole audit is in training mode"}.get(context.mode)
 
 
 def in_training(context: Context) -> Context:
     """The same with every module in training mode."""
-    return replace(context, adapter=replace(context.adapter, training=True), _base=None)
+    return replace(context, adapter=replace(context.adapter, training=True))
 
 
 def same_in_training(context: Context) -> bool:
@@ -63,17 +59,17 @@ def same_in_training(context: Context) -> bool:
     keyword = pad_keyword(context)
     other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))] if keyword else []
     try:
-        copy64 = replace(context, adapter=context.adapter.in_float64(), _base=None)
+        copy64 = replace(context, adapter=context.adapter.in_float64())
         return _alike(context, [*same, *other]) and _alike(copy64, same)
     except Exception:
         return False
 
 
-def _alike(context: Context, requested: list[Inputs]) -> bool:
+def _alike(context: Context, examples: list[Inputs]) -> bool:
     answers: list[list[Any]] = []
     for mode in (context, in_training(context)):
-        with Condition("", "", (), mode).set():
-            answers.append([_answer(mode, inputs) for inputs in requested])
+        with mode_set(mode):
+            answers.append([_answer(mode, inputs) for inputs in examples])
     return all(
         a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
         for a, b in zip(*answers, strict=True)
@@ -81,7 +77,7 @@ def _alike(context: Context, requested: list[Inputs]) -> bool:
 
 
 def _answer(context: Context, inputs: Inputs) -> Any:
-    """The rows, or the kind of the error: a model may refuse a shape, in either mode."""
+    """The rows, or the type of the error: a model may refuse a shape, in either mode."""
     try:
         return context.adapter(inputs)
     except Exception as error:
