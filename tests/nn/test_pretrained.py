@@ -20,7 +20,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text, template_of
 from lowtri.nn.checkpoint import load, save
-from lowtri.nn.gpt2 import GPT2
+from lowtri.nn.gpt2 import GPT2Config
 
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -240,7 +240,7 @@ def test_gpt2_files_of_old_are_read(folders: Any, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(folder / "config.json", tmp_path)
     model, ids = Decoder.from_pretrained(tmp_path), ids_of(1, 10)
-    assert isinstance(model, GPT2)
+    assert isinstance(model.config, GPT2Config)
     with torch.no_grad():
         assert torch.equal(model(ids), Decoder.from_pretrained(folder)(ids))
 

@@ -15,10 +15,10 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text
 from lowtri.nn.gguf import converted
-from lowtri.nn.packaged import PACKAGED, packaged_file
+from lowtri.nn.packaged import PACKAGED
 
 try:
-    FILE = packaged_file("smollm2")
+    FILE = PACKAGED["smollm2"].path()
 except DataError as error:
     if "not installed" not in str(error):
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from typing import Any
 
 __all__ = ["main"]
 
@@ -25,10 +26,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
     print(flush=True)
     try:
-        texts, _ = render_jinja_template(
+        texts: Any = render_jinja_template(
             [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["tokens"]
         )
-        answer = {"text": texts[0]}
+        answer = {"text": texts[0][0]}
     except Exception as error:  # templates are untrusted programs
         answer = {"error": str(error) or type(error).__name__}
     json.dump(answer, sys.stdout)

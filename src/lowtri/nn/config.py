@@ -11,7 +11,9 @@ from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["DecoderConfig", "check_sizes"]
+__all__ = ["CELLS", "DecoderConfig", "GPT2Config", "RecurrentConfig", "check_sizes"]
+
+CELLS = ("lstm", "gru", "rnn")  # of a RecurrentLM
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,39 @@ class DecoderConfig:
 
     def _fill(self, name: str, value: int | str) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for its users
+
+
+class GPT2Config(DecoderConfig):
+    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is LayerNorm's epsilon."""
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The sizes of a `RecurrentLM`, as they are written to a file."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    num_hidden_layers: int = 2
+    cell: str = "lstm"
+    tie_word_embeddings: bool = False
+    mask: str = "causal"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cell, str) or self.cell not in CELLS:
+            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; expected one of {', '.join(CELLS)}.")
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CallError(f"RecurrentLM: {name} is {value!r:.60}; it is a whole number, at least 1.")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise CallError(
+                f"RecurrentLM: tie_word_embeddings is {self.tie_word_embeddings!r:.60}; it is True or False."
+            )
+        if self.mask != "causal":
+            raise CallError(
+                f"RecurrentLM: mask is {self.mask!r:.60}, but a recurrent model is causal.\n"
+                "Fix: a Decoder for any other mask; for packed documents, pass mask= or positions= to the call."
+            )
 
 
 def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) -> None:

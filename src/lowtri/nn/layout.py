@@ -21,9 +21,8 @@ from typing import Any
 
 from lowtri.errors import DataError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.config import DecoderConfig
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.files import brief
-from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
 __all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]

@@ -7,8 +7,7 @@ from typing import Any
 
 from lowtri.errors import DataError
 from lowtri.masks import as_mask, causal, window
-from lowtri.nn.config import DecoderConfig
-from lowtri.nn.gpt2 import GPT2Config
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.layout import GPT2_KEYS
 
 __all__ = ["to_json"]

@@ -5,7 +5,6 @@ It is autoregressive by construction and has the decoder's interface: the same t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,40 +15,12 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
+from lowtri.nn.config import RecurrentConfig
 from lowtri.nn.fixed import Fixed
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 
 _CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """The sizes of a `RecurrentLM`, as they are written to a file."""
-
-    vocab_size: int
-    hidden_size: int = 256
-    num_hidden_layers: int = 2
-    cell: str = "lstm"
-    tie_word_embeddings: bool = False
-    mask: str = "causal"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.cell, str) or self.cell not in _CELLS:
-            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; expected one of {', '.join(_CELLS)}.")
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CallError(f"RecurrentLM: {name} is {value!r:.60}; it is a whole number, at least 1.")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise CallError(
-                f"RecurrentLM: tie_word_embeddings is {self.tie_word_embeddings!r:.60}; it is True or False."
-            )
-        if self.mask != "causal":
-            raise CallError(
-                f"RecurrentLM: mask is {self.mask!r:.60}, but a recurrent model is causal.\n"
-                "Fix: a Decoder for any other mask; for packed documents, pass mask= or positions= to the call."
-            )
 
 
 class RecurrentState:
@@ -125,7 +96,11 @@ class RecurrentLM(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the output projection share the embedding's weights, if the configuration says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     @classmethod
