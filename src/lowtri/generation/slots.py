@@ -39,7 +39,7 @@ class SlotAllocator:
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
         self.top = 0  # all used slots are below
-        self.step = 0  # number of appends
+        self.appends = 0
         self.evicted = 0
         self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append
         self.slots: Slots = slice(0, 0)  # its slots
@@ -97,7 +97,7 @@ class SlotAllocator:
         if n:
             self.next = np.maximum(self.next, new.max(1) + 1)
         self._since_sweep += n
-        self.step += 1
+        self.appends += 1
 
     def crop(self, n: NDArray[np.int64]) -> None:
         """Remove the tokens at positions from ``n`` (R,) on."""
