@@ -14,7 +14,7 @@ from lowtri.masks.arrays import is_tensor
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "Slots", "as_slots", "batch_of", "check_new", "describe"]
+__all__ = ["Layer", "Layers", "Slots", "as_slots", "batch_of", "check_new", "check_query", "describe"]
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
@@ -60,6 +60,26 @@ class Layer:
         return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
 
 
+class Layers(dict[int, Layer]):
+    """The layers of a cache, by number."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for layer in self.values() for x in (layer.keys, layer.values))
+
+    @property
+    def batch(self) -> int:
+        return max((batch_of(layer.keys) for layer in self.values()), default=1)
+
+    def appends(self, number: int) -> int:
+        """How many appends a layer has received."""
+        return self[number].appends if number in self else 0
+
+    def late(self, appends: int) -> int | None:
+        """The first layer that has received fewer appends; None if there is none."""
+        return min((number for number, layer in self.items() if layer.appends < appends), default=None)
+
+
 def check_new(k: Any, v: Any, mask: Mask) -> None:
     """Raise unless a layer can begin with these keys and values: arrays whose shapes fit together and the mask."""
     for name, x in (("k", k), ("v", v)):
@@ -73,6 +93,15 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
     rows = (*mask.batch, 1)[0]
     if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
         raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+
+
+def check_query(q: Any, k: Any) -> None:
+    """Raise unless queries and keys of the same new tokens fit together."""
+    if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+        raise CallError(
+            f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
+            "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
+        )
 
 
 def _signature(k: Any, v: Any) -> tuple[Any, ...]:

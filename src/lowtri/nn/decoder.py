@@ -159,12 +159,10 @@ class Decoder(nn.Module):
             capacity: initial number of slots; the cache grows as needed.
             allow_missing: as in :class:`lowtri.KVCache`: allow queries before keys that the mask shows them.
         """
-        chosen = self.mask if mask is None else as_mask(mask)
-        if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
-            raise CallError(
-                f"make_cache: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}."
-            )
-        return KVCache(chosen, capacity=capacity, allow_missing=allow_missing)
+        mask = self.mask if mask is None else as_mask(mask)
+        if batch_size < 1 or (mask.batch and mask.batch[0] not in (1, batch_size)):
+            raise CallError(f"make_cache: batch_size is {batch_size}, and the mask {mask!r} has batch {mask.batch}.")
+        return KVCache(mask, capacity=capacity, allow_missing=allow_missing)
 
     def tie_weights(self) -> None:
         """Let the output projection share the embedding's weights, if the configuration says so."""

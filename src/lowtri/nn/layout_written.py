@@ -31,7 +31,7 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
     own["attention_bias"] = config.o_bias
     if config.rope_layers is not None:
         own["pad_token_id"] = None  # or transformers defaults to SmolLM3's
-        own["no_rope_layers"] = [int(turns) for turns in config.rope_layers]
+        own["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
     n = _window_size(config)
     if n is not None:
         own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
@@ -42,7 +42,7 @@ def _kind_of(config: DecoderConfig) -> str:
     """The model_type with which transformers computes the same."""
     if isinstance(config, GPT2Config):
         return "gpt2"
-    parts = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
+    features = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
     windowed = _window_size(config) is not None
     kinds = {
         (False, False, False, False, False): "mistral" if windowed else "llama",
@@ -50,8 +50,8 @@ def _kind_of(config: DecoderConfig) -> str:
         (True, False, False, False, False): "qwen3",
         (True, False, True, True, False): "qwen3",
     }
-    if parts in kinds:
-        return kinds[parts]
+    if features in kinds:
+        return kinds[features]
     if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
         return "smollm3" if config.rope_layers is not None else "llama"
     raise DataError(
@@ -65,9 +65,9 @@ def _kind_of(config: DecoderConfig) -> str:
 def _window_size(config: DecoderConfig) -> int | None:
     """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
     mask = as_mask(config.mask)
-    found = re.search(r"window\((\d+)\)", repr(mask))
-    n = int(found.group(1)) if found else 0
-    return n if found and mask in (window(n), causal() & window(n), window(n) & causal()) else None
+    match = re.search(r"window\((\d+)\)", repr(mask))
+    n = int(match.group(1)) if match else 0
+    return n if match and mask in (window(n), causal() & window(n), window(n) & causal()) else None
 
 
 def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
@@ -77,5 +77,9 @@ def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
     if scaling.linear:
         return {"rope_type": "linear", "factor": scaling.factor}
     bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    began = {"original_max_position_embeddings": scaling.original}
-    return {"rope_type": "llama3", "factor": scaling.factor, **bounds, **began}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        **bounds,
+        "original_max_position_embeddings": scaling.original,
+    }
