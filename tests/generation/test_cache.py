@@ -389,7 +389,7 @@ def test_layers_keep_step():
 
 
 def test_masks_and_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(CallError, match="capacity is -1; it counts tokens, at least 0"):
+    with pytest.raises(CallError, match="capacity is -1; it counts tokens, from 0"):
         KVCache("causal", capacity=-1)
     with pytest.raises(MaskError):
         KVCache("casual")

@@ -65,7 +65,7 @@ class KVCache:
     ) -> None:
         for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
             if value < least:
-                raise CallError(f"KVCache: {name} is {value}; it counts tokens, at least {least}.")
+                raise CallError(f"KVCache: {name} is {value}; it counts tokens, from {least}.")
         self.mask = as_mask(mask)
         missing = None if allow_missing else Missing(self.mask)
         self._slots = SlotAllocator(self.mask, capacity, block, rewind, missing)
