@@ -1,4 +1,4 @@
-"""Real weights, small: glassllm's own forward in NumPy is the judge of its logits, its tokens and its text."""
+"""Real weights, small: logits, tokens and text agree with glassllm's own forward in NumPy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_package(ours: Decoder, theirs: Any) -> None:
         assert ours.tokenizer.decode(ids) == theirs[1].decode(ids)
 
 
-def test_it_writes_what_the_package_writes(ours: Decoder, theirs: Any) -> None:
+def test_generated_text_is_that_of_the_package(ours: Decoder, theirs: Any) -> None:
     model, tokenizer = theirs
     prompt = "The Queen said"
     expected = tokenizer.decode([step.token for step in model.generate(tokenizer.encode(prompt), 50, greedy=True)])
@@ -67,7 +67,7 @@ def test_it_writes_what_the_package_writes(ours: Decoder, theirs: Any) -> None:
     assert len(expected.split()) > 5
 
 
-def test_it_keeps_to_its_mask(ours: Decoder) -> None:
+def test_outputs_do_not_depend_on_later_tokens(ours: Decoder) -> None:
     ids = torch.randint(4, 1024, (1, 24), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[0, 12] = 5
@@ -76,7 +76,7 @@ def test_it_keeps_to_its_mask(ours: Decoder) -> None:
     assert (moved[:12] == 0).all() and (moved[12:] > 0).all()
 
 
-def test_saved_it_is_a_llama(ours: Decoder, tmp_path: Path) -> None:
+def test_transformers_loads_it_as_a_llama(ours: Decoder, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save(ours, tmp_path, ours.tokenizer)
@@ -86,7 +86,7 @@ def test_saved_it_is_a_llama(ours: Decoder, tmp_path: Path) -> None:
         torch.testing.assert_close(llama(ids).logits, ours(ids), atol=1e-4, rtol=1e-5)
 
 
-def test_the_command_writes_with_it(ours: Decoder, tmp_path: Path, capsys: Any) -> None:
+def test_lowtri_generate(ours: Decoder, tmp_path: Path, capsys: Any) -> None:
     save(ours, tmp_path, ours.tokenizer)
     assert main(["generate", str(tmp_path), "The Queen said", "--max-new-tokens", "12", "--stats"]) == 0
     out, err = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_the_command_writes_with_it(ours: Decoder, tmp_path: Path, capsys: Any) 
         ([__file__, "a"], "is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"),
     ],
 )
-def test_the_command_refuses_in_a_line(
+def test_lowtri_generate_refuses_with_one_message(
     arguments: list[str], words: str, ours: Decoder, tmp_path: Path, capsys: Any
 ) -> None:
     save(ours, tmp_path, ours.tokenizer)
@@ -135,7 +135,7 @@ def test_weights_in_a_package_are_verified() -> None:
         replace(GLASSLLM, file="glassllm/weights/xx.npz").path()
 
 
-def test_weights_that_are_not_installed_say_how(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_missing_weights_name_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def not_installed(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
@@ -146,7 +146,7 @@ def test_weights_that_are_not_installed_say_how(monkeypatch: pytest.MonkeyPatch,
     assert "make smollm2" in err
 
 
-def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
+def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no")
     with pytest.raises(DataError, match=r"a\.npz is no file of glassllm: "):
         read(tmp_path / "a.npz")
@@ -161,7 +161,7 @@ def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
 # The demo's part
 
 
-def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
+def test_the_part_of_the_demo_passes_its_checks(tmp_path: Path) -> None:
     from demo.context import Context
     from demo.glassllm import run
 
@@ -171,7 +171,9 @@ def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
     assert (tmp_path / result.files[0]).read_text(encoding="utf-8") == result.text + "\n"
 
 
-def test_the_act_says_how_where_the_weights_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_of_the_demo_without_weights_says_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from demo import glassllm as part
     from demo.context import Context
 

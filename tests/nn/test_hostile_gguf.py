@@ -1,4 +1,4 @@
-"""A GGUF file comes from somebody else: whatever its bytes say, it loads or gives one error, in bounded time and memory."""
+"""GGUF files are untrusted: any bytes load or give one error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ BLOCKS = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
         (b"GGUF", "4 bytes are announced at byte 4, 0 are left"),
     ],
 )
-def test_a_header_announces_no_more_than_the_file_has(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_header_that_announces_too_much_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with bounded(), pytest.raises(DataError, match=words):
         converted(tmp_path / "m.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
 
 
-def test_the_header_says_what_the_package_reads(tmp_path: Path) -> None:
+def test_the_header_agrees_with_the_reader_of_gguf(tmp_path: Path) -> None:
     path = gguf_file(tmp_path / "m.gguf", {"general.name": "naïve", "tokenizer.ggml.scores": [0.5, -1.0, 2.0, 0.0]})
     theirs = gguf.GGUFReader(path)
     content = path.read_bytes()
@@ -111,7 +111,7 @@ def test_the_header_says_what_the_package_reads(tmp_path: Path) -> None:
         ({"tokenizer.chat_template": 3}, "m.gguf is damaged or cut off: TypeError"),
     ],
 )
-def test_fields_that_make_no_sense(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = (
         gguf_file(tmp_path / "m.gguf", fields)
         if "tokenizer.chat_template" in fields

@@ -133,7 +133,7 @@ def http_error(kind: Any) -> Any:
         (ConnectionError(), "cannot be downloaded: ConnectionError.\nFix: a network connection"),
     ],
 )
-def test_what_goes_wrong_is_one_error(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_failure_is_one_error(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, **options: Any) -> str:
         raise error
 
@@ -151,12 +151,12 @@ def test_without_huggingface_hub_a_name_says_what_to_install(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["no model", "a/b/c", "./a/b", "../b", "/a/b", "a/", "a\\b", Path("a/b")])
-def test_what_has_not_the_form_of_a_name_is_a_path(name: str | Path) -> None:
+def test_anything_but_org_name_is_a_path(name: str | Path) -> None:
     with pytest.raises(DataError, match=r"is not a folder: a checkpoint is a folder with config.json"):
         Decoder.from_pretrained(name)
 
 
-def test_an_existing_folder_comes_before_the_hub(
+def test_an_existing_folder_takes_precedence_over_the_hub(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
