@@ -482,7 +482,7 @@ def test_any_bytes_in_any_file(data: st.DataObject, tokenizer: Any, tmp_path_fac
 
 
 @pytest.mark.sweep
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     parts=st.lists(
         st.sampled_from(

@@ -25,7 +25,7 @@ from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.files import brief
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]
+__all__ = ["GPT2_KEYS", "KINDS", "SIZES", "end_ids", "from_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
@@ -43,8 +43,8 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 # Keys that are fields of DecoderConfig under the same name; the other fields derive from several keys.
-_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-_SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
 GPT2_KEYS = {
@@ -89,7 +89,7 @@ def _from_json(content: Mapping[str, Any], path: Path, mask_text: str | None) ->
         if value is not None and value not in supported:
             only = " or ".join(map(repr, supported)) or "none"
             raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
-    sizes = {key: value for key, value in content.items() if key in _SIZES and value is not None}
+    sizes = {key: value for key, value in content.items() if key in SIZES and value is not None}
     layers = sizes.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists with an entry per layer are built below
         raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")

@@ -8,34 +8,40 @@ from typing import Any
 from lowtri.errors import DataError
 from lowtri.masks import as_mask, causal, window
 from lowtri.nn.config import DecoderConfig, GPT2Config
-from lowtri.nn.layout import GPT2_KEYS
+from lowtri.nn.layout import GPT2_KEYS, SIZES
 
 __all__ = ["to_json"]
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
 def to_json(config: DecoderConfig) -> dict[str, Any]:
     """The content of config.json."""
-    own: dict[str, Any] = {"model_type": _kind_of(config), "lowtri_mask": repr(as_mask(config.mask))}
-    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    architecture |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-    own["architectures"] = [architecture[own["model_type"]]]
-    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    shared += ["max_position_embeddings", "tie_word_embeddings"]
-    own |= {name: getattr(config, name) for name in shared}
+    kind = _kind_of(config)
+    content: dict[str, Any] = {"model_type": kind, "lowtri_mask": repr(as_mask(config.mask))}
+    content["architectures"] = [_ARCHITECTURES[kind]]
+    sizes = {name: getattr(config, name) for name in SIZES}
     if isinstance(config, GPT2Config):
-        theirs = {ours: theirs for theirs, ours in GPT2_KEYS.items()}
-        own = {theirs.get(name, name): value for name, value in own.items()}
-        return {**own, "layer_norm_epsilon": config.rms_norm_eps, "activation_function": "gelu_new"}
-    own |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")}
-    own |= {"hidden_act": "silu", "rope_scaling": _scaling_as_json(config), "mlp_bias": config.mlp_bias}
-    own["attention_bias"] = config.o_bias
+        content |= {name: sizes[name] for name in ("vocab_size", "tie_word_embeddings")}
+        content |= {theirs: sizes[ours] for theirs, ours in GPT2_KEYS.items()}
+        return content | {"activation_function": "gelu_new"}
+    content |= {**sizes, "rope_theta": config.rope_theta, "rope_scaling": _scaling_as_json(config)}
+    content |= {"hidden_act": "silu", "mlp_bias": config.mlp_bias, "attention_bias": config.o_bias}
     if config.rope_layers is not None:
-        own["pad_token_id"] = None  # or transformers defaults to SmolLM3's
-        own["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
+        content["pad_token_id"] = None  # or transformers defaults to SmolLM3's
+        content["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
     n = _window_size(config)
     if n is not None:
-        own |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
-    return own
+        content |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
+    return content
 
 
 def _kind_of(config: DecoderConfig) -> str:
