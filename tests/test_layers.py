@@ -36,7 +36,7 @@ ROOMS = [  # the order of reading; imports run upward in this list only
     "integrations",
     "cli",
 ]
-WITHOUT_CIRCLES = ["masks"]  # packages of which no files import one another in a circle
+WITHOUT_CIRCLES = ["masks", "generation", "nn"]  # packages of which no files import one another in a circle
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -135,7 +135,7 @@ def files_imported(package: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("package", WITHOUT_CIRCLES)
 def test_no_files_of_a_package_form_a_circle(package: str) -> None:
     edges = files_imported(package)
-    assert sum(map(len, edges.values())) > 10
+    assert sum(map(len, edges.values())) > 5
     assert circle(edges) == []
 
 

@@ -385,6 +385,21 @@ def test_a_template_is_rendered_as_by_a_tokenizer_of_transformers(tmp_path: Path
     assert "[user] hello" in expected and expected.endswith("[assistant]")
 
 
+def test_a_template_may_use_what_transformers_provides(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert chat_text(tmp_path, [{"role": "user", "content": "<é>"}, *HELLO]) == '{"role": "user", "content": "<é>"}'
+
+
+def test_a_template_without_transformers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr("lowtri.nn.chat.find_spec", lambda name: None)
+    with pytest.raises(
+        DataError, match="not installed: transformers, jinja2.\nFix: pip install 'lowtri\\[transformers\\]'"
+    ):
+        chat_text(tmp_path, HELLO)
+
+
 def test_templates_are_read_from_two_files(tmp_path: Path) -> None:
     assert template_of(tmp_path) is None
     with pytest.raises(DataError, match=r"has no chat template: the model continues texts.\nFix: leave --chat out"):

@@ -65,7 +65,8 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise DataError(
-            f"{folder}: a chat template needs {' and '.join(missing)}, not installed.\nFix: pip install 'lowtri[transformers]'"
+            f"{folder}: transformers renders chat templates, with jinja2; not installed: {', '.join(missing)}.\n"
+            "Fix: pip install 'lowtri[transformers]'"
         )
     template, tokens = template_and_tokens
     request = {"template": template, "messages": [dict(message) for message in messages], "tokens": tokens}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,23 +22,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RECURRENT = "lowtri_recurrent"  # the model_type of a RecurrentLM
 
 
-class Model(Protocol):
-    """What a checkpoint needs of a model class."""
-
-    lm_head: Any
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any, strict: bool, assign: bool) -> Any: ...
-
-    def tie_weights(self) -> None: ...
-
-    def to(self, dtype: torch.dtype) -> Any: ...
-
-    def eval(self) -> Any: ...
-
-
-M = TypeVar("M", bound=Model)
+M = TypeVar("M")
 
 
 class Checkpoint(NamedTuple):
@@ -56,7 +40,7 @@ class Checkpoint(NamedTuple):
         """
         try:
             with torch.device("meta"):  # no memory and no initialisation for weights that are replaced below
-                model = model_class(self.config)
+                model: Any = model_class(self.config)
         except (RuntimeError, TypeError, OverflowError) as error:
             raise DataError(f"{self.folder}: config.json has sizes that torch cannot build: {brief(error)}") from None
         tensors, state = dict(self.tensors), model.state_dict()
@@ -72,8 +56,7 @@ class Checkpoint(NamedTuple):
                 )
         model.load_state_dict(tensors, strict=False, assign=True)
         model.tie_weights()
-        built: M = model.to(model.lm_head.weight.dtype)  # one dtype, even if the norms were stored in another
-        built.eval()
+        built: M = model.to(model.lm_head.weight.dtype).eval()  # one dtype, even if the norms were stored in another
         return built
 
 
