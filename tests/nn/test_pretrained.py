@@ -395,7 +395,7 @@ def test_a_template_without_transformers_says_what_to_install(tmp_path: Path, mo
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr("lowtri.nn.chat.find_spec", lambda name: None)
     with pytest.raises(
-        DataError, match="not installed: transformers, jinja2.\nFix: pip install 'lowtri\\[transformers\\]'"
+        DataError, match=r"not installed: transformers, jinja2\.\nFix: pip install 'lowtri\[transformers\]'"
     ):
         chat_text(tmp_path, HELLO)
 

@@ -6,8 +6,8 @@
     padding to the alignment; then the tensors
 
 Every count and length is checked against the rest of the file before use, and tensors may not overlap, so time and memory are
-proportional to the file's size even for hostile files. The reader of the package gguf makes no such checks; to run it after
-them would only read the header twice.
+proportional to the file's size even for hostile files. The reader of the package gguf makes no such checks, and takes twenty
+times as long (dev/LOG.md).
 
 Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md).
 """
