@@ -80,7 +80,7 @@ def read(path: Path) -> Decoder:
             arrays = {name: file[name] for name in file.files}
         stored: Mapping[str, Any] = json.loads(str(arrays.pop("__config__")))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is no file of glassllm: {error}") from None
+        raise DataError(f"{path} is not a file of glassllm: {error}") from None
     sizes = {ours: stored[theirs] for theirs, ours in _SIZES.items()}
     width = int(arrays["blocks.0.ffn.W1"].shape[1])
     config = DecoderConfig(
@@ -117,7 +117,7 @@ def _tokenizer(path: Path) -> Tokenizer:
         merges = [(left, right) for left, right in stored["merges"]]
         tokens = [*_SPECIAL, *stored["alphabet"], *(left + right for left, right in merges)]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is no tokenizer of glassllm: {error}") from None
+        raise DataError(f"{path} is not a tokenizer of glassllm: {error}") from None
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])

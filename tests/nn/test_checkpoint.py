@@ -143,12 +143,12 @@ def broken(folder: Path, **changes: Any) -> None:
     [
         (
             lambda f: (f / "config.json").unlink(),
-            "has no config.json: it is no checkpoint, or one that is not finished",
+            "has no config.json: it is not a checkpoint, or not a finished one",
         ),
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
         (
             lambda f: (f / "config.json").write_text("[]"),
-            "config.json holds a list, expected an object: {...}",
+            "config.json holds a list; expected an object: {...}",
         ),
         (
             lambda f: (f / "config.json").write_text("{}"),

@@ -357,7 +357,7 @@ def test_the_chat_template_is_converted(tmp_path: Path) -> None:
         (
             "llama",
             {"llama.expert_count": 8},
-            r"llama\.expert_count 8 came, and lowtri's Decoder has nothing of the kind",
+            r"llama\.expert_count 8 came, which lowtri's Decoder does not support",
         ),
         ("llama", {"llama.logit_scale": 0.5}, r"llama\.logit_scale 0\.5 came"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' came, .* has none and linear"),
@@ -381,7 +381,7 @@ def test_a_damaged_file_and_a_missing_package(tmp_path: Path, monkeypatch: pytes
     empty.write_kv_data_to_file()
     empty.write_tensors_to_file()
     empty.close()
-    with pytest.raises(DataError, match=r"it has no token_embd\.weight, so it is no language model"):
+    with pytest.raises(DataError, match=r"it has no token_embd\.weight, so it is not a language model"):
         converted(tmp_path / "empty.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(DataError, match=r"the package gguf, which reads them, is not installed\.\nFix: pip install"):

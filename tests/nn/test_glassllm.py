@@ -110,7 +110,7 @@ def test_lowtri_generate(ours: Decoder, tmp_path: Path, capsys: Any) -> None:
             ["glassllm", "a"],
             "or a GGUF file;\npackaged weights are smollm2; models of the Hugging Face hub are named org/name",
         ),
-        ([__file__, "a"], "is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"),
+        ([__file__, "a"], "is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file"),
     ],
 )
 def test_lowtri_generate_refuses_with_one_message(
@@ -148,13 +148,13 @@ def test_missing_weights_name_the_command_that_installs_them(monkeypatch: pytest
 
 def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"a\.npz is no file of glassllm: "):
+    with pytest.raises(DataError, match=r"a\.npz is not a file of glassllm: "):
         read(tmp_path / "a.npz")
     np.savez(tmp_path / "b.npz", E=np.zeros((2, 2)))
-    with pytest.raises(DataError, match=r"b\.npz is no file of glassllm: '__config__'"):
+    with pytest.raises(DataError, match=r"b\.npz is not a file of glassllm: '__config__'"):
         read(tmp_path / "b.npz")
     (tmp_path / "c.npz").write_bytes(GLASSLLM.path().read_bytes())
-    with pytest.raises(DataError, match=r"c\.tokenizer\.json is no tokenizer of glassllm: "):
+    with pytest.raises(DataError, match=r"c\.tokenizer\.json is not a tokenizer of glassllm: "):
         read(tmp_path / "c.npz")
 
 

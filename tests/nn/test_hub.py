@@ -119,9 +119,9 @@ def http_error(kind: Any) -> Any:
     [
         (
             http_error(errors.RepositoryNotFoundError),
-            "is no model of the Hugging Face hub.\nFix: its name, org/name, or the",
+            "is not a model of the Hugging Face hub.\nFix: its name, org/name, or the",
         ),
-        (errors.HFValidationError("bad"), "is no model of the Hugging Face hub.\nFix: its name"),
+        (errors.HFValidationError("bad"), "is not a model of the Hugging Face hub.\nFix: its name"),
         (
             http_error(errors.GatedRepoError),
             "needs the consent of its owner.\nFix: accept its terms on its page, then hf",

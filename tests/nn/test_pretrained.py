@@ -196,10 +196,10 @@ def test_shards_are_loaded(folders: Any, tmp_path: Path) -> None:
     ):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(DataError, match=r"index\.json holds a list, expected an object"):
+    with pytest.raises(DataError, match=r"index\.json holds a list; expected an object"):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(DataError, match="has no weight_map, which says in which file each weight stands"):
+    with pytest.raises(DataError, match="has no weight_map, which names the file of each weight"):
         Decoder.from_pretrained(tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_an_index_names_no_file_outside_of_its_folder(folders: Any, tmp_path: Pa
     shutil.copy(folder / "config.json", inside)
     part = name.format("all.safetensors", folder=tmp_path) if isinstance(name, str) else name
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": part}}))
-    words = re.escape(f"index.json names {part!r}, which is no file of its folder. Fix: weights from another source")
+    words = re.escape(f"index.json names {part!r}, which is not a file of its folder. Fix: weights from another source")
     with pytest.raises(DataError, match=words):
         Decoder.from_pretrained(inside)
 
@@ -351,10 +351,10 @@ def test_a_decoder_unknown_to_transformers_is_not_saved(tmp_path: Path) -> None:
 
 def test_files_of_other_formats_and_recurrent_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"PK\x03\x04")
-    with pytest.raises(DataError, match=r"is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"):
+    with pytest.raises(DataError, match=r"is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file"):
         Decoder.from_pretrained(tmp_path / "weights.bin")
     save(lowtri.nn.RecurrentLM(9, 8), tmp_path / "rnn")
-    with pytest.raises(DataError, match=r"holds a RecurrentLM, no Decoder. Fix: lowtri.nn.checkpoint.load"):
+    with pytest.raises(DataError, match=r"holds a RecurrentLM, not a Decoder. Fix: lowtri.nn.checkpoint.load"):
         Decoder.from_pretrained(tmp_path / "rnn")
 
 

@@ -94,7 +94,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _read_config(folder: Path, mask: Mask | str | None) -> DecoderConfig | RecurrentConfig:
     path, content = folder / "config.json", read_json(folder, "config.json")
     if content is None:
-        raise DataError(f"{folder} has no config.json: it is no checkpoint, or one that is not finished")
+        raise DataError(f"{folder} has no config.json: it is not a checkpoint, or not a finished one")
     # Chat models keep their end-of-sequence ids in generation_config.json.
     generation = read_json(folder, "generation_config.json") or {}
     ends = end_ids(generation.get("eos_token_id"), folder / "generation_config.json")
@@ -119,7 +119,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
         tensors = _read_file(folder, "model.safetensors")
     else:
         if not isinstance(listed.get("weight_map"), dict):
-            raise DataError(f"{index} has no weight_map, which says in which file each weight stands")
+            raise DataError(f"{index} has no weight_map, which names the file of each weight")
         shards = sorted({_inside(shard, index) for shard in listed["weight_map"].values()})
         tensors = {name: tensor for shard in shards for name, tensor in _read_file(folder, shard).items()}
     if not tensors:
@@ -137,7 +137,7 @@ def _inside(shard: Any, index: Path) -> str:
     path = PureWindowsPath(shard if isinstance(shard, str) else "")  # parses both kinds of slashes, and drives
     if not path.parts or path.anchor or ".." in path.parts or "\0" in shard:
         raise DataError(
-            f"{index} names {shard!r:.200}, which is no file of its folder. Fix: weights from another source"
+            f"{index} names {shard!r:.200}, which is not a file of its folder. Fix: weights from another source"
         )
     return str(PurePosixPath(shard))  # normalised, so that each file is read once
 

@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         wanted = as_dtype(dtype)
         checkpoint = read_checkpoint(folder_of(path), mask=mask)
         if not isinstance(checkpoint.config, DecoderConfig):
-            raise DataError(f"{path} holds a RecurrentLM, no Decoder. Fix: lowtri.nn.checkpoint.load")
+            raise DataError(f"{path} holds a RecurrentLM, not a Decoder. Fix: lowtri.nn.checkpoint.load")
         model = checkpoint.build(cls)
         model.tokenizer = load_tokenizer(checkpoint.folder)
         return model if wanted is None else model.to(wanted)

@@ -86,7 +86,7 @@ def read_header(file: Any, blocks: Mapping[int, tuple[int, int]]) -> Header:
         _add(entries, name, (shape, reader.number("I"), reader.number("Q")))
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment}, which is no power of two")
+        raise ValueError(f"general.alignment is {alignment}, which is not a power of two")
     begin = -(-reader.position // alignment) * alignment
     tensors = {
         name: _located(name, shape, kind, begin + offset, blocks) for name, (shape, kind, offset) in entries.items()
@@ -127,7 +127,7 @@ class _Reader:
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
-            raise ValueError(f"a field has the type {kind}, which is none")
+            raise ValueError(f"a field has the type {kind}, which does not exist")
         inner, count = self.number("I"), self.number("Q")
         self.items += count
         if self.items > _MOST_ITEMS:
@@ -135,7 +135,7 @@ class _Reader:
         if inner in _NUMBERS:
             return list(self.numbers(_NUMBERS[inner], count))
         if inner != _TEXT:
-            raise ValueError(f"an array has items of the type {inner}, which are no numbers and no texts")
+            raise ValueError(f"an array has items of the type {inner}, which are neither numbers nor texts")
         return [self.text() for _ in range(count)]
 
     def numbers(self, form: str, count: int) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ class _Reader:
 
 def _add(entries: dict[str, Any], name: str, value: Any) -> None:
     if name in entries:
-        raise ValueError(f"{name} stands in it twice")
+        raise ValueError(f"{name} occurs twice in it")
     entries[name] = value
 
 
@@ -152,8 +152,8 @@ def _located(
     name: str, shape: tuple[int, ...], kind: int, start: int, blocks: Mapping[int, tuple[int, int]]
 ) -> StoredTensor:
     if kind not in blocks:
-        raise ValueError(f"the tensor {name} has the type {kind}, which is none")
+        raise ValueError(f"the tensor {name} has the type {kind}, which does not exist")
     elements, size = blocks[kind]
     if min(shape) < 1 or shape[-1] % elements:
-        raise ValueError(f"the tensor {name} is {shape}, which is no whole number of blocks of {elements}")
+        raise ValueError(f"the tensor {name} is {shape}, which is not a whole number of blocks of {elements}")
     return StoredTensor(shape, kind, start, shape[-1] // elements * size)

@@ -52,14 +52,12 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     for key, value in own.items():
         if key not in _SIZES and key not in _ALSO and value:
-            raise DataError(
-                f"{path}: {kind}.{brief(key)} {value!r:.60} came, and lowtri's Decoder has nothing of the kind"
-            )
+            raise DataError(f"{path}: {kind}.{brief(key)} {value!r:.60} came, which lowtri's Decoder does not support")
         # Some architectures have lists, one entry for each layer.
         if key in _SIZES and not key.endswith(("epsilon", "freq_base")) and not isinstance(value, int):
             raise DataError(f"{path}: {kind}.{key} {value!r:.60} came, expected a whole number")
     if "token_embd.weight" not in shapes:
-        raise DataError(f"{path}: it has no token_embd.weight, so it is no language model")
+        raise DataError(f"{path}: it has no token_embd.weight, so it is not a language model")
     config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
     heads = config.get("num_attention_heads", 1)
     config |= {

@@ -69,7 +69,7 @@ def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
     """A list of texts, with a limit on the work of splitting each in every way."""
     texts = fields.get(f"tokenizer.ggml.{name}")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{path}: tokenizer.ggml.{name} is no list of texts")
+        raise DataError(f"{path}: tokenizer.ggml.{name} is not a list of texts")
     if sum(len(text) ** 2 for text in texts) > _MOST_WORK:
         raise DataError(f"{path}: tokenizer.ggml.{name} has texts of up to {max(map(len, texts))} characters")
     return texts

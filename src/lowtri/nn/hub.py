@@ -45,7 +45,7 @@ def download(name: str) -> Path:
     except errors.GatedRepoError:
         reason, fix = "needs the consent of its owner", "accept its terms on its page, then hf auth login"
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        reason, fix = "is no model of the Hugging Face hub", "its name, org/name, or the path of a folder"
+        reason, fix = "is not a model of the Hugging Face hub", "its name, org/name, or the path of a folder"
     except Exception as error:  # of several HTTP libraries, by version
         reason = f"cannot be downloaded: {brief(error).splitlines()[0] if str(error) else type(error).__name__}"
         fix = "a network connection, or the path of a folder that has its files"

@@ -48,5 +48,5 @@ def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> 
             f"packaged weights are {', '.join(PACKAGED)}; models of the Hugging Face hub are named org/name"
         )
     if not is_gguf(path):
-        raise DataError(f"{path} is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file")
+        raise DataError(f"{path} is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file")
     return converted(path, note)
