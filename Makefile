@@ -88,7 +88,7 @@ $(VENV)/installed-dist: $(VENV)/made
 	@touch $@
 
 $(VENV)/installed: EXTRAS := plot,demo
-$(VENV)/installed-smollm2: EXTRAS := gguf,chat
+$(VENV)/installed-smollm2: EXTRAS := gguf,transformers
 $(VENV)/installed-test: EXTRAS := plot,test
 $(VENV)/installed-lint: EXTRAS := plot,test,lint
 $(VENV)/installed-docs: EXTRAS := docs

@@ -116,10 +116,10 @@ def cases(part: str, dtype: torch.dtype, runners: list[str]) -> Iterator[Case]:
 
 def smollm2() -> Path | None:
     from lowtri.nn.gguf import converted
-    from lowtri.nn.packaged import packaged_file
+    from lowtri.nn.packaged import PACKAGED
 
     try:
-        return converted(packaged_file("smollm2"), print)
+        return converted(PACKAGED["smollm2"].path(), print)
     except lowtri.DataError as error:
         print(f"SmolLM2 is left out: {error}")
         return None

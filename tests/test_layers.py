@@ -38,7 +38,8 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "integrations",
     "cli",
 ]
-MAX_LINES = 310  # of a file
+
+MAX_LINES = 270  # of a file
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {
     # Public functions and commands: each parameter is a user's.

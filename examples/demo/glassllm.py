@@ -9,8 +9,8 @@ import torch
 
 import lowtri
 from demo.context import Context, Result
+from demo.glassllm_weights import GLASSLLM, load_glassllm
 from lowtri.errors import DataError
-from lowtri.nn.packaged import PACKAGED, load_packaged
 
 __all__ = ["SENTENCE", "TITLE", "run"]
 
@@ -27,10 +27,10 @@ def run(context: Context) -> Result:
     """Compare logits and texts with the package's, write, and audit."""
     result = Result("")
     try:
-        model = load_packaged("glassllm")
+        model = load_glassllm()
         import glassllm
     except (DataError, ImportError):
-        result.text = f"Left out: its weights are not installed. {PACKAGED['glassllm'].install}"
+        result.text = f"Left out: its weights are not installed. {GLASSLLM.install}"
         return result
     theirs, tokenizer = glassllm.load_pretrained("en")
     ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, model.config.max_position_embeddings))

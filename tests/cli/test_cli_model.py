@@ -20,6 +20,7 @@ from lowtri.cli.main import main
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load
+from lowtri.nn.gguf import converted
 from lowtri.training.evaluate import evaluate
 
 TEXT = "".join(
@@ -221,13 +222,14 @@ def test_the_mask_of_a_model_is_replaced_by_the_users(folder: Path, capsys: Any)
     assert "causl" in says(capsys, *arguments, "--mask", "causl", code=2)[1]
 
 
-def test_a_gguf_file_and_a_packages_weights_are_named_like_a_folder(
+def test_a_gguf_file_and_a_model_of_the_hub_are_named_like_a_folder(
     text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "cache"))
     (tmp_path / "abba.txt").write_text("abbaabab")
     file = gguf_file(tmp_path / "m.gguf")
-    for model in (file, "glassllm"):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(converted(file)))
+    for model in (file, "org/model"):
         assert "the mask" not in says(capsys, "generate", model, "ab", "--max-new-tokens", 2)[1]
         result = json.loads(says(capsys, "eval", model, tmp_path / "abba.txt", "--json")[0])
         assert result["mask"] == "causal" and 0 <= result["greatest_difference"] < 1e-4
@@ -239,7 +241,10 @@ def test_a_gguf_file_and_a_packages_weights_are_named_like_a_folder(
         Decoder.from_pretrained("no model")
     for verb in ("eval", "explain"):
         more = ["x", "--model", "smolm2"] if verb == "explain" else ["smolm2", text]
-        assert "packaged weights are smollm2, glassllm" in says(capsys, verb, *more, code=2)[1]
+        assert (
+            "packaged weights are smollm2; models of the Hugging Face hub are named org/name"
+            in says(capsys, verb, *more, code=2)[1]
+        )
 
 
 def test_a_cache_that_cannot_be_written_says_which(
@@ -247,8 +252,8 @@ def test_a_cache_that_cannot_be_written_says_which(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "file"))
-    err = says(capsys, "generate", "glassllm", "ab", code=2)[1]
-    assert f"{tmp_path / 'file' / 'packaged'} cannot be written: " in err and "Fix: LOWTRI_CACHE=/another" in err
+    err = says(capsys, "generate", gguf_file(tmp_path / "m.gguf"), "ab", code=2)[1]
+    assert f"{tmp_path / 'file' / 'gguf'} cannot be written: " in err and "Fix: LOWTRI_CACHE=/another" in err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The cache: attention over what it holds is attention over everything, and what nobody can see again goes."""
+"""KVCache: attention over its keys is attention over all keys, and keys that no later query can see are evicted."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_window_has_fixed_memory_over_thousands_of_tokens(mask, alive):
     assert cache.held <= cache.capacity and cache.held + cache.dropped == 5000
 
 
-def test_a_ring_stands_in_few_runs():
+def test_the_slots_of_a_window_are_few_runs():
     cache, token = KVCache("causal & (window(64) | first(4))", block=16), np.ones((1, 1, 4))
     for t in range(1000):
         _, _, places = cache.append(token, token)
@@ -151,7 +151,7 @@ def test_memory_after_a_long_prompt_shrinks_to_the_window():
     assert cache.held == 50 and cache.bytes < long / 20
 
 
-def test_finished_documents_go_and_unfinished_stay():
+def test_keys_of_finished_documents_are_evicted():
     cache = KVCache(lowtri.causal() & lowtri.documents(lengths=[200, 200, 200]), block=8)
     token = np.ones((1, 1, 2))
     for _ in range(450):
@@ -159,7 +159,7 @@ def test_finished_documents_go_and_unfinished_stay():
     assert 50 <= cache.held <= 100 and cache.dropped >= 350
 
 
-def test_a_key_dies_only_when_it_is_dead_for_every_row():
+def test_a_key_is_evicted_when_no_row_can_see_it():
     mask = lowtri.causal() & lowtri.keys(np.array([[False, True, False], [False, False, True]]))
     cache, token = KVCache(mask, block=1), np.ones((2, 1, 1, 2))
     for _ in range(5):
@@ -180,7 +180,7 @@ def test_causal_grows_by_doubling_and_returns_views():
     assert again.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr(), "a view, not a copy"
 
 
-def test_capacity_makes_room_at_once():
+def test_the_initial_capacity_is_allocated_at_once():
     cache, token = KVCache("causal", capacity=100), torch.ones(1, 2, 1, 4)
     cache.append(token, token)
     held = cache.bytes
@@ -221,7 +221,7 @@ def test_keys_of_every_rank(shape):
     assert keys.shape == (*shape[:-2], 3, 4)
 
 
-def test_nothing_can_be_appended():
+def test_an_append_of_no_tokens():
     cache, none, token = KVCache("window(3)"), np.ones((1, 0, 2)), np.ones((1, 1, 2))
     assert cache.append(none, none)[2].shape == (0,)
     cache.append(token, token)
@@ -229,7 +229,7 @@ def test_nothing_can_be_appended():
     assert cache.append(token, token)[2].tolist() == [0, 1]
 
 
-def test_positions_handed_out_before_a_crop_are_checked_again():
+def test_positions_returned_before_a_crop_are_checked_again():
     cache, token = KVCache("causal"), np.ones((1, 2, 2))
     cache.append(token, token)
     told = cache.next_positions(2)
@@ -244,7 +244,7 @@ def test_positions_handed_out_before_a_crop_are_checked_again():
 # crop and reorder
 
 
-def test_crop_takes_a_rejected_draft_back():
+def test_crop_removes_a_rejected_draft():
     mask, n = lowtri.causal() & lowtri.window(6), 60
     q, k, v = tokens(n)
     wrong = np.full((ROWS, 1, 4, SIZE), 1e6)
@@ -277,7 +277,7 @@ def test_crop_of_each_row():
     assert cache.held == 0 and cache.next_positions(1).tolist() == [[0], [0]]
 
 
-def test_crop_refuses_what_is_gone():
+def test_crop_refuses_positions_whose_keys_are_evicted():
     cache, token = KVCache("window(4)", block=1), np.ones((1, 1, 2))
     for _ in range(20):
         cache.append(token, token)
@@ -316,7 +316,7 @@ def test_reorder_follows_the_beams(kind):
                 assert np.array_equal(np.asarray(keys[b, :, slot]), k[row, :, at])
 
 
-def test_reorder_can_widen_the_batch_and_moves_places_along():
+def test_reorder_can_grow_the_batch_and_moves_positions():
     cache = KVCache("causal")
     k = np.arange(24.0).reshape(2, 1, 3, 4)
     cache.append(k, k, [[-1, 0, 1], [0, 1, 2]])
@@ -326,7 +326,7 @@ def test_reorder_can_widen_the_batch_and_moves_places_along():
     assert np.array_equal(keys[:, :, :3], k[[1, 1, 0]])
 
 
-def test_reorder_refuses_rows_that_are_not_there_or_change_their_mask():
+def test_reorder_refuses_missing_rows_and_rows_with_another_mask():
     cache, token = KVCache(lowtri.causal() & lowtri.keys([[True], [False], [True]])), np.ones((3, 1, 1, 2))
     cache.append(token, token)
     cache.reorder([2, 1, 0])  # rows 0 and 2 have the same mask
@@ -370,7 +370,7 @@ def test_appends_that_do_not_fit_are_refused():
     assert cache.length == 8
 
 
-def test_layers_keep_step():
+def test_layers_receive_the_same_appends():
     cache, token = KVCache("causal"), np.ones((1, 1, 2))
     cache.append(token, token, layer=0)
     cache.append(token, token, layer=1)
@@ -389,7 +389,7 @@ def test_layers_keep_step():
 
 
 def test_masks_and_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(CallError, match="capacity is -1 and block 64; they count tokens"):
+    with pytest.raises(CallError, match="capacity is -1; it counts tokens, from 0"):
         KVCache("causal", capacity=-1)
     with pytest.raises(MaskError):
         KVCache("casual")
@@ -423,7 +423,7 @@ def test_positions_changed_in_place_are_read_again():
         assert layers.append(k, k, follows, layer=1)[2].tolist() == [0, 1]
 
 
-def test_the_positions_that_are_handed_out_cannot_change_the_cache():
+def test_returned_positions_cannot_change_the_cache():
     cache, k = KVCache("causal"), np.ones((1, 2, 2))
     _, _, places = cache.append(k, k)
     with pytest.raises(ValueError, match="read-only"):

@@ -88,7 +88,7 @@ LONG = pytest.param(256, 4096, marks=pytest.mark.sweep)
 
 @pytest.mark.parametrize(("window", "n"), [(32, 400), LONG])
 @pytest.mark.parametrize("sinks", [0, 4])
-def test_a_window_generates_what_it_would_with_all_keys_at_constant_memory(window, n, sinks):
+def test_a_window_with_eviction_generates_the_tokens_of_a_cache_with_all_keys(window, n, sinks):
     mask = f"causal & (window({window}) | first({sinks}))" if sinks else f"causal & window({window})"
     model, prompt = decoder(mask), prompts(7)[0]
     ring, every = model.make_cache(), keeps_all(mask)
@@ -109,7 +109,7 @@ def test_a_window_generates_what_it_would_with_all_keys_at_constant_memory(windo
     assert ring.held < window + sinks + 64 and ring.dropped > n - window - 64
 
 
-def test_the_same_tokens_without_the_window_are_others():
+def test_without_the_window_the_tokens_differ():
     """Else the test above would compare nothing."""
     model, prompt = decoder("causal & window(32)"), prompts(7)[0]
     assert drawn(model, model.make_cache(), prompt, 200)[0] != drawn(model, KVCache("causal"), prompt, 200)[0]
@@ -136,7 +136,7 @@ def test_float32_logits_of_a_window_are_as_exact_as_with_all_keys(window, n):
 
 
 @pytest.mark.parametrize("window", [16, 48])
-def test_a_window_is_mistrals(window):
+def test_a_window_is_the_sliding_window_of_mistral(window):
     """The same weights in transformers' own model, with its own sliding cache."""
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -222,7 +222,7 @@ def same_stream(found, exact):
 @pytest.mark.parametrize(
     "limit", [20, 21, 48]
 )  # at 20 the sinks and the window fill all places: a shift for every token
-def test_a_stream_goes_on_past_the_context(limit):
+def test_a_stream_continues_past_the_context(limit):
     """Rotary embedding sees places below the limit, for ever: those in the cache, as in StreamingLLM."""
     model, rows = decoder(STREAM, max_position_embeddings=limit), prompts(10)
     cache, n = model.make_cache(), 10 * limit
@@ -235,7 +235,7 @@ def test_a_stream_goes_on_past_the_context(limit):
     assert cache.capacity <= 20 + 2 * 64
 
 
-def test_rows_of_a_stream_shift_together_and_each_by_its_own():
+def test_rows_of_a_stream_shift_by_their_own_distances():
     """When the longest row needs it; a row that has nothing to give yet stays where it is."""
     model, rows = decoder(STREAM, max_position_embeddings=40), prompts(30, 2, 14)
     tokens, logits, shifts = stream(model, model.make_cache(), rows, 200, limit=40)
@@ -246,7 +246,7 @@ def test_rows_of_a_stream_shift_together_and_each_by_its_own():
         assert same_stream(logits[:, b], exact[:, 0])
 
 
-def test_without_a_shift_rotary_sees_the_place_in_the_sequence():
+def test_without_a_shift_rotary_uses_positions_in_the_sequence():
     """So cached steps are the full forward, sinks grow ever more distant, and the context ends where it ends."""
     model, row = decoder(STREAM, max_position_embeddings=300), torch.tensor(prompts(300))
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_without_a_shift_rotary_sees_the_place_in_the_sequence():
     model(row[:, :1], cache=cache)
 
 
-def test_a_shift_is_refused_where_the_mask_names_places():
+def test_a_shift_is_refused_under_masks_of_absolute_positions():
     token = np.ones((1, 1, 2))
     documents = lowtri.causal() & lowtri.documents(lengths=[12, 50])
     for mask, keep in [("causal & chunks(8)", 1), ("window(8) | causal & first(2) & strided(5)", 2), (documents, 0)]:
@@ -276,7 +276,7 @@ def test_a_shift_is_refused_where_the_mask_names_places():
         cache.shift(-1)
 
 
-def test_a_crop_after_a_shift_counts_the_new_places():
+def test_a_crop_after_a_shift_counts_the_new_positions():
     cache, token = KVCache("causal & (window(8) | first(2))", block=1, rewind=3), np.ones((1, 1, 2))
     for _ in range(30):
         cache.append(token, token)
@@ -295,7 +295,7 @@ def test_a_crop_after_a_shift_counts_the_new_places():
     assert short.length == 1
 
 
-def test_a_shift_moves_nothing_before_anything_is_dead():
+def test_a_shift_without_evicted_keys_changes_nothing():
     cache, token = KVCache("causal"), np.ones((1, 1, 2))
     for _ in range(5):
         cache.append(token, token)
@@ -414,7 +414,7 @@ def speculative(model, draft, rows, n, ahead=4):
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & window(6)", "causal & (window(5) | first(2))"])
-def test_rejected_drafts_leave_no_trace(mask):
+def test_rejected_drafts_do_not_change_later_outputs(mask):
     """Speculative decoding says what greedy decoding says, whatever the draft proposes."""
     model, rows, n = decoder(mask), prompts(*RAGGED), 60
     draft = decoder(mask)  # the same model with some noise: right at times
@@ -451,7 +451,7 @@ def test_without_rewind_a_crop_over_several_appends_can_be_too_late():
 
 
 @pytest.mark.parametrize("rewind", [0, 1, 5])
-def test_what_a_rewind_holds(rewind):
+def test_the_memory_of_rewind(rewind):
     """So many tokens more than the window, and after any crop within it the newest queries see what they always saw."""
     rng, cache, n, latest = np.random.default_rng(0), KVCache("window(4)", block=1, rewind=rewind), 0, 0
     rows = np.arange(1000.0)[None, :, None]

@@ -57,7 +57,7 @@ def test_cached_and_uncached_give_the_same_tokens(mask, options):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_rows_of_a_ragged_batch_say_what_they_say_alone(mask):
+def test_rows_of_a_ragged_batch_generate_what_they_generate_alone(mask):
     model, rows = decoder(mask), prompts(7, 1, 12, 7)
     alone = [list(generate(model, row, 30)) for row in rows]
     for cached in (True, False):
@@ -78,7 +78,7 @@ def test_logits_agree_to_rounding_in_ragged_batches(mask):
             new[1] = []  # a row that has ended
 
 
-def test_a_state_is_small_under_a_window():
+def test_a_cache_is_small_under_a_window():
     model = decoder("causal & window(8)", max_position_embeddings=4096)
     cache, ids = model.make_cache(), torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_state_is_small_under_a_window():
 # Sampling
 
 
-def test_a_rows_draws_do_not_depend_on_its_neighbours():
+def test_samples_of_a_row_do_not_depend_on_other_rows():
     model, rows = decoder(), prompts(5, 9, 5)
     hot = {"temperature": 1.2, "top_p": 0.95}
     batch = list(zip(*generate(model, rows, 20, seed=7, **hot), strict=True))
@@ -113,7 +113,7 @@ def test_seeds_repeat_and_differ():
 # Ends
 
 
-def test_stop_tokens_end_a_row_and_are_not_given_out():
+def test_stop_tokens_end_a_row_and_are_not_returned():
     assert list(generate(counts, [3], 9, stop=7)) == [4, 5, 6]
     assert list(generate(counts, [3], 9, stop=(6, 7))) == [4, 5]
     assert list(generate(counts, [6], 9, stop=7)) == []
@@ -185,7 +185,7 @@ def test_any_callable_from_ids_to_logits(kind):
         assert model.training, "as it was before"
 
 
-def test_ids_come_in_the_kind_of_the_prompt():
+def test_a_callable_gets_ids_of_the_prompts_type():
     kinds = []
 
     def model(ids):
@@ -248,7 +248,7 @@ def test_a_model_of_transformers(cached):
         assert [token for token in row if token is not None] == expected
 
 
-def test_an_encoder_decoder_is_refused_with_the_way_out():
+def test_an_encoder_decoder_is_refused_with_the_fix():
     class T5:
         class config:
             is_encoder_decoder = True
@@ -303,7 +303,7 @@ def test_texts_in_a_batch():
     assert ["".join(row) for row in zip(*steps, strict=True)] == [TEXT, TEXT]
 
 
-def test_bytes_that_are_no_character_come_at_the_end():
+def test_incomplete_characters_are_returned_at_the_end():
     broken = tokenizer().encode("é").ids[:1]
     pieces = Pieces(tokenizer(), tokenizer().encode("a").ids)
     assert [pieces.add(token) for token in tokenizer().encode("b").ids + broken] == ["b", ""]
@@ -349,7 +349,7 @@ def test_a_tokenizer_of_transformers():
         ([1], {"seed": -1}, "seed is -1; it is an integer, at least 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(prompt, options, words):
+def test_invalid_arguments_are_refused_before_the_first_token(prompt, options, words):
     with pytest.raises(CallError, match=words):
         generate(counts, prompt, **{"max_new_tokens": 5, **options})
 
@@ -365,7 +365,7 @@ def test_what_makes_no_sense_is_refused_at_once(prompt, options, words):
         (lambda ids: np.full((1, 4), np.nan), "the model's logits hold nan at token 0, so no token can be chosen"),
     ],
 )
-def test_models_that_give_no_logits_are_named(model, words):
+def test_models_without_logits_are_refused(model, words):
     with pytest.raises(CallError, match=words):
         next(generate(model, [1, 2], 5))
 

@@ -1,4 +1,4 @@
-"""A mask that shows the future, and a cache: either every query finds all that its mask shows it, or an append is refused."""
+"""A cache under masks that show the future: either every query gets all keys that its mask shows, or an append is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_query_before_a_key_that_it_may_see_is_refused(mask):
         ("causal | first(40) - first(39)", [40] + [1] * 8),
     ],
 )
-def test_what_sees_itself_in_one_append_is_right(mask, sizes):
+def test_a_prefix_within_one_append_is_accepted(mask, sizes):
     if mask == "causal | documents(lengths=[6, 42])":
         mask = "causal | documents(lengths=[6, 42, 1]) & first(48)"  # the last document goes on, so it is ended here
     assert np.abs(chunks(mask, sizes) - lowtri.attention(Q, K, V, mask)).max() < 1e-12
@@ -76,7 +76,7 @@ def test_a_refused_append_changes_nothing():
     assert np.abs(found - lowtri.attention(Q[:, :16], K[:, :16], V[:, :16], "causal | first(16)")).max() < 1e-12
 
 
-def test_an_encoder_says_that_all_its_keys_are_there():
+def test_allow_missing_for_the_keys_of_an_encoder():
     for mask in ("full", "band(2, 2)"):
         with pytest.raises(CallError, match="not in the cache yet"):
             chunks(mask, [N])
@@ -86,7 +86,7 @@ def test_an_encoder_says_that_all_its_keys_are_there():
     assert np.abs(steps - lowtri.attention(Q, K, V, "causal")).max() < 1e-12, "each query sees the keys that are there"
 
 
-def test_what_tiles_cannot_tell_is_refused_when_the_key_comes():
+def test_where_tiles_are_partial_the_append_of_the_key_is_refused():
     def two_ahead(q, k):
         return k <= q + 2
 
@@ -116,7 +116,7 @@ def test_formulas_and_tables_that_are_causal_are_never_refused():
             assert np.abs(chunks(mask, sizes) - lowtri.attention(Q, K, V, mask)).max() < 1e-12
 
 
-def test_rows_of_different_lengths_are_looked_at_row_by_row():
+def test_rows_of_different_lengths_are_checked_separately():
     """Under a prefix of 4, a row with 4 tokens is whole and a row with 3 is not."""
     k = np.ones((2, 1, 6, SIZE))
     with pytest.raises(CallError, match="the query at 0 the key at 3, which is not in the cache yet"):
@@ -130,7 +130,7 @@ def test_rows_of_different_lengths_are_looked_at_row_by_row():
         KVCache(lengths).append(k[:, :, :4], k[:, :, :4])
 
 
-def test_a_row_that_begins_again_is_looked_at_though_the_others_are_past_the_prefix():
+def test_a_row_that_starts_again_is_checked_while_others_are_past_the_prefix():
     cache, k = KVCache("causal | first(4)"), np.ones((2, 1, 6, SIZE))
     cache.append(k, k)
     cache.crop([6, 0])
@@ -158,7 +158,7 @@ def decoder(mask):
     return Decoder(DecoderConfig(vocab_size=20, mask=mask, **sizes)).eval()
 
 
-def test_models_refuse_too_and_generating_goes_on():
+def test_models_refuse_such_appends_and_generate_allows_them():
     model, ids = decoder("full"), torch.arange(5)[None]
     with pytest.raises(CallError, match="full shows the query at 0 the key at 1"), torch.no_grad():
         model(ids[:, :1], cache=model.make_cache())
@@ -266,7 +266,7 @@ def _shows(case: Case, q, k, b: int) -> bool:
     schedules(),
     st.sampled_from([1, 3, 64]),
 )
-def test_random_masks_and_appends_are_right_or_refused(case, steps, block):
+def test_random_masks_and_appends_are_correct_or_refused(case, steps, block):
     check(case, steps, block)
 
 
@@ -277,12 +277,12 @@ def test_random_masks_and_appends_are_right_or_refused(case, steps, block):
     schedules(),
     st.sampled_from([1, 3, 64]),
 )
-def test_many_random_masks_and_appends_are_right_or_refused(case, steps, block):
+def test_many_random_masks_and_appends_are_correct_or_refused(case, steps, block):
     check(case, steps, block)
 
 
 @pytest.mark.parametrize("mask", ["causal | first(20)", "band(9, 1)", "causal & window(5)", "full"])
-def test_the_full_forward_tells_a_cache_that_checks_nothing(mask):
+def test_without_the_check_the_outputs_are_wrong(mask):
     """Else the sweep would compare nothing: without the check the masks of the future are wrong by far."""
     steps = chunks(mask, [1] * N, allow_missing=True)
     away = np.abs(steps - lowtri.attention(Q, K, V, mask)).max()

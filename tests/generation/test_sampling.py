@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p: the laws each must keep, and what they say when they cannot."""
+"""Temperature, top-k and top-p: their properties, and the errors of invalid options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ few = settings(max_examples=60, deadline=None)
 
 @few
 @given(logits, st.floats(0.1, 10))
-def test_heat_keeps_the_order_and_the_draw_ignores_a_shift(x, t):
+def test_temperature_keeps_the_order_and_shifted_logits_give_the_same_sample(x, t):
     assert np.array_equal(np.argsort(apply_temperature(x, t), kind="stable"), np.argsort(x, kind="stable"))
     assert np.allclose(softmax(apply_temperature(x + 5.0, t)), softmax(apply_temperature(x, t)))
     if t < 1:  # colder is sharper
@@ -46,25 +46,25 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(x, p):
         assert x[alive].min() >= x[~alive].max()
 
 
-def test_top_p_of_exact_tenths_takes_no_token_too_many():
+def test_top_p_of_exact_tenths_keeps_no_extra_token():
     assert np.isfinite(keep_top_p(np.log(np.full(10, 0.1)), 0.3)).sum() == 3
 
 
 @few
 @given(logits, st.integers(0, 2**32))
-def test_a_draw_is_a_token_of_positive_probability(x, seed):
+def test_a_sample_has_positive_probability(x, seed):
     p = softmax(keep_top_k(x, 2))
     assert p[draw(p, np.random.default_rng(seed))] > 0
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     rng = np.random.default_rng(0)
     p = np.array([0.1, 0.0, 0.6, 0.3])
     counts = np.bincount([draw(p, rng) for _ in range(20_000)], minlength=4) / 20_000
     assert np.abs(counts - p).max() < 0.015
 
 
-def test_temperature_0_is_the_first_of_the_greatest_and_cold_sampling_agrees():
+def test_temperature_0_takes_the_first_maximum_and_low_temperatures_agree():
     x, rng = np.array([1.0, 3.0, 3.0, 0.0], np.float32), np.random.default_rng(1)
     assert choose(x, Sampling(), rng) == 1
     assert all(choose(np.array([1.0, 2.0, 4.0]), Sampling(0.01), rng) == 2 for _ in range(50))
@@ -92,7 +92,7 @@ def test_hidden_tokens_are_never_chosen():
         ({"top_p": 1.5}, "top_p is 1.5"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, words):
+def test_invalid_options_are_refused(options, words):
     with pytest.raises(CallError, match=words):
         Sampling(**options)
 
@@ -105,6 +105,6 @@ def test_options_that_make_no_sense_are_refused(options, words):
         ([-np.inf, -np.inf], r"logits hide every token \(all are -inf\)"),
     ],
 )
-def test_broken_logits_are_named(row, words):
+def test_non_finite_logits_are_refused(row, words):
     with pytest.raises(CallError, match=words):
         choose(np.array(row), Sampling(), np.random.default_rng(0))

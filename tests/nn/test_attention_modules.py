@@ -27,7 +27,7 @@ def plain_module(mask="causal"):
 # MaskedSelfAttention
 
 
-def test_seed_42_gives_the_notebooks_weights_in_their_order():
+def test_seed_42_gives_the_projection_weights_of_the_notebook():
     module = plain_module()
     assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
     expected = {
@@ -39,7 +39,7 @@ def test_seed_42_gives_the_notebooks_weights_in_their_order():
         assert torch.allclose(getattr(module, name).weight.T, torch.tensor(transposed), **close)
 
 
-def test_write_a_poem_masked():
+def test_masked_weights_of_write_a_poem():
     output, weights = plain_module()(WRITE_A_POEM, return_weights=True)
     expected = torch.tensor([[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]])
     assert torch.allclose(output, expected, **close)
@@ -47,7 +47,7 @@ def test_write_a_poem_masked():
     assert (weights[0, 1:] == 0).all(), "hidden weights are exactly 0"
 
 
-def test_the_mask_of_a_call_goes_before_the_modules_own():
+def test_the_mask_of_a_call_overrides_the_mask_of_the_module():
     seen = torch.tensor([[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]])
     output, weights = plain_module()(WRITE_A_POEM, "full", return_weights=True)
     assert torch.allclose(weights, seen, **close)
@@ -62,7 +62,7 @@ def test_the_mask_of_a_call_goes_before_the_modules_own():
     assert torch.allclose(plain_module("full")(WRITE_A_POEM, table), masked, **same)
 
 
-def test_a_batch_is_its_rows():
+def test_a_batch_gives_what_its_rows_give_alone():
     module = MaskedSelfAttention(4)
     x = torch.randn(3, 5, 4)
     output, weights = module(x, return_weights=True)
@@ -74,7 +74,7 @@ def test_a_batch_is_its_rows():
     assert torch.allclose(batched[0], output[0], atol=1e-6) and (batched[1, 0] == 0).all()
 
 
-def test_masked_self_attention_says_what_it_takes():
+def test_masked_self_attention_refuses_other_shapes():
     with pytest.raises(CallError, match=r"x is \(3, 5\), expected \(N, 2\) or \(B, N, 2\)"):
         plain_module()(torch.randn(3, 5))
     with pytest.raises(CallError, match="d_model is 0"):
@@ -102,7 +102,7 @@ def by_hand(module, x, context, visible):
 
 @pytest.mark.parametrize("kv_heads", [None, 4, 2, 1])
 @pytest.mark.parametrize("bias", [False, True])
-def test_heads_of_every_grouping(kv_heads, bias):
+def test_multi_head_grouped_query_and_multi_query_attention(kv_heads, bias):
     module = MultiHeadAttention(12, 4, kv_heads, head_dim=5, bias=bias, mask="causal & window(3)").double()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     expected = by_hand(module, x, None, lowtri.mask("causal & window(3)").dense(7))
@@ -112,7 +112,7 @@ def test_heads_of_every_grouping(kv_heads, bias):
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(3, 7), (7, 3), (1, 4)])
-def test_cross_attention_counts_queries_and_keys_apart(nq, nk):
+def test_cross_attention_with_other_numbers_of_queries_and_keys(nq, nk):
     module = MultiHeadAttention(12, 4, 2, mask="full", context_size=6).double()
     x, context = torch.randn(2, nq, 12, dtype=torch.float64), torch.randn(2, nk, 6, dtype=torch.float64)
     output, weights = module(x, context, return_weights=True)
@@ -128,7 +128,7 @@ def test_cross_attention_counts_queries_and_keys_apart(nq, nk):
         assert (diagonal[0, 0, 0] > 0).tolist() == [True] + [False] * (nk - 1)
 
 
-def test_pads_are_hidden_and_their_garbage_stays_where_it_is():
+def test_padding_does_not_change_other_outputs():
     module = MultiHeadAttention(8, 2, rope_theta=10000.0)
     x = torch.randn(2, 5, 8)
     padded = torch.cat([torch.full((2, 3, 8), float("nan")), x], 1)
@@ -142,7 +142,7 @@ def test_pads_are_hidden_and_their_garbage_stays_where_it_is():
 
 @pytest.mark.parametrize("mask", ["causal", "causal & (window(4) | first(1))"])
 @pytest.mark.parametrize("theta", [None, 10000.0])
-def test_with_a_cache_it_gives_what_it_gives_without(mask, theta):
+def test_a_cache_does_not_change_the_outputs(mask, theta):
     first, second = (MultiHeadAttention(8, 4, 2, mask=mask, rope_theta=theta).double() for _ in range(2))
     x, cache = torch.randn(2, 11, 8, dtype=torch.float64), lowtri.KVCache(mask, block=2)
     expected, parts, start = second(first(x)), [], 0
@@ -187,7 +187,7 @@ def test_calls_that_do_not_fit_are_refused():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 5000), st.integers(-200, 200), st.sampled_from([2, 6, 16]))
-def test_scores_after_turning_depend_on_the_distance_alone(place, distance, size):
+def test_rotary_scores_depend_on_the_distance_alone(place, distance, size):
     torch.manual_seed(place)
     q, k = torch.randn(2, 1, size, dtype=torch.float64)
 
@@ -201,7 +201,7 @@ def test_scores_after_turning_depend_on_the_distance_alone(place, distance, size
     assert torch.allclose(turned.norm(), q.norm(), atol=1e-5), "turning keeps lengths"
 
 
-def test_rotary_pairs_stand_half_a_head_apart():
+def test_rotary_pairs_are_half_a_head_apart():
     cos, sin = rotary_tables([1], 4, theta=100.0)
     turned = apply_rotary(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), cos, sin)
     slow = 1 / 10
@@ -209,7 +209,7 @@ def test_rotary_pairs_stand_half_a_head_apart():
     assert torch.allclose(turned, torch.tensor([expected]))
 
 
-def test_rotary_of_rows_with_places_of_their_own():
+def test_rotary_with_positions_for_each_row():
     cos, sin = rotary_tables(torch.tensor([[0, 1, 2], [-1, 0, 1]]), 6)
     assert cos.shape == (2, 1, 3, 6)
     x = torch.randn(1, 4, 3, 6).expand(2, -1, -1, -1)
@@ -222,12 +222,12 @@ def test_rotary_of_rows_with_places_of_their_own():
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_rotary_refuses_odd_heads(size):
+def test_rotary_refuses_odd_head_sizes(size):
     with pytest.raises(CallError, match=f"the head size is {size}, but entries are rotated in pairs"):
         rotary_tables([0], size)
 
 
-def test_rotary_refuses_places_that_are_none():
+def test_rotary_refuses_invalid_positions():
     with pytest.raises(CallError, match=r"positions are \(2,\) torch.float64; expected integers"):
         rotary_tables([0.5, 1.0], 4)
 

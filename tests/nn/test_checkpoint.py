@@ -63,7 +63,7 @@ def test_transformers_computes_the_same_logits(
     torch.testing.assert_close(ours_out, theirs_out, atol=2e-5, rtol=1e-5)
 
 
-def test_the_window_there_counts_the_query_itself_as_here(tmp_path: Path) -> None:
+def test_sliding_window_counts_the_query_itself_in_both_libraries(tmp_path: Path) -> None:
     """A window one key longer or shorter gives other logits, so the test above can fail."""
     ids = torch.randint(300, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -87,7 +87,9 @@ def test_transformers_reads_the_same_tokens(mask: str, tokenizer: Any, tmp_path:
 
 @pytest.mark.parametrize("mask", ["causal", "full", "causal & (window(3) | first(2))", "chunks(4) | causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_saved_comes_back_bit_for_bit(mask: str, dtype: torch.dtype, tokenizer: Any, tmp_path: Path) -> None:
+def test_loading_restores_every_bit_that_was_saved(
+    mask: str, dtype: torch.dtype, tokenizer: Any, tmp_path: Path
+) -> None:
     model = small(mask, tie_word_embeddings=True).to(dtype)
     save(model, tmp_path, tokenizer)
     back, its_tokenizer = load(tmp_path)
@@ -105,7 +107,7 @@ def test_what_was_saved_comes_back_bit_for_bit(mask: str, dtype: torch.dtype, to
     ]
 
 
-def test_a_mask_that_transformers_lacks_is_kept_as_text(tmp_path: Path) -> None:
+def test_a_mask_unknown_to_transformers_is_saved_as_text(tmp_path: Path) -> None:
     save(small("causal & (window(3) | first(2))"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "llama" and "sliding_window" not in config
@@ -113,7 +115,7 @@ def test_a_mask_that_transformers_lacks_is_kept_as_text(tmp_path: Path) -> None:
     assert load(tmp_path)[1] is None
 
 
-def test_a_folder_that_transformers_wrote_is_read(tmp_path: Path) -> None:
+def test_a_folder_written_by_transformers_is_loaded(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     shape = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -141,12 +143,12 @@ def broken(folder: Path, **changes: Any) -> None:
     [
         (
             lambda f: (f / "config.json").unlink(),
-            "has no config.json: it is no checkpoint, or one that is not finished",
+            "has no config.json: it is not a checkpoint, or not a finished one",
         ),
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
         (
             lambda f: (f / "config.json").write_text("[]"),
-            "config.json holds a list, expected an object: {...}",
+            "config.json holds a list; expected an object: {...}",
         ),
         (
             lambda f: (f / "config.json").write_text("{}"),
@@ -173,7 +175,7 @@ def broken(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer: "),
     ],
 )
-def test_a_broken_folder_is_named_and_so_is_what_is_wrong(
+def test_the_error_of_a_damaged_folder_names_folder_and_fault(
     harm: Any, words: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     import re
@@ -186,14 +188,14 @@ def test_a_broken_folder_is_named_and_so_is_what_is_wrong(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_refused_where_a_folder_is_expected(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"is not a folder: a checkpoint is a folder with config\.json and model\.safetensors"
     ):
         load(tmp_path / "nothing")
 
 
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_files_are_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_atomically(path, lambda beside: beside.write_text("old"))
 
@@ -207,7 +209,7 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         save(small(), tmp_path)

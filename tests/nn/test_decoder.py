@@ -84,7 +84,7 @@ def test_gradients_are_those_of_llama():
     "mask", ["causal", "causal & window(5)", "causal & (window(4) | first(2))", "causal & chunks(6)"]
 )
 @pytest.mark.parametrize("chunks", [[1] * 24, [9, 1, 1, 1, 12], [24]])
-def test_a_state_changes_nothing(mask, chunks):
+def test_a_cache_changes_nothing(mask, chunks):
     model, ids = decoder(num_key_value_heads=2, mask=mask), ids_of((2, 24))
     cache, parts, start = model.make_cache(2), [], 0
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_state_changes_nothing(mask, chunks):
         assert torch.allclose(torch.cat(parts, 1), model(ids), atol=2e-5)
 
 
-def test_a_plain_state_leaves_places_out_and_no_other_does(monkeypatch):
+def test_only_a_contiguous_cache_passes_no_positions_to_attention(monkeypatch):
     """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
     from lowtri.nn import multi_head
 
@@ -179,14 +179,14 @@ def test_a_mask_for_each_head():
         assert torch.allclose(steps, model(ids), atol=2e-5)
 
 
-def test_only_the_last_logits():
+def test_logits_to_keep():
     model, ids = decoder(), ids_of((2, 5))
     with torch.no_grad():
         assert model(ids, logits_to_keep=1).shape == (2, 1, 61)
         assert torch.allclose(model(ids, logits_to_keep=2), model(ids)[:, -2:], atol=1e-5)
 
 
-def test_weights_begin_as_they_should():
+def test_initial_weights_have_the_documented_deviations():
     model = Decoder(DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=8))
     layer = model.model.layers[0]
     assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -205,7 +205,7 @@ def test_other_dtypes(dtype):
     assert (found.double() - expected).abs().max() < bound
 
 
-def test_inference_mode_and_a_state_mix():
+def test_a_cache_works_in_and_outside_of_inference_mode():
     model, ids = decoder(), ids_of((1, 6))
     cache = model.make_cache()
     with torch.inference_mode():

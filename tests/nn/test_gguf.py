@@ -17,7 +17,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
 from lowtri.nn.gguf import cache_folder, converted
-from lowtri.nn.gpt2 import GPT2, GPT2Config
+from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling, rotary_frequencies
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -144,7 +144,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("quantised", [None, "Q8_0", "Q4_1", "F16", "BF16"])
-def test_a_file_gives_the_model_it_was_written_from(case: str, quantised: str | None, tmp_path: Path) -> None:
+def test_a_file_gives_the_logits_of_the_model_it_was_written_from(
+    case: str, quantised: str | None, tmp_path: Path
+) -> None:
     kind, options = CASES[case]
     model = decoder(**options)
     stored = None if quantised is None else gguf.GGMLQuantizationType[quantised]
@@ -154,7 +156,7 @@ def test_a_file_gives_the_model_it_was_written_from(case: str, quantised: str | 
     assert same_logits(model, back)
 
 
-def test_llama_3_keeps_its_scaling_as_a_tensor(tmp_path: Path) -> None:
+def test_the_rotary_scaling_of_llama_3_is_read_from_its_tensor(tmp_path: Path) -> None:
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     model = decoder(rope_theta=500000.0, rope_scaling=scaling, head_dim=64)
     slower = rotary_frequencies(64, 500000.0) / rotary_frequencies(64, 500000.0, scaling)
@@ -179,7 +181,7 @@ def test_windows_and_linear_scaling(tmp_path: Path) -> None:
 
 def test_gpt2(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = GPT2(
+    model = Decoder(
         GPT2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=True)
     )
     with torch.no_grad():
@@ -209,7 +211,7 @@ def test_gpt2(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     back = Decoder.from_pretrained(tmp_path / "m.gguf")
-    assert isinstance(back, GPT2) and same_logits(model, back)
+    assert isinstance(back.config, GPT2Config) and same_logits(model, back)
 
 
 # The cache
@@ -226,21 +228,21 @@ def test_a_file_is_converted_once(tmp_path: Path, own_cache: Path, monkeypatch: 
     assert [one.name for one in folder.parent.iterdir()] == [folder.name], "nothing is left beside it"
 
 
-def test_another_file_at_the_same_place_is_another_model(tmp_path: Path) -> None:
+def test_a_replaced_file_is_converted_again(tmp_path: Path) -> None:
     model = decoder()
     first = converted(written(model, tmp_path / "m.gguf"))
     second = converted(written(decoder(num_hidden_layers=1), tmp_path / "m.gguf"))
     assert first != second and Decoder.from_pretrained(tmp_path / "m.gguf").config.num_hidden_layers == 1
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(tmp_path: Path, own_cache: Path) -> None:
     path = written(decoder(), tmp_path / "m.gguf", tensors={"blk.0.attn_rel_b.weight": np.ones(3, np.float32)})
     with pytest.raises(DataError, match=r"the tensor blk\.0\.attn_rel_b\.weight has no place in lowtri's Decoder"):
         converted(path)
     assert list((own_cache / "gguf").iterdir()) == []
 
 
-def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_of_each_operating_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("LOWTRI_CACHE")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -273,7 +275,7 @@ def byte_level(cut: str = "gpt-2", begin: bool = True) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.parametrize("begin", [True, False])
-def test_a_byte_level_tokenizer_comes_back(begin: bool, tmp_path: Path) -> None:
+def test_a_byte_level_tokenizer_is_restored(begin: bool, tmp_path: Path) -> None:
     fields, made = byte_level(begin=begin)
     model = Decoder.from_pretrained(written(decoder(), tmp_path / "m.gguf", tokenizer=fields))
     assert model.tokenizer is not None and model.config.eos_token_id == (1,)
@@ -283,7 +285,7 @@ def test_a_byte_level_tokenizer_comes_back(begin: bool, tmp_path: Path) -> None:
         assert model.tokenizer.decode(ids) == made.decode(ids)
 
 
-def test_how_a_text_is_cut(tmp_path: Path) -> None:
+def test_the_pieces_of_each_pre_tokenizer(tmp_path: Path) -> None:
     from lowtri.nn.gguf_tokenizer import tokenizer_of
 
     cuts = {}
@@ -330,14 +332,14 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer\.ggml\.pre 'deepseek-llm' came, lowtri knows gpt-2"),
     ],
 )
-def test_a_tokenizer_that_is_not_known(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unknown_tokenizers_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     from lowtri.nn.gguf_tokenizer import tokenizer_of
 
     with pytest.raises(DataError, match=words):
         tokenizer_of({**byte_level()[0], **fields}, tmp_path)
 
 
-def test_the_chat_template_comes_along(tmp_path: Path) -> None:
+def test_the_chat_template_is_converted(tmp_path: Path) -> None:
     from lowtri.nn.chat import chat_text
 
     fields = {**byte_level()[0], "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
@@ -355,7 +357,7 @@ def test_the_chat_template_comes_along(tmp_path: Path) -> None:
         (
             "llama",
             {"llama.expert_count": 8},
-            r"llama\.expert_count 8 came, and lowtri's Decoder has nothing of the kind",
+            r"llama\.expert_count 8 came, which lowtri's Decoder does not support",
         ),
         ("llama", {"llama.logit_scale": 0.5}, r"llama\.logit_scale 0\.5 came"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' came, .* has none and linear"),
@@ -363,9 +365,7 @@ def test_the_chat_template_comes_along(tmp_path: Path) -> None:
         ("llama", {"llama.attention.value_length": 32}, r"attention\.value_length 32 came, .* the head size 16 only"),
     ],
 )
-def test_what_the_decoder_has_not_is_refused_by_name(
-    kind: str, fields: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_unsupported_options_are_refused_by_name(kind: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         converted(written(decoder(), tmp_path / "m.gguf", kind, fields=fields))
 
@@ -381,14 +381,14 @@ def test_a_damaged_file_and_a_missing_package(tmp_path: Path, monkeypatch: pytes
     empty.write_kv_data_to_file()
     empty.write_tensors_to_file()
     empty.close()
-    with pytest.raises(DataError, match=r"it has no token_embd\.weight, so it is no language model"):
+    with pytest.raises(DataError, match=r"it has no token_embd\.weight, so it is not a language model"):
         converted(tmp_path / "empty.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(DataError, match=r"the package gguf, which reads them, is not installed\.\nFix: pip install"):
         converted(whole)
 
 
-def test_a_folder_from_a_file_is_like_any_other(tmp_path: Path) -> None:
+def test_a_converted_folder_is_loaded_by_transformers_and_saved_again(tmp_path: Path) -> None:
     """transformers loads it, and lowtri saves it again."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

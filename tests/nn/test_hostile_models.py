@@ -1,4 +1,4 @@
-"""A model's files come from somebody else: whatever stands in them, they load or give one error, in bounded time and memory."""
+"""A model's files are untrusted: any content loads or gives one error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -96,20 +96,20 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ),
     ],
 )
-def test_a_config_that_asks_for_too_much_or_for_nonsense(values: dict[str, Any], words: str, folder: Path) -> None:
+def test_a_config_with_impossible_values_is_refused(values: dict[str, Any], words: str, folder: Path) -> None:
     change(folder, **values)
     refused(folder, words)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("content", [DEEP, "[]", "3", "\xff", "{", '{"a": ' + "9" * 10_000 + "}", " " * (2**24 + 1)])
-def test_files_that_are_no_json_objects(name: str, content: str, folder: Path) -> None:
+def test_files_without_a_json_object_are_refused(name: str, content: str, folder: Path) -> None:
     (folder / name).write_text(content, encoding="latin-1")
     with bounded(), pytest.raises(DataError, match=name):
         read_all(folder)
 
 
-def test_a_recurrent_model_is_not_built_before_its_sizes_are_compared(tmp_path: Path) -> None:
+def test_the_sizes_of_a_recurrent_model_are_checked_before_it_is_built(tmp_path: Path) -> None:
     save(RecurrentLM(20, 8), tmp_path)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         before = (tmp_path / "config.json").read_text()
@@ -120,7 +120,7 @@ def test_a_recurrent_model_is_not_built_before_its_sizes_are_compared(tmp_path: 
     refused(tmp_path, "cell is")
 
 
-def test_a_recurrent_model_comes_back_whole(tmp_path: Path) -> None:
+def test_a_recurrent_model_is_saved_and_loaded(tmp_path: Path) -> None:
     for tied in (False, True):
         torch.manual_seed(0)
         model = RecurrentLM(20, 8, tie_word_embeddings=tied).eval()
@@ -159,20 +159,18 @@ def test_a_recurrent_model_comes_back_whole(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_declares_a_formula_of_positions_and_nothing_else(
-    values: dict[str, Any], words: str, folder: Path
-) -> None:
+def test_a_file_may_declare_masks_of_positions_only(values: dict[str, Any], words: str, folder: Path) -> None:
     change(folder, **values)
     refused(folder, words)
 
 
-def test_fields_that_are_no_keys_of_the_file_are_not_set_by_it(folder: Path) -> None:
+def test_keys_unknown_to_config_json_set_no_field(folder: Path) -> None:
     change(folder, mask="full", qkv_bias=True, rope_layers=[False, False], qk_norm=True, o_bias=True)
     config = load(folder)[0].config
     assert config == DecoderConfig(**{**vars(small().config), "eos_token_id": (1,)})
 
 
-def test_the_user_may_set_what_the_file_may_not(folder: Path) -> None:
+def test_the_user_may_set_any_mask(folder: Path) -> None:
     change(folder, lowtri_mask="causal & documents(lengths=[2, 3])")
     for mask in ("causal & documents(lengths=[2, 3])", lowtri.causal() & lowtri.window(2)):
         model, ids = Decoder.from_pretrained(folder, mask=mask), torch.arange(5)[None]
@@ -184,7 +182,7 @@ def test_the_user_may_set_what_the_file_may_not(folder: Path) -> None:
         Decoder.from_pretrained(folder, mask="causl")
 
 
-def test_what_a_model_was_built_from_is_set_once(folder: Path) -> None:
+def test_config_and_mask_of_a_model_are_set_once(folder: Path) -> None:
     from dataclasses import replace
 
     model, recurrent = Decoder.from_pretrained(folder), RecurrentLM(9, 8)
@@ -222,7 +220,7 @@ def test_links_that_leave_the_folder_are_refused(name: str, folder: Path, tmp_pa
         read_all(folder)
 
 
-def test_a_folder_within_that_is_a_link_and_links_to_nothing(folder: Path, tmp_path: Path) -> None:
+def test_linked_folders_and_dangling_links_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (folder / "model.safetensors").rename(tmp_path / "elsewhere" / "all.safetensors")
     (folder / "parts").symlink_to(tmp_path / "elsewhere")
@@ -230,19 +228,19 @@ def test_a_folder_within_that_is_a_link_and_links_to_nothing(folder: Path, tmp_p
     refused(folder, "outside of its folder")
     for target in ("nothing", "model.safetensors"):
         (folder / "model.safetensors").symlink_to(target)
-        refused(folder, "model.safetensors is a link that leads nowhere")
+        refused(folder, "model.safetensors is a dangling link, or one of a circle of links")
         (folder / "model.safetensors").unlink()
 
 
-def test_a_file_must_be_a_file(folder: Path) -> None:
+def test_files_that_are_not_regular_are_refused(folder: Path) -> None:
     for make in (os.mkfifo, os.mkdir):
         (folder / "config.json").unlink()
         make(folder / "config.json")
-        refused(folder, "config.json is no plain file")
+        refused(folder, "config.json is not a regular file")
         (folder / "config.json").rmdir() if make is os.mkdir else None
 
 
-def test_links_within_and_those_of_the_hub_are_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_within_the_folder_and_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").rename(folder / "real.json")
     (folder / "config.json").symlink_to("real.json")
     snapshot, blobs = tmp_path / "models--a" / "snapshots" / "1f", tmp_path / "models--a" / "blobs"
@@ -261,7 +259,7 @@ def test_links_within_and_those_of_the_hub_are_followed(folder: Path, tmp_path: 
 # Weights
 
 
-def test_weights_that_are_no_floats_or_no_shapes_of_gpt2(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_other_dtypes_or_shapes_are_refused(folder: Path, tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.ones(2, 2, dtype=torch.int8)}, folder / "model.safetensors")
     refused(folder, "the weight lm_head.weight is torch.int8, expected floats")
     sizes = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
@@ -308,12 +306,12 @@ def replacing(times: int, content: str = "aa") -> dict[str, Any]:
         {"decoder": {"type": "Sequence", "decoders": replacing(30)["normalizers"]}},
     ],
 )
-def test_tokenizers_that_panic_or_explode_are_none(parts: dict[str, Any], folder: Path) -> None:
+def test_tokenizers_that_panic_or_expand_texts_are_refused(parts: dict[str, Any], folder: Path) -> None:
     (folder / "tokenizer.json").write_text(tokenizer_json(**parts))
     refused(folder, "tokenizer.json is not a tokenizer: ")
 
 
-def test_words_of_a_file_reach_the_terminal_as_words(folder: Path) -> None:
+def test_control_characters_of_a_file_do_not_reach_the_terminal(folder: Path) -> None:
     for template in ("{{ raise_exception('\x1b[31m' ~ 'a' * 100000) }}", "\x1b[2J{% for %}"):
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(DataError) as caught:
@@ -325,7 +323,7 @@ def test_words_of_a_file_reach_the_terminal_as_words(folder: Path) -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_tokenizer_does_not_cut_or_pad(folder: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_are_disabled(folder: Path) -> None:
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
     pad = {
         "strategy": {"Fixed": 10**12},
@@ -341,7 +339,7 @@ def test_a_tokenizer_does_not_cut_or_pad(folder: Path) -> None:
         assert found is not None and found.encode("abba" * 5).ids == [2, 1, 0] * 5
 
 
-def test_a_tokenizer_that_fails_with_a_text_says_so(folder: Path) -> None:
+def test_a_tokenizer_that_cannot_encode_a_text_is_an_error(folder: Path) -> None:
     from lowtri.cli.main import main
 
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "[UNK]"}
@@ -373,7 +371,9 @@ DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n
         ),
     ],
 )
-def test_a_template_is_stopped(template: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_exceeds_its_limits_is_stopped(
+    template: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lowtri.nn.chat.SECONDS", 1.0 if "seconds" in words else 10.0)
     (tmp_path / "chat_template.jinja").write_text(template)
     with bounded(), pytest.raises(DataError, match=words):
@@ -381,14 +381,14 @@ def test_a_template_is_stopped(template: str, words: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("template", [[{"name": "x"}], [{"template": "x"}], [3], [], None, ""])
-def test_no_template_is_no_template(template: Any, tmp_path: Path) -> None:
+def test_a_folder_without_a_template_is_refused(template: Any, tmp_path: Path) -> None:
     change(tmp_path, "tokenizer_config.json", chat_template=template)
     with pytest.raises(DataError, match="has no chat template: the model continues texts"):
         chat_text(tmp_path, HELLO)
 
 
 @pytest.mark.parametrize("template", [3, {"a": 1}, [{"name": "default"}], [{"name": "default", "template": [1]}]])
-def test_what_is_no_text_is_no_template(template: Any, tmp_path: Path) -> None:
+def test_a_template_that_is_not_text_is_refused(template: Any, tmp_path: Path) -> None:
     change(tmp_path, "tokenizer_config.json", chat_template=template)
     with pytest.raises(
         DataError, match=r"the chat template is (int|dict|list), expected a text, or a list of named texts"
@@ -482,7 +482,7 @@ def test_any_bytes_in_any_file(data: st.DataObject, tokenizer: Any, tmp_path_fac
 
 
 @pytest.mark.sweep
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     parts=st.lists(
         st.sampled_from(

@@ -159,7 +159,7 @@ def test_the_gradient_of_t5s_position_bias(family: dict[str, Named]) -> None:
 @pytest.mark.parametrize("engine", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_the_maps_of_the_three_attentions(name: str, engine: str, family: dict[str, Named]) -> None:
+def test_the_attention_weights_of_the_three_attentions(name: str, engine: str, family: dict[str, Named]) -> None:
     shown = family[name].on(ENGINES[engine])
     out = shown.model(**shown.given, output_attentions=True)
     eager = family[name].on("eager", torch.float64)
@@ -197,7 +197,7 @@ def test_the_end_of_the_source_is_seen_from_everywhere(name: str, engine: str, f
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["T5", "BART"])
 @torch.no_grad()
-def test_pads_of_the_source_leave_no_trace(name: str, engine: str, family: dict[str, Named]) -> None:
+def test_padding_of_the_source_does_not_change_the_logits(name: str, engine: str, family: dict[str, Named]) -> None:
     model, given = family[name].on(ENGINES[engine]).model, family[name].given
     real = torch.ones(2, SOURCE, dtype=torch.long)
     real[1, 7:] = 0
@@ -244,7 +244,7 @@ def generated(named: Named, how: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("engine", AUTO_FIRST)
 @pytest.mark.parametrize("name", NAMES)
-def test_audited_clean(name: str, engine: str, family: dict[str, Named]) -> None:
+def test_the_audit_finds_no_leak(name: str, engine: str, family: dict[str, Named]) -> None:
     named = family[name].on(ENGINES[engine])
     report = lowtri.audit(named.model, named.given, input=named.sequence, vocab_size=VOCABULARY)
     assert report.ok, report.message
@@ -258,7 +258,7 @@ def test_audited_clean(name: str, engine: str, family: dict[str, Named]) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_audit_would_find_a_decoder_that_peeks(name: str, family: dict[str, Named]) -> None:
+def test_the_audit_finds_the_leak_of_a_decoder_without_a_mask(name: str, family: dict[str, Named]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def peeking(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text, template_of
 from lowtri.nn.checkpoint import load, save
-from lowtri.nn.gpt2 import GPT2
+from lowtri.nn.gpt2 import GPT2Config
 
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -117,7 +117,7 @@ def test_logits_are_those_of_transformers(family: str, folders: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generating_says_what_transformers_says(family: str, folders: Any) -> None:
+def test_generated_tokens_are_those_of_transformers(family: str, folders: Any) -> None:
     theirs, folder = folders(family)
     ours, ids = Decoder.from_pretrained(folder), ids_of(1, 9)
     # In float64 no tie is broken by rounding, so the tokens must be the same ones.
@@ -138,7 +138,7 @@ def test_left_padding_changes_nothing(family: str, folders: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_lowtri_saves_transformers_reads(family: str, folders: Any, tmp_path: Path) -> None:
+def test_transformers_reads_what_lowtri_saves(family: str, folders: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs, folder = folders(family)
@@ -156,14 +156,14 @@ def test_what_lowtri_saves_transformers_reads(family: str, folders: Any, tmp_pat
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", ["llama 3", "mistral", "qwen3", "smollm3", "gpt2"])
-def test_they_keep_to_their_masks(family: str, folders: Any) -> None:
+def test_the_audit_finds_no_leak(family: str, folders: Any) -> None:
     model = Decoder.from_pretrained(folders(family)[1])
     layers = model.config.num_hidden_layers
     report = lowtri.audit(model, ids_of(2, 16), mask=model.mask, layers=layers, progress=False)
     assert report.ok, report.message
 
 
-def test_the_details_of_each_family_matter(folders: Any) -> None:
+def test_each_option_of_a_family_changes_the_logits(folders: Any) -> None:
     """Each option switched off gives other logits, so the comparison above can fail."""
     from dataclasses import replace
 
@@ -183,7 +183,7 @@ def test_the_details_of_each_family_matter(folders: Any) -> None:
                 assert (other(ids) - ours(ids)).abs().max() > 1e-2, (family, option)
 
 
-def test_shards_are_put_together(folders: Any, tmp_path: Path) -> None:
+def test_shards_are_loaded(folders: Any, tmp_path: Path) -> None:
     theirs, folder = folders("qwen2")
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
@@ -196,10 +196,10 @@ def test_shards_are_put_together(folders: Any, tmp_path: Path) -> None:
     ):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(DataError, match=r"index\.json holds a list, expected an object"):
+    with pytest.raises(DataError, match=r"index\.json holds a list; expected an object"):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(DataError, match="has no weight_map, which says in which file each weight stands"):
+    with pytest.raises(DataError, match="has no weight_map, which names the file of each weight"):
         Decoder.from_pretrained(tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_an_index_names_no_file_outside_of_its_folder(folders: Any, tmp_path: Pa
     shutil.copy(folder / "config.json", inside)
     part = name.format("all.safetensors", folder=tmp_path) if isinstance(name, str) else name
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": part}}))
-    words = re.escape(f"index.json names {part!r}, which is no file of its folder. Fix: weights from another source")
+    words = re.escape(f"index.json names {part!r}, which is not a file of its folder. Fix: weights from another source")
     with pytest.raises(DataError, match=words):
         Decoder.from_pretrained(inside)
 
@@ -229,7 +229,7 @@ def test_an_index_may_name_a_folder_within(folders: Any, tmp_path: Path) -> None
         assert torch.equal(Decoder.from_pretrained(tmp_path)(ids), Decoder.from_pretrained(folder)(ids))
 
 
-def test_gpt2_files_of_old_are_read(folders: Any, tmp_path: Path) -> None:
+def test_old_gpt2_files_are_read(folders: Any, tmp_path: Path) -> None:
     """The first files had no prefix, and kept the causal table of each layer as a weight."""
     from safetensors.torch import load_file, save_file
 
@@ -240,7 +240,7 @@ def test_gpt2_files_of_old_are_read(folders: Any, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(folder / "config.json", tmp_path)
     model, ids = Decoder.from_pretrained(tmp_path), ids_of(1, 10)
-    assert isinstance(model, GPT2)
+    assert isinstance(model.config, GPT2Config)
     with torch.no_grad():
         assert torch.equal(model(ids), Decoder.from_pretrained(folder)(ids))
 
@@ -258,7 +258,7 @@ def test_the_dtype_of_the_weights(dtype: Any, folders: Any, tmp_path: Path) -> N
         Decoder.from_pretrained(folder, dtype="int8")
 
 
-def test_where_a_text_ends(folders: Any, tmp_path: Path) -> None:
+def test_end_tokens_of_generation_config_take_precedence(folders: Any, tmp_path: Path) -> None:
     """The config names one end; a generation_config beside it, written when the model was taught to chat, names others."""
     _, folder = folders("smollm3")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -321,7 +321,7 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_slidin
         ("gpt2", {"n_layer": 2}, "do not fit together at model.layers.2"),
     ],
 )
-def test_what_the_decoder_has_not_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     family: str, changes: dict[str, Any], words: str, folders: Any, tmp_path: Path
 ) -> None:
     shutil.copytree(folders(family)[1], tmp_path, dirs_exist_ok=True)
@@ -330,7 +330,7 @@ def test_what_the_decoder_has_not_is_refused_by_name(
         Decoder.from_pretrained(tmp_path)
 
 
-def test_configs_of_before_transformers_5_are_read(folders: Any, tmp_path: Path) -> None:
+def test_configs_of_transformers_4_are_read(folders: Any, tmp_path: Path) -> None:
     """rope_theta and rope_scaling stood beside one another, and rope_type was called type."""
     _, folder = folders("llama 3")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -339,7 +339,7 @@ def test_configs_of_before_transformers_5_are_read(folders: Any, tmp_path: Path)
     assert Decoder.from_pretrained(tmp_path).config == Decoder.from_pretrained(folder).config
 
 
-def test_a_decoder_that_transformers_has_not_is_not_saved_as_another(tmp_path: Path) -> None:
+def test_a_decoder_unknown_to_transformers_is_not_saved(tmp_path: Path) -> None:
     from lowtri.nn import DecoderConfig
 
     odd = DecoderConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, o_bias=True)
@@ -349,12 +349,12 @@ def test_a_decoder_that_transformers_has_not_is_not_saved_as_another(tmp_path: P
         save(Decoder(odd), tmp_path)
 
 
-def test_a_file_that_is_none_and_a_model_that_is_none(tmp_path: Path) -> None:
+def test_files_of_other_formats_and_recurrent_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"PK\x03\x04")
-    with pytest.raises(DataError, match=r"is a file, but no GGUF file. Fix: the folder of a model, or a GGUF file"):
+    with pytest.raises(DataError, match=r"is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file"):
         Decoder.from_pretrained(tmp_path / "weights.bin")
     save(lowtri.nn.RecurrentLM(9, 8), tmp_path / "rnn")
-    with pytest.raises(DataError, match=r"holds a RecurrentLM, no Decoder. Fix: lowtri.nn.checkpoint.load"):
+    with pytest.raises(DataError, match=r"holds a RecurrentLM, not a Decoder. Fix: lowtri.nn.checkpoint.load"):
         Decoder.from_pretrained(tmp_path / "rnn")
 
 
@@ -368,7 +368,7 @@ TEMPLATE = (
 HELLO = [{"role": "user", "content": " hello "}]
 
 
-def test_a_template_is_filled_in_as_transformers_does(tmp_path: Path) -> None:
+def test_a_template_is_rendered_as_by_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     from lowtri.training.tokenizer import learn
@@ -385,7 +385,22 @@ def test_a_template_is_filled_in_as_transformers_does(tmp_path: Path) -> None:
     assert "[user] hello" in expected and expected.endswith("[assistant]")
 
 
-def test_templates_stand_in_one_of_two_places(tmp_path: Path) -> None:
+def test_a_template_may_use_what_transformers_provides(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert chat_text(tmp_path, [{"role": "user", "content": "<é>"}, *HELLO]) == '{"role": "user", "content": "<é>"}'
+
+
+def test_a_template_without_transformers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr("lowtri.nn.chat.find_spec", lambda name: None)
+    with pytest.raises(
+        DataError, match=r"not installed: transformers, jinja2\.\nFix: pip install 'lowtri\[transformers\]'"
+    ):
+        chat_text(tmp_path, HELLO)
+
+
+def test_templates_are_read_from_two_files(tmp_path: Path) -> None:
     assert template_of(tmp_path) is None
     with pytest.raises(DataError, match=r"has no chat template: the model continues texts.\nFix: leave --chat out"):
         chat_text(tmp_path, HELLO)
@@ -408,14 +423,14 @@ def test_templates_stand_in_one_of_two_places(tmp_path: Path) -> None:
         ("{% for", "the chat template refuses: "),
     ],
 )
-def test_a_template_that_refuses_or_misbehaves(template: str, words: str, tmp_path: Path) -> None:
+def test_errors_of_a_template_are_reported(template: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=words):
         chat_text(tmp_path, HELLO)
 
 
 @pytest.mark.parametrize("family", ["qwen3 with biases", "smollm3", "llama 3", "gpt2"])
-def test_what_happens_inside_can_be_looked_at(family: str, folders: Any) -> None:
+def test_explain_reproduces_the_attention_of_a_layer(family: str, folders: Any) -> None:
     """explain computes anew what the model's attention did: normalised or not, turned or not."""
     import re
 

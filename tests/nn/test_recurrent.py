@@ -21,7 +21,7 @@ def some_ids(*shape: int) -> torch.Tensor:
     return torch.randint(0, 30, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_steps_equal_the_whole(model: RecurrentLM) -> None:
+def test_steps_with_a_cache_equal_the_whole_forward(model: RecurrentLM) -> None:
     ids = some_ids(2, 9)
     cache = model.make_cache(2)
     parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 4), (4, 5), (5, 9))]
@@ -37,7 +37,7 @@ def test_the_state_does_not_grow(model: RecurrentLM) -> None:
     assert cache.bytes == before > 0
 
 
-def test_pads_leave_the_state_alone(model: RecurrentLM) -> None:
+def test_padding_does_not_change_the_state(model: RecurrentLM) -> None:
     ids = some_ids(2, 5)
     places = torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]])
     padded = model(ids, positions=places)
@@ -45,7 +45,7 @@ def test_pads_leave_the_state_alone(model: RecurrentLM) -> None:
     torch.testing.assert_close(padded[1:], model(ids[1:]), atol=1e-6, rtol=0)
 
 
-def test_generation_goes_on_after_left_padding(model: RecurrentLM) -> None:
+def test_generation_continues_after_left_padding(model: RecurrentLM) -> None:
     ids, more = some_ids(2, 5), some_ids(2, 2)
     cache = model.make_cache(2)
     model(ids, positions=torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]), cache=cache)
@@ -63,7 +63,7 @@ def test_packed_documents_equal_the_documents_alone(model: RecurrentLM) -> None:
     torch.testing.assert_close(restarted, alone, atol=1e-6, rtol=0)
 
 
-def test_it_writes_by_the_decoders_loop(model: RecurrentLM) -> None:
+def test_generate_takes_a_recurrent_model(model: RecurrentLM) -> None:
     with_state = list(lowtri.generate(model, [3, 1, 4], max_new_tokens=6))
     without = list(
         lowtri.generate(lambda ids: model(torch.as_tensor(ids)).detach().numpy(), [3, 1, 4], max_new_tokens=6)
@@ -83,14 +83,14 @@ def test_rows_can_be_reordered(model: RecurrentLM) -> None:
     torch.testing.assert_close(got[:1], model(torch.cat([ids[1:], more[:1]], 1))[:, -1:], atol=1e-6, rtol=0)
 
 
-def test_it_is_audited_like_the_rest(model: RecurrentLM) -> None:
+def test_the_audit_finds_no_leak(model: RecurrentLM) -> None:
     report = lowtri.audit(model, some_ids(2, 10))
     assert report.ok, report
     ran = {finding.probe for finding in report.findings if finding.status == "clean"}
     assert {"change", "gradient", "prefix", "batch", "padding", "cache"} <= ran
 
 
-def test_its_bidirectional_twin_is_caught() -> None:
+def test_the_audit_finds_the_leak_of_a_bidirectional_model() -> None:
     torch.manual_seed(0)
     twin = RecurrentLM(30, 16, num_hidden_layers=1)
     twin.cells = torch.nn.LSTM(16, 8, batch_first=True, bidirectional=True)
@@ -99,7 +99,7 @@ def test_its_bidirectional_twin_is_caught() -> None:
     assert (report.first.query, report.first.key, report.first.module) == (0, 1, "cells")
 
 
-def test_it_learns_under_the_decoders_loop(model: RecurrentLM) -> None:
+def test_it_trains_in_the_training_loop(model: RecurrentLM) -> None:
     torch.manual_seed(0)
     ids = some_ids(4, 12)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -114,7 +114,7 @@ def test_it_learns_under_the_decoders_loop(model: RecurrentLM) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_messages() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(CallError, match="cell is 'qrnn'; expected one of lstm, gru, rnn"):
         RecurrentLM(30, 16, cell="qrnn")
     with pytest.raises(CallError, match="hidden_size is 0; it is a whole number, at least 1"):

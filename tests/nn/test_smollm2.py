@@ -15,10 +15,10 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text
 from lowtri.nn.gguf import converted
-from lowtri.nn.packaged import PACKAGED, packaged_file
+from lowtri.nn.packaged import PACKAGED
 
 try:
-    FILE = packaged_file("smollm2")
+    FILE = PACKAGED["smollm2"].path()
 except DataError as error:
     if "not installed" not in str(error):
         raise
@@ -40,7 +40,7 @@ def model(folder: Path) -> Decoder:
     return Decoder.from_pretrained(folder)
 
 
-def test_what_the_file_says(model: Decoder) -> None:
+def test_sizes_read_from_the_file(model: Decoder) -> None:
     c = model.config
     assert (c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.num_key_value_heads) == (30, 576, 9, 3)
     assert (c.vocab_size, c.max_position_embeddings, c.rope_theta, c.eos_token_id) == (49152, 8192, 1e5, (2,))
@@ -69,11 +69,11 @@ def test_logits_are_those_of_transformers(model: Decoder, folder: Path) -> None:
     assert list(lowtri.generate(model, ids[0, :5].tolist(), 12)) == answer.tolist()
 
 
-def test_it_knows_the_capital_of_france(model: Decoder) -> None:
+def test_the_capital_of_france(model: Decoder) -> None:
     assert next(iter(lowtri.generate(model, PROMPT, 1))) == " Paris"
 
 
-def test_it_reads_texts_and_writes_them_back(model: Decoder) -> None:
+def test_texts_are_encoded_and_decoded(model: Decoder) -> None:
     tokenizer = model.tokenizer
     assert tokenizer is not None
     for text in (PROMPT, "  two  spaces\n\n\tand 1234 naïve 你好 🐈", "don't"):
@@ -82,7 +82,7 @@ def test_it_reads_texts_and_writes_them_back(model: Decoder) -> None:
     assert tokenizer.encode(PROMPT).tokens == ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
 
 
-def test_it_is_asked_as_it_was_taught(folder: Path) -> None:
+def test_the_chat_prompt_is_that_of_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     messages = [{"role": "user", "content": "Hello"}]

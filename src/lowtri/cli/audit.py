@@ -11,7 +11,7 @@ from lowtri.cli.options import Json, Out, Seed, Threads, note, use_threads
 
 def command(
     target: Annotated[
-        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, smollm2, glassllm")
+        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, org/name, smollm2")
     ],
     mask: Annotated[
         str | None,
@@ -75,7 +75,7 @@ def command(
 
 
 def _target(name: str) -> str:
-    """The folder of a model that is named otherwise: by a GGUF file, or packaged weights."""
-    from lowtri.nn.packaged import PACKAGED, folder_of
+    """The folder of a GGUF file, of packaged weights, or of a model of the hub; any other name as it is."""
+    from lowtri.nn.names import folder_of, names_a_model
 
-    return str(folder_of(name, note)) if name in PACKAGED or name.endswith(".gguf") else name
+    return str(folder_of(name, note)) if names_a_model(name) else name

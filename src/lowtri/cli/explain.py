@@ -33,7 +33,7 @@ def command(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="A trained model, instead of random weights: a folder, a GGUF file, smollm2.",
+            help="A trained model, instead of random weights: a folder, a GGUF file, org/name, smollm2.",
         ),
     ] = None,
     layer: Annotated[

@@ -61,7 +61,8 @@ def command(
     file or from stdin is UTF-8, and a line break at its end is no part of it.
 
     MODEL is a folder that lowtri trained, a folder of transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a
-    GGUF file of such a model, which is converted once and kept in the user's cache.
+    GGUF file of such a model, which is converted once and kept in the user's cache. org/name is downloaded from the
+    Hugging Face hub.
     """
     import lowtri
     from lowtri.errors import DataError

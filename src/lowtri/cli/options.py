@@ -40,7 +40,7 @@ MaskText = Annotated[
     str, typer.Option("--mask", metavar="TEXT", help='Who may see whom, as text: "causal", "causal & window(64)", ...')
 ]
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or packaged weights: smollm2, glassllm.")
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, org/name on the Hugging Face hub, or smollm2.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
 Threads = Annotated[

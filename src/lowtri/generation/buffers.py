@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,51 +14,32 @@ from lowtri.masks.arrays import is_tensor
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layer", "Slots", "as_slots", "batch_of", "describe"]
+__all__ = ["Layer", "Layers", "Slots", "as_slots", "batch_of", "check_new", "check_query", "describe"]
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 
-@dataclass(slots=True)
 class Layer:
-    """The keys and values of one layer."""
+    """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
 
-    keys: Any  # (..., capacity, D)
-    values: Any  # (..., capacity, Dv)
-    last: Any  # shapes, dtypes and devices of the last append: equal ones need no further check
-    step: int = 0  # number of appends
+    __slots__ = ("appends", "keys", "signature", "values")
 
-    @classmethod
-    def like(cls, k: Any, v: Any, capacity: int, mask: Mask) -> Layer:
-        """Buffers for tokens such as these.
-
-        Raises:
-            CallError: if they are not arrays, or the shapes do not fit together or the mask.
-        """
-        for name, x in (("k", k), ("v", v)):
-            if not isinstance(x, np.ndarray) and not is_tensor(x):
-                raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
-        if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
-            raise CallError(
-                f"append: keys {describe(k)} and values {describe(v)} do not fit: "
-                "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
-            )
-        rows = (*mask.batch, 1)[0]
-        if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
-            raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
-        return cls(_empty(k, capacity), _empty(v, capacity), _signature(k, v))
+    def __init__(self, k: Any, v: Any, capacity: int) -> None:
+        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
+        self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
+        self.appends = 0
 
     def check(self, k: Any, v: Any, layer: int) -> None:
         """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
         signature = _signature(k, v)
-        if signature == self.last:
+        if signature == self.signature:
             return
         if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
             raise CallError(
                 f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
                 f"whose keys are {describe(self.keys)} and values {describe(self.values)} in (..., H, slots, D)."
             )
-        self.last = signature
+        self.signature = signature
 
     def write(self, slots: Slots, k: Any, v: Any) -> None:
         for buffer, new in ((self.keys, k), (self.values, v)):
@@ -71,11 +51,57 @@ class Layer:
 
     def pick(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
-        self.keys, self.values, self.last = self.keys[rows], self.values[rows], None
+        self.keys, self.values, self.signature = self.keys[rows], self.values[rows], None
 
     def front(self, n: int) -> tuple[Any, Any]:
         """The first ``n`` slots, as views."""
-        return _front(self.keys, n), _front(self.values, n)
+        if isinstance(self.keys, np.ndarray):
+            return self.keys[..., :n, :], self.values[..., :n, :]
+        return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
+
+
+class Layers(dict[int, Layer]):
+    """The layers of a cache, by number."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for layer in self.values() for x in (layer.keys, layer.values))
+
+    @property
+    def batch(self) -> int:
+        return max((batch_of(layer.keys) for layer in self.values()), default=1)
+
+    def appends(self, number: int) -> int:
+        """How many appends a layer has received."""
+        return self[number].appends if number in self else 0
+
+    def late(self, appends: int) -> int | None:
+        """The first layer that has received fewer appends; None if there is none."""
+        return min((number for number, layer in self.items() if layer.appends < appends), default=None)
+
+
+def check_new(k: Any, v: Any, mask: Mask) -> None:
+    """Raise unless a layer can begin with these keys and values: arrays whose shapes fit together and the mask."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, np.ndarray) and not is_tensor(x):
+            raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
+    if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+        raise CallError(
+            f"append: keys {describe(k)} and values {describe(v)} do not fit: "
+            "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
+        )
+    rows = (*mask.batch, 1)[0]
+    if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
+        raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+
+
+def check_query(q: Any, k: Any) -> None:
+    """Raise unless queries and keys of the same new tokens fit together."""
+    if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+        raise CallError(
+            f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
+            "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
+        )
 
 
 def _signature(k: Any, v: Any) -> tuple[Any, ...]:
@@ -110,10 +136,6 @@ def _moved(buffer: Any, slots: Slots, capacity: int) -> Any:
         tokens = buffer.index_select(-2, _index(slots, buffer))
     _write(out, slice(0, tokens.shape[-2]), tokens)
     return out
-
-
-def _front(buffer: Any, n: int) -> Any:
-    return buffer[..., :n, :] if isinstance(buffer, np.ndarray) else buffer.narrow(-2, 0, n)
 
 
 def _index(slots: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:

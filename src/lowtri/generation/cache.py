@@ -1,7 +1,7 @@
-"""A key/value cache that evicts a key when the mask hides it from every query to come.
+"""A key/value cache that evicts a key when the mask hides it from every later query.
 
 One :class:`~lowtri.generation.slots.SlotAllocator` places the tokens for all layers; each layer has a buffer of keys and one of
-values (:class:`~lowtri.generation.buffers.Layer`). No mask is known by name: eviction asks ``mask.tile``.
+values (:class:`~lowtri.generation.buffers.Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.generation.buffers import Layer, batch_of, describe
+from lowtri.generation.buffers import Layer, Layers, batch_of, check_new, check_query, describe
 from lowtri.generation.missing import Missing
-from lowtri.generation.positions import as_positions
+from lowtri.generation.positions import ends_of, rows_of
 from lowtri.generation.slots import SlotAllocator
 from lowtri.masks import Mask, as_mask
 from lowtri.ops.arguments import plain_array
@@ -42,16 +42,14 @@ class KVCache:
     and torch tensors of any dtype and device are accepted; gradients are not recorded.
 
     Args:
-        mask: the mask that the attention uses, or its text. A key is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY in
-            every row of the batch, ``t`` being the earliest new token.
+        mask: the mask that the attention uses, or its text. A key at ``k`` is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)``
+            is EMPTY in every row of the batch, ``t`` being the earliest new token.
         capacity: initial number of slots; it grows as needed.
-        block: keys are evicted every ``block`` tokens (or every eighth of the tokens held, if that is more), and the capacity
-            is a multiple of it.
-        rewind: how many tokens before the last append :meth:`crop` can always go back; keys that those queries may see are
-            held that much longer.
-        allow_missing: allow queries before keys that the mask shows them; they see the keys that exist. For an encoder's
-            keys, appended at once, and for decoding step by step under a mask that shows the future. Otherwise such an append
-            raises: ``causal() | first(16)`` needs the first 16 tokens in one append, ``full()`` the whole sequence.
+        block: tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
+        rewind: how many tokens before the last append :meth:`crop` can always go back; their keys are held that much longer.
+        allow_missing: allow queries before keys that the mask shows them, as in decoding step by step under a mask that shows
+            the future; they see the keys that exist. Otherwise such an append raises: ``causal() | first(16)`` needs the
+            first 16 tokens in one append, ``full()`` the whole sequence.
 
     Source: the key/value cache is Shazeer 2019; a ring buffer for windows is Mistral's (Jiang et al. 2023).
     """
@@ -65,15 +63,13 @@ class KVCache:
         rewind: int = 0,
         allow_missing: bool = False,
     ) -> None:
-        if capacity < 0 or block < 1:
-            raise CallError(f"KVCache: capacity is {capacity} and block {block}; they count tokens, from 0 and from 1.")
-        if rewind < 0:
-            raise CallError(f"KVCache: rewind is {rewind}; it counts tokens, from 0.")
+        for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
+            if value < least:
+                raise CallError(f"KVCache: {name} is {value}; it counts tokens, from {least}.")
         self.mask = as_mask(mask)
         missing = None if allow_missing else Missing(self.mask)
         self._slots = SlotAllocator(self.mask, capacity, block, rewind, missing)
-        self._layers: dict[int, Layer] = {}
-        self._arrived = 0  # number of layers that have received the last append
+        self._layers = Layers()
         self._positions: NDArray[np.int64] = self._slots.positions[0]  # what the last append returned
         self.contiguous = False  # whether the last append returned keys at 0 .. S-1 in order, the new ones last
 
@@ -95,7 +91,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Memory of all keys and values, free slots included."""
-        return sum(x.nbytes for layer in self._layers.values() for x in (layer.keys, layer.values))
+        return self._layers.bytes
 
     @property
     def length(self) -> int:
@@ -104,9 +100,8 @@ class KVCache:
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
-        entry = self._layers.get(layer)
-        decided = (entry.step if entry else 0) < self._slots.step  # by another layer of the same append
-        positions = self._slots.newest.copy() if decided else self._slots.upcoming(n)
+        allocated = self._layers.appends(layer) < self._slots.appends  # by another layer of the same append
+        positions = self._slots.newest.copy() if allocated else self._slots.upcoming(n)
         return positions[0] if len(positions) == 1 else positions
 
     def __repr__(self) -> str:
@@ -116,8 +111,7 @@ class KVCache:
         """Append the keys and values of new tokens; return all that their queries can see.
 
         Args:
-            k: (..., H, N, D) with at most one dimension before the heads; also (H, N, D) and (N, D).
-            v: the same with its own head size Dv.
+            k, v: (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H.
             positions: positions of the new tokens, (N,) or (B, N), -1 where a row has none (left padding, a row that has
                 ended); default: the next ones. Positions must increase.
             layer: the layer of these keys. The first layer of an append decides the positions; the others must match.
@@ -131,36 +125,30 @@ class KVCache:
                 mask shows it; the cache is then unchanged.
         """
         k, v = plain_array("k", k, "append"), plain_array("v", v, "append")
-        entry, slots = self._layers.get(layer), self._slots
-        if entry is None:
-            entry = Layer.like(k, v, 0 if slots.moved is not None else slots.capacity, self.mask)
-            if slots.step > 1:
-                raise CallError(f"append: layer {layer} comes late: the other layers have seen {slots.step} appends.")
+        buffers, slots = self._layers.get(layer), self._slots
+        if buffers is not None:
+            buffers.check(k, v, layer)
         else:
-            entry.check(k, v, layer)
+            check_new(k, v, self.mask)
+            if slots.appends > 1:
+                raise CallError(
+                    f"append: layer {layer} comes late: the other layers have seen {slots.appends} appends."
+                )
         n = k.shape[-2]
-        if entry.step == slots.step:
-            if self._arrived < len(self._layers):
-                late = min(name for name, other in self._layers.items() if other.step < slots.step)
-                raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
-            slots.allocate(n, batch_of(k), positions)
-            self._arrived = 0
-            self.contiguous = slots.contiguous()
-            held = slots.positions[:, : slots.top]
-            self._positions = held[0] if len(held) == 1 else held
-            self._positions.flags.writeable = False  # a view of the allocator's own array
+        if self._layers.appends(layer) == slots.appends:
+            self._allocate(n, batch_of(k), positions, layer)
         elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
                 f"{slots.newest.shape[1]}. All layers of an append have the same positions."
             )
-        self._layers[layer] = entry
-        entry.step += 1
-        self._arrived += 1
-        if slots.moved is not None:
-            entry.move(slots.moved, slots.capacity)
-        entry.write(slots.slots, k, v)
-        return (*entry.front(slots.top), self._positions)
+        if buffers is None:
+            buffers = self._layers[layer] = Layer(k, v, slots.capacity)
+        elif slots.moved is not None:
+            buffers.move(slots.moved, slots.capacity)
+        buffers.appends = slots.appends
+        buffers.write(slots.slots, k, v)
+        return (*buffers.front(slots.top), self._positions)
 
     def attend(
         self,
@@ -195,17 +183,13 @@ class KVCache:
         Raises:
             CallError: as :meth:`append` and :func:`lowtri.attention`.
         """
-        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
-            raise CallError(
-                f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
-                "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
-            )
-        keys, values, held = self.append(k, v, positions, layer)
-        at: dict[str, Any] = {}  # attention's default positions are right, and cheaper, where the keys are contiguous
-        if not self.contiguous:
+        check_query(q, k)
+        keys, values, k_positions = self.append(k, v, positions, layer)
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "engine": engine}
+        if not self.contiguous:  # otherwise attention's default positions are right, and cheaper
             newest = self._slots.newest
-            at = {"q_positions": newest[0] if len(newest) == 1 else newest, "k_positions": held}
-        return attention(q, keys, values, self.mask, scale=scale, softcap=softcap, sinks=sinks, engine=engine, **at)
+            options |= {"q_positions": newest[0] if len(newest) == 1 else newest, "k_positions": k_positions}
+        return attention(q, keys, values, self.mask, **options)
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -213,42 +197,25 @@ class KVCache:
         Raises:
             CallError: if a row does not exist, or would change its mask.
         """
-        rows = as_positions(index, "reorder: index")
-        size = self._batch()
-        if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
-            raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
-        masks, heads = (*self.mask.batch, 1, 1)[:2]
-        if masks > 1 and (
-            len(rows) != size
-            or any(self.mask.at(i, h) != self.mask.at(int(r), h) for i, r in enumerate(rows) for h in range(heads))
-        ):
-            raise CallError(
-                f"reorder: index is {rows.tolist()}, but {self.mask!r} differs from row to row, and masks are not reordered.\n"
-                "Fix: reorder only among rows that have the same mask."
-            )
+        rows = rows_of(index, self._layers.batch, self.mask)
         self._check_complete("reorder")
-        for layer in self._layers.values():
-            if layer.keys.ndim == 4:
-                layer.pick(rows)
+        for buffers in self._layers.values():
+            if buffers.keys.ndim == 4:
+                buffers.pick(rows)
             elif rows.tolist() != [0]:
-                raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(layer.keys)} have no batch.")
+                raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(buffers.keys)} have no batch.")
         self._slots.reorder(rows)
 
     def crop(self, n: Any) -> None:
         """Remove tokens from the end: the next one gets position ``n``, an int, or one for each row of the batch.
 
         Going back to the start of the last append (a rejected draft) and ``rewind`` tokens more always works; further back
-        only while nothing that those queries see has been evicted.
+        while no key that those queries see has been evicted.
 
         Raises:
-            CallError: if ``n`` is negative, or keys that it needs are evicted.
+            CallError: if ``n`` is negative, or keys that those queries see are evicted.
         """
-        ends = np.atleast_1d(as_positions(n, "crop: n"))
-        if ends.ndim != 1 or len(ends) not in (1, self._batch()) or np.any(ends < 0):
-            raise CallError(
-                f"crop: n is {ends.tolist()}; it is the position of the next token, at least 0, "
-                f"one for all or one for each of {self._batch()} rows."
-            )
+        ends = ends_of(n, self._layers.batch)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
 
@@ -283,13 +250,21 @@ class KVCache:
         moved = self._slots.shift(keep)
         if turn is None or not moved.any():
             return
-        for name, layer in self._layers.items():
-            keys, _ = layer.front(self._slots.top)
-            keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, name)
+        for layer, buffers in self._layers.items():
+            keys, _ = buffers.front(self._slots.top)
+            keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, layer)
 
-    def _batch(self) -> int:
-        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
+    def _allocate(self, n: int, rows: int, positions: Any, layer: int) -> None:
+        """Slots and positions of new tokens, for all layers of this append; ``layer`` is the first of them."""
+        slots, late = self._slots, self._layers.late(self._slots.appends)
+        if late is not None:
+            raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
+        slots.allocate(n, rows, positions)
+        self.contiguous = slots.contiguous()
+        used = slots.positions[:, : slots.top]
+        self._positions = used[0] if len(used) == 1 else used
+        self._positions.flags.writeable = False  # a view of the allocator's own array
 
-    def _check_complete(self, what: str) -> None:
-        if self._layers and self._arrived < len(self._layers):
-            raise CallError(f"{what}: some layers have not seen the newest tokens yet; finish the append first.")
+    def _check_complete(self, method: str) -> None:
+        if self._layers.late(self._slots.appends) is not None:
+            raise CallError(f"{method}: some layers have not seen the newest tokens yet; finish the append first.")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 
-# What is given out follows the prompt: one text, several texts, one row of ids, several rows, an array of either.
+# The kind of result depends on the prompt: one text, several texts, one row of ids, several rows, an array of either.
 @overload
 def generate(
     model: Any, prompt: str, max_new_tokens: int | None = None, **options: Unpack[Options]
@@ -106,7 +106,7 @@ def generate(
     Raises:
         CallError: before the first token, if the prompt is empty or longer than the context, or an option is invalid.
     """
-    how = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p)
     texts, single = _texts(prompt)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if texts is not None and tokenizer is None:
@@ -114,29 +114,29 @@ def generate(
     rows, single = ([encode(tokenizer, text) for text in texts], single) if texts is not None else _ids(prompt)
     limit = _limit(rows, max_new_tokens, context_of(model))
     ends = own_stop(model, tokenizer) if stop is None else stop_ids(stop, tokenizer)
-    draws = _generators(seed, len(rows))
+    generators = _generators(seed, len(rows))
     step = next_logits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
-    steps = _steps(step, rows, limit, how, ends, draws)
+    steps = _steps(step, rows, limit, sampling, ends, generators)
     if texts is not None:
         steps = _as_text(steps, [Pieces(tokenizer, row) for row in rows])
     return (step[0] for step in steps) if single else steps
 
 
 def _steps(
-    next_of: NextLogits,
+    model: NextLogits,
     rows: list[list[int]],
     limit: int,
-    how: Sampling,
+    sampling: Sampling,
     ends: frozenset[int],
-    draws: list[np.random.Generator],
+    generators: list[np.random.Generator],
 ) -> Iterator[list[Any]]:
     """Yield one token of each row per step, None where the row has ended."""
     new: list[list[int]] = rows
     for _ in range(limit):
-        logits = next_of(new)  # (B, V)
+        logits = model(new)  # (B, V)
         chosen: list[int | None] = []
-        for row, before, rng in zip(logits, new, draws, strict=True):
-            token = choose(row, how, rng) if before else None
+        for row, previous, rng in zip(logits, new, generators, strict=True):
+            token = choose(row, sampling, rng) if previous else None
             chosen.append(None if token in ends else token)
         new = [[] if token is None else [token] for token in chosen]
         if not any(new):
@@ -157,7 +157,7 @@ def _texts(prompt: Any) -> tuple[list[str] | None, bool]:
     """The prompt as texts, None if it is not text, and whether it was a single one."""
     if isinstance(prompt, str):
         return [prompt], True
-    if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, str) for one in prompt):
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(text, str) for text in prompt):
         return list(prompt), False
     return None, False
 
@@ -210,9 +210,9 @@ def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generato
     if isinstance(seed, int | np.integer):
         pairs = [(int(seed), b) for b in range(rows)]
     elif len(seed) == rows:
-        pairs = [(int(one), 0) for one in seed]
+        pairs = [(int(row_seed), 0) for row_seed in seed]
     else:
         raise CallError(f"generate: {len(seed)} seeds for {rows} rows. Fix: one seed, or one for each row.")
-    if any(one < 0 for one, _ in pairs):
+    if any(row_seed < 0 for row_seed, _ in pairs):
         raise CallError(f"generate: seed is {seed}; it is an integer, at least 0.")
     return [np.random.default_rng(pair) for pair in pairs]

@@ -1,4 +1,4 @@
-"""Rejects appends after which a query would lack a key that its mask shows. NumPy only.
+"""Rejects appends that leave a query without a key that its mask shows. NumPy only.
 
 A cached query is computed once. Under a causal mask all its keys exist by then; a mask that shows the future (a prefix, a
 band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by tile answers:
@@ -72,8 +72,8 @@ class Missing:
         """Before the tokens from ``n`` to before ``coming`` (R,) are removed: no query that stays may have seen one."""
         n = np.minimum(n, coming)
         for b in np.flatnonzero(seen(self.mask, 0 * n, n, n, coming) != EMPTY).tolist():
-            for one in row_masks(self.mask, b, len(n)):
-                pair = _visible_pair(one, 0, int(n[b]), np.arange(n[b], coming[b]))
+            for mask in row_masks(self.mask, b, len(n)):
+                pair = _visible_pair(mask, 0, int(n[b]), np.arange(n[b], coming[b]))
                 if pair is not None:
                     raise CallError(
                         f"crop: n is {n.tolist()}, but {self.mask!r} shows the query at {pair[0]}, which stays, the key at "
@@ -122,13 +122,13 @@ class Missing:
         for b in np.flatnonzero(pending < coming).tolist():
             low, high = int(pending[b]), int(coming[b])
             k = positions[b][positions[b] >= 0]
-            for one in row_masks(self.mask, b, len(positions)):
-                pair = _visible_pair(one, low, high, k)
+            for mask in row_masks(self.mask, b, len(positions)):
+                pair = _visible_pair(mask, low, high, k)
                 if pair is not None:
-                    self._raise(*pair, [one], "comes only after it")
+                    self._raise(*pair, [mask], "comes only after it")
 
     def _raise(self, q: int, k: int, masks: list[Mask], what: str) -> NoReturn:
-        last = max((_last_seen(one, q, k) for one in masks), default=k)
+        last = max((_last_seen(mask, q, k) for mask in masks), default=k)
         fix = (
             "attend to the whole sequence in one call"
             if last > POSITION_MAX // 2
@@ -142,14 +142,11 @@ class Missing:
 
 def _last_seen(mask: Mask, q: int, k: int) -> int:
     """The last key that the query may see according to the tiles, at least ``k``; POSITION_MAX if there is no last one."""
-    empty, some = (
-        POSITION_MAX,
-        k + 1,
-    )  # nothing is visible from `empty` on; something may be from a point before `some` on
-    while some < empty:
-        middle = (some + empty) // 2
-        empty, some = (middle, some) if mask.tile(q, q + 1, middle, POSITION_MAX) == EMPTY else (empty, middle + 1)
-    return POSITION_MAX if empty == POSITION_MAX else empty - 1
+    low, high = k + 1, POSITION_MAX  # from `high` on nothing is visible; from before `low` on, something may be
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if mask.tile(q, q + 1, middle, POSITION_MAX) == EMPTY else (middle + 1, high)
+    return POSITION_MAX if high == POSITION_MAX else high - 1
 
 
 def _visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -181,7 +178,7 @@ def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
     out = np.empty(shape, np.int8)
     for b in range(shape[0]):
         masks = row_masks(mask, b, shape[0])
-        out[b] = np.max([np.asarray(one.tile(*(edge[b] for edge in edges))) for one in masks], 0)
+        out[b] = np.max([np.asarray(mask_of_head.tile(*(edge[b] for edge in edges))) for mask_of_head in masks], 0)
     return out
 
 

@@ -1,8 +1,8 @@
 """Adapters from any language model to one call: new tokens of each row in, next-token logits of each row out.
 
-    CachedModel         model(ids, cache=..., positions=...)       lowtri's models, anything with make_cache(batch_size)
+    PositionedModel     model(ids, positions=..., cache=...)       lowtri's models, anything with make_cache(batch_size)
+                        model(ids, positions=...)                  without a cache: the whole row at every step
     TransformersModel   model(input_ids=..., past_key_values=...)  a causal language model of transformers
-    PositionedModel     model(ids, positions=...)                  without a cache: the whole row at every step
     PlainModel          model(ids)                                 any callable; rows of equal length form one batch
 
 Rows of different lengths share a batch by left padding, with position -1 (transformers: attention mask 0). A plain callable has
@@ -25,7 +25,7 @@ __all__ = ["NextLogits", "context_of", "next_logits", "stepwise_cache"]
 
 Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
 Logits: TypeAlias = NDArray[np.floating]  # (B, V); undefined where a row has ended
-NextLogits: TypeAlias = "CachedModel | TransformersModel | PositionedModel | PlainModel"
+NextLogits: TypeAlias = "TransformersModel | PositionedModel | PlainModel"
 
 
 def next_logits(model: Any, rows: int, *, cached: bool, torch_ids: bool) -> NextLogits:
@@ -39,10 +39,9 @@ def next_logits(model: Any, rows: int, *, cached: bool, torch_ids: bool) -> Next
     parameters = _parameters(model)
     if "past_key_values" in parameters:
         return TransformersModel(model, parameters, cached)
-    if cached and hasattr(model, "make_cache") and "cache" in parameters:
-        return CachedModel(model, parameters, rows)
-    if "positions" in parameters:
-        return PositionedModel(model, parameters)
+    has_cache = cached and hasattr(model, "make_cache") and "cache" in parameters
+    if has_cache or "positions" in parameters:
+        return PositionedModel(model, parameters, rows, has_cache)
     return PlainModel(model, torch_ids or _is_module(model))
 
 
@@ -59,33 +58,23 @@ def stepwise_cache(model: Any, rows: int, **options: Any) -> Any:
     return model.make_cache(rows, **options)
 
 
-class CachedModel:
-    """A model that takes only the new tokens and a cache."""
-
-    def __init__(self, model: Any, parameters: frozenset[str], rows: int) -> None:
-        self.model, self.cache = model, stepwise_cache(model, rows)
-        self.lengths = np.zeros(rows, np.int64)
-        self.options = _last_only(parameters)
-
-    def __call__(self, new: Rows) -> Logits:
-        ids, positions = _padded(new, self.lengths)
-        self.lengths += [len(row) for row in new]
-        with _inference(self.model):
-            out = self.model(_tensor(ids, self.model), cache=self.cache, positions=positions, **self.options)
-        return _last(out, ids.shape)
-
-
 class PositionedModel:
-    """A model without a cache: whole rows at every step, with their positions."""
+    """A model that takes positions: only the new tokens and a cache, or whole rows at every step."""
 
-    def __init__(self, model: Any, parameters: frozenset[str]) -> None:
+    def __init__(self, model: Any, parameters: frozenset[str], rows: int, cached: bool) -> None:
         self.model, self.options = model, _last_only(parameters)
         self.rows: list[list[int]] = []
+        self.lengths = np.zeros(rows, np.int64)  # (B,) of what the cache holds
+        self.cached = cached
+        if cached:
+            self.options["cache"] = stepwise_cache(model, rows)
 
     def __call__(self, new: Rows) -> Logits:
-        self.rows = _extended(self.rows, new)
-        # Left padding puts every row's newest token last; a row that has ended is computed again and ignored.
-        ids, positions = _padded(self.rows, np.zeros(len(new), np.int64))
+        if not self.cached:
+            new = self.rows = _extended(self.rows, new)  # a row that has ended is computed again and ignored
+        ids, positions = _padded(new, self.lengths)
+        if self.cached:
+            self.lengths += [len(row) for row in new]
         with _inference(self.model):
             out = self.model(_tensor(ids, self.model), positions=positions, **self.options)
         return _last(out, ids.shape)
@@ -181,7 +170,7 @@ def _parameters(model: Any) -> frozenset[str]:
         return frozenset()
 
 
-def _last_only(parameters: frozenset[str]) -> dict[str, int]:
+def _last_only(parameters: frozenset[str]) -> dict[str, Any]:
     """Compute the last logits only, where the model can: the others of a long prompt are large and unused."""
     return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 

@@ -93,7 +93,7 @@ def draw(probabilities: NDArray[np.float64], rng: np.random.Generator) -> int:
     return int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
 
 
-def choose(logits: Logits, how: Sampling, rng: np.random.Generator) -> int:
+def choose(logits: Logits, sampling: Sampling, rng: np.random.Generator) -> int:
     """The next token of one row: at temperature 0 the most probable (the first of ties), else a sample.
 
     Raises:
@@ -103,11 +103,11 @@ def choose(logits: Logits, how: Sampling, rng: np.random.Generator) -> int:
     if not np.isfinite(logits[best]):
         what = "hide every token (all are -inf)" if logits[best] == -np.inf else f"hold {logits[best]} at token {best}"
         raise CallError(f"generate: the model's logits {what}, so no token can be chosen.")
-    if how.temperature == 0:
+    if sampling.temperature == 0:
         return best
-    kept = apply_temperature(np.asarray(logits, np.float64) - logits[best], how.temperature)
-    if how.top_k is not None:
-        kept = keep_top_k(kept, how.top_k)
-    if how.top_p is not None and how.top_p < 1:
-        kept = keep_top_p(kept, how.top_p)
-    return draw(softmax(kept), rng)
+    filtered = apply_temperature(np.asarray(logits, np.float64) - logits[best], sampling.temperature)
+    if sampling.top_k is not None:
+        filtered = keep_top_k(filtered, sampling.top_k)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        filtered = keep_top_p(filtered, sampling.top_p)
+    return draw(softmax(filtered), rng)

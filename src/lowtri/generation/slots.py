@@ -39,7 +39,7 @@ class SlotAllocator:
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
         self.top = 0  # all used slots are below
-        self.step = 0  # number of appends
+        self.appends = 0
         self.evicted = 0
         self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append
         self.slots: Slots = slice(0, 0)  # its slots
@@ -73,9 +73,9 @@ class SlotAllocator:
         """Whether these are the positions of the last append, for all rows or for each."""
         if same(positions, self.newest):
             return True
-        given = np.maximum(np.atleast_2d(as_positions(positions)), -1)
-        fits = given.shape[1:] == self.newest.shape[1:] and (len(given) == 1 or len(self.newest) == 1)
-        return fits and bool(np.all(given == self.newest))
+        rows = np.maximum(np.atleast_2d(as_positions(positions)), -1)
+        fits = rows.shape[1:] == self.newest.shape[1:] and (len(rows) == 1 or len(self.newest) == 1)
+        return fits and bool(np.all(rows == self.newest))
 
     def allocate(self, n: int, rows: int, positions: Any = None) -> None:
         """Allocate slots for ``n`` new tokens, evicting keys and resizing as needed."""
@@ -97,7 +97,7 @@ class SlotAllocator:
         if n:
             self.next = np.maximum(self.next, new.max(1) + 1)
         self._since_sweep += n
-        self.step += 1
+        self.appends += 1
 
     def crop(self, n: NDArray[np.int64]) -> None:
         """Remove the tokens at positions from ``n`` (R,) on."""
@@ -155,8 +155,8 @@ class SlotAllocator:
         for b in range(len(before)) if np.any(back) else ():
             old_q, new_q = self.next[b] + new, self.next[b] - back[b] + new  # future queries
             old_k, new_k = np.concatenate([before[b], old_q]), np.concatenate([after[b], new_q])
-            for one in row_masks(self.mask, b, len(before)):
-                if np.any(one(old_q[:, None], old_k) != one(new_q[:, None], new_k)):
+            for mask in row_masks(self.mask, b, len(before)):
+                if np.any(mask(old_q[:, None], old_k) != mask(new_q[:, None], new_k)):
                     raise CallError(
                         f"shift: {self.mask!r} shows other pairs at positions lower by {int(back[b])}, so tokens cannot "
                         "move.\nFix: keep= the number of leading positions that the mask names; windows with sinks work."

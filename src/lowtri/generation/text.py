@@ -8,7 +8,7 @@ from lowtri.errors import CallError
 
 __all__ = ["Pieces", "encode", "own_stop", "stop_ids"]
 
-POSITION_MAX = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
@@ -52,7 +52,7 @@ class Pieces:
 def stop_ids(stop: Any, tokenizer: Any) -> frozenset[int]:
     """Stop tokens as ids, from ids or texts of one token each."""
     stops = [stop] if isinstance(stop, int | str) else stop
-    return frozenset(_one_token(tokenizer, one) if isinstance(one, str) else int(one) for one in stops)
+    return frozenset(_one_token(tokenizer, token) if isinstance(token, str) else int(token) for token in stops)
 
 
 def own_stop(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -61,8 +61,7 @@ def own_stop(model: Any, tokenizer: Any) -> frozenset[int]:
         token = getattr(owner, "eos_token_id", None)
         if token is not None:
             return stop_ids(token, None)
-    named = getattr(tokenizer, "token_to_id", None)
-    token = None if named is None else named(POSITION_MAX)
+    token = tokenizer.token_to_id(_END) if hasattr(tokenizer, "token_to_id") else None
     return frozenset() if token is None else frozenset([token])
 
 

@@ -1,29 +1,31 @@
 """torch.nn modules: attention, language models, and their checkpoints.
 
-self_attention  MaskedSelfAttention: one head, as it is taught
-multi_head      MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
-rotary          rotary position embedding
-positions       sinusoidal: the position encodings of the original Transformer
-config          DecoderConfig: the sizes of a decoder
-decoder         Decoder: a Llama-style language model
-gpt2            GPT2: a Decoder with GPT-2's layers
-fixed           attributes that are set once, when a module is built
-recurrent       RecurrentLM: LSTM, GRU or plain RNN
-cache           the interface of a key/value cache
-layout          reads config.json of Llama and related models
-layout_written  writes it
-checkpoint      saves and loads checkpoint folders in transformers' format
-files           the files of such a folder, checked before they are read
-tokenizer       loads its tokenizer
-gguf_header     parses a GGUF header
-gguf_names      GGUF metadata and tensor names as config.json and model.safetensors
-gguf_tokenizer  the tokenizer of a GGUF file
-gguf            converts a GGUF file to a checkpoint folder, once
-glassllm        the weights of the package glassllm
-packaged        weights shipped in packages, by name
-pretrained      Decoder.from_pretrained
-chat            chat templates
-chat_render     the sandboxed process that renders one
+self_attention     MaskedSelfAttention: one head, as it is taught
+multi_head         MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
+rotary             rotary position embedding
+positions          sinusoidal: the position encodings of the original Transformer
+config             DecoderConfig, GPT2Config, RecurrentConfig: the sizes of a model
+llama, gpt2        the layers of a Decoder
+decoder            Decoder: a decoder-only language model
+recurrent          RecurrentLM: LSTM, GRU or plain RNN
+fixed              attributes that are set once, when a module is built
+cache              the interface of a key/value cache
+files              the files of a checkpoint folder, checked before they are read
+tokenizer          loads its tokenizer
+layout             reads config.json of Llama and related models
+layout_written     writes it
+checkpoint_reader  reads configuration and weights of a checkpoint folder
+checkpoint         saves and loads checkpoint folders in transformers' format
+gguf_header        parses and checks a GGUF header
+gguf_names         GGUF metadata and tensor names as config.json and model.safetensors
+gguf_tokenizer     the tokenizer of a GGUF file
+gguf               converts a GGUF file to a checkpoint folder, once
+packaged           weights shipped in packages
+hub                models of the Hugging Face hub
+names              a model's name to its checkpoint folder
+pretrained         a model with its tokenizer and folder, by name
+chat               chat templates
+chat_render        the process that renders one
 """
 
 from lowtri.nn.config import DecoderConfig

@@ -1,7 +1,7 @@
 """Renders one chat template. :mod:`lowtri.nn.chat` runs it as a separate process, so that a hostile template can be killed.
 
-stdin: JSON with the template, its variables, where Python finds jinja2, and the memory allowed. stdout: {"text": ...} or
-{"error": ...}. It imports neither lowtri nor torch nor NumPy.
+stdin: JSON with the template, the messages, the special tokens, where Python finds transformers, and the memory allowed.
+stdout: an empty line when the template starts to run, then {"text": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -9,38 +9,30 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from datetime import datetime
 from typing import Any
 
-__all__ = ["main", "render"]
-
-
-def render(template: str, variables: dict[str, Any]) -> str:
-    """Render a template in Jinja's sandbox, with the two functions that transformers provides to templates."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> Any:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(template).render(**variables)
+__all__ = ["main"]
 
 
 def main() -> None:
-    """Render one template from stdin to stdout."""
-    given = json.load(sys.stdin)
-    sys.path[:] = given["path"]
+    """Render the template from stdin to stdout."""
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     with suppress(ImportError, ValueError, OSError):  # Windows has no memory limit of this kind, only the time limit
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+    print(flush=True)
     try:
-        answer = {"text": render(given["template"], given["variables"])}
+        texts: Any = render_jinja_template(
+            [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["tokens"]
+        )
+        answer = {"text": texts[0][0]}
     except Exception as error:  # templates are untrusted programs
         answer = {"error": str(error) or type(error).__name__}
-    sys.stdout.write(json.dumps(answer))
+    json.dump(answer, sys.stdout)
 
 
 if __name__ == "__main__":

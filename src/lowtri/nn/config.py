@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["DecoderConfig", "check_sizes"]
+__all__ = ["CELLS", "DecoderConfig", "GPT2Config", "RecurrentConfig", "check_sizes"]
+
+CELLS = ("lstm", "gru", "rnn")  # of a RecurrentLM
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,7 @@ class DecoderConfig:
     eos_token_id: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
-            self._positive(name)
+        _check_types("DecoderConfig", self)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise CallError(
@@ -89,8 +84,6 @@ class DecoderConfig:
             self._fill("num_key_value_heads", self.num_attention_heads)
         if self.intermediate_size is None:
             self._fill("intermediate_size", -(-8 * self.hidden_size // 3 // 64) * 64)
-        for name in ("head_dim", "num_key_value_heads", "intermediate_size"):
-            self._positive(name)
         if self.head_dim % 2:
             raise CallError(
                 f"DecoderConfig: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
@@ -101,12 +94,6 @@ class DecoderConfig:
                 f"DecoderConfig: num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}: each serves an equal number of query heads."
             )
-        for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise CallError(f"DecoderConfig: {name} is {getattr(self, name)!r:.60}; it is True or False.")
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not isinstance(getattr(self, name), int | float):
-                raise CallError(f"DecoderConfig: {name} is {getattr(self, name)!r:.60}; it is a number.")
         if not self.rms_norm_eps >= 0 or not self.rope_theta > 0:
             raise CallError(
                 f"DecoderConfig: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
@@ -127,13 +114,48 @@ class DecoderConfig:
                 "heads, and one mask for all rows."
             )
 
-    def _positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CallError(f"DecoderConfig: {name} is {value!r:.60}; it is a whole number, at least 1.")
-
     def _fill(self, name: str, value: int | str) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for its users
+
+
+class GPT2Config(DecoderConfig):
+    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is LayerNorm's epsilon."""
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The configuration of a :class:`~lowtri.nn.RecurrentLM`."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    num_hidden_layers: int = 2
+    cell: str = "lstm"
+    tie_word_embeddings: bool = False
+    mask: str = "causal"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cell, str) or self.cell not in CELLS:
+            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; expected one of {', '.join(CELLS)}.")
+        _check_types("RecurrentLM", self)
+        if self.mask != "causal":
+            raise CallError(
+                f"RecurrentLM: mask is {self.mask!r:.60}, but a recurrent model is causal.\n"
+                "Fix: a Decoder for any other mask; for packed documents, pass mask= or positions= to the call."
+            )
+
+
+def _check_types(owner: str, config: Any) -> None:
+    """Check that sizes are whole numbers from 1, flags are True or False, and the rest are numbers; None where it is the default."""
+    for field in fields(config):
+        value, expected = getattr(config, field.name), None
+        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            expected = "a whole number, at least 1"
+        elif field.type == "bool" and not isinstance(value, bool):
+            expected = "True or False"
+        elif field.type == "float" and not isinstance(value, int | float):
+            expected = "a number"
+        if expected is not None and not (value is None and field.default is None):
+            raise CallError(f"{owner}: {field.name} is {value!r:.60}; it is {expected}.")
 
 
 def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) -> None:

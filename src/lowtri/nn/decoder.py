@@ -1,6 +1,4 @@
-"""A Llama-style decoder language model.
-
-    ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm -> logits
+"""A decoder-only language model, with Llama's layers or GPT-2's.
 
 Parameters have Llama's names, so a ``state_dict`` can be exchanged with transformers' ``LlamaForCausalLM``.
 """
@@ -16,25 +14,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lowtri.errors import CallError
+from lowtri.errors import CallError, DataError
 from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.nn.config import DecoderConfig
+from lowtri.nn.checkpoint_reader import as_dtype, read_checkpoint
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.fixed import Fixed
-from lowtri.nn.multi_head import MultiHeadAttention
-from lowtri.nn.rotary import rotary_tables
+from lowtri.nn.gpt2 import GPT2Body
+from lowtri.nn.llama import LlamaBody
+from lowtri.nn.names import folder_of
+from lowtri.nn.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from lowtri.nn.cache import Cache
 
-__all__ = ["Decoder", "DecoderConfig", "embedded"]
+__all__ = ["Decoder", "DecoderConfig"]
 
 
 class Decoder(nn.Module):
     """A decoder-only language model: token ids to logits, with or without a key/value cache.
+
+    Its layers are Llama's, or GPT-2's for a :class:`~lowtri.nn.gpt2.GPT2Config`.
 
     >>> import torch
     >>> from lowtri.nn import Decoder, DecoderConfig
@@ -62,7 +65,7 @@ class Decoder(nn.Module):
         self.config = config
         self.tokenizer: Tokenizer | None = None  # set by from_pretrained
         self.mask = as_mask(config.mask)
-        self.model = self._body(config)
+        self.model = GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -70,8 +73,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if residual else 1))
             elif name.endswith(".bias"):
                 nn.init.zeros_(weight)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tie_weights()
 
     def forward(
         self,
@@ -117,8 +119,8 @@ class Decoder(nn.Module):
     def from_pretrained(
         cls, path: str | Path, *, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None
     ) -> Decoder:
-        """Load a checkpoint folder in transformers' format (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file, or the
-        weights of an installed package (``"smollm2"``, ``"glassllm"``).
+        """Load a checkpoint folder in transformers' format (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file, a model
+        of the Hugging Face hub (``"org/name"``), or the weights of an installed package (``"smollm2"``).
 
         Weights keep their stored dtype; GGUF weights are dequantised to float32 once and kept in the user's cache folder.
         ``model.tokenizer`` is the checkpoint's tokenizer, or None.
@@ -132,16 +134,20 @@ class Decoder(nn.Module):
         (torch.bfloat16, causal & window(64))
 
         Args:
-            path: a folder with config.json and model.safetensors (or its shards), a file ``*.gguf``, or a package's name.
+            path: a folder with config.json and model.safetensors (or its shards), a file ``*.gguf``, or a name.
             dtype: convert the weights to this torch dtype, or its name.
             mask: replaces the mask that the checkpoint declares.
 
         Raises:
             DataError: if a file is missing or damaged, or describes an unsupported model; the message names the key.
         """
-        from lowtri.nn.pretrained import read
-
-        return read(path, dtype, mask)
+        wanted = as_dtype(dtype)
+        checkpoint = read_checkpoint(folder_of(path), mask=mask)
+        if not isinstance(checkpoint.config, DecoderConfig):
+            raise DataError(f"{path} holds a RecurrentLM, not a Decoder. Fix: lowtri.nn.checkpoint.load")
+        model = checkpoint.build(cls)
+        model.tokenizer = load_tokenizer(checkpoint.folder)
+        return model if wanted is None else model.to(wanted)
 
     def make_cache(
         self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0, allow_missing: bool = False
@@ -153,16 +159,15 @@ class Decoder(nn.Module):
             capacity: initial number of slots; the cache grows as needed.
             allow_missing: as in :class:`lowtri.KVCache`: allow queries before keys that the mask shows them.
         """
-        chosen = self.mask if mask is None else as_mask(mask)
-        if batch_size < 1 or (chosen.batch and chosen.batch[0] not in (1, batch_size)):
-            raise CallError(
-                f"make_cache: batch_size is {batch_size}, and the mask {chosen!r} has batch {chosen.batch}."
-            )
-        return KVCache(chosen, capacity=capacity, allow_missing=allow_missing)
+        mask = self.mask if mask is None else as_mask(mask)
+        if batch_size < 1 or (mask.batch and mask.batch[0] not in (1, batch_size)):
+            raise CallError(f"make_cache: batch_size is {batch_size}, and the mask {mask!r} has batch {mask.batch}.")
+        return KVCache(mask, capacity=capacity, allow_missing=allow_missing)
 
-    def _body(self, config: DecoderConfig) -> Any:
-        """The layers below the output projection."""
-        return _Body(config)
+    def tie_weights(self) -> None:
+        """Let the output projection share the embedding's weights, if the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def _check_context(self, n: int, positions: NDArray[np.int64] | None) -> None:
         end = n if positions is None else int(positions.max(initial=-1)) + 1
@@ -172,70 +177,3 @@ class Decoder(nn.Module):
                 f"Decoder: the last position is {end - 1}, but the context has {limit} positions (0 .. {limit - 1}).\n"
                 f"Fix: keep the last {limit} ids, or a model with a larger max_position_embeddings."
             )
-
-
-class _Body(nn.Module):
-    """Everything below the output projection; ``model`` in a checkpoint."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
-        x = embedded(ids, self.embed_tokens)  # (B, N, hidden)
-        c = self.config
-        at = np.arange(ids.shape[1]) if positions is None else positions
-        rotary = rotary_tables(at, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary)
-        return self.norm(x)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__()
-        rotary = config.rope_layers is None or config.rope_layers[index]
-        self.self_attn = MultiHeadAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim=config.head_dim,
-            mask=config.mask,
-            rope_theta=config.rope_theta if rotary else None,
-            rope_scaling=config.rope_scaling,
-            bias=config.qkv_bias,
-            out_bias=config.o_bias,
-            qk_norm=config.rms_norm_eps if config.qk_norm else None,
-        )
-        self.mlp = _SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), **options)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class _SwiGLU(nn.Module):
-    def __init__(self, size: int, width: int, bias: bool) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, width, bias=bias)
-        self.up_proj = nn.Linear(size, width, bias=bias)
-        self.down_proj = nn.Linear(width, size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def embedded(ids: Tensor, table: nn.Embedding) -> Tensor:
-    """Embeddings (B, N, hidden) of ids (B, N)."""
-    try:
-        return table(ids)
-    except IndexError:
-        raise CallError(
-            f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
-            f"0 .. {table.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
-        ) from None

@@ -15,7 +15,6 @@ from lowtri.errors import DataError
 __all__ = ["brief", "file_in", "read_json", "read_text"]
 
 LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes about 20 times that
-_CACHES = ("snapshots", "blobs")  # huggingface_hub keeps files under blobs, and links to them in snapshots/<revision>
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -30,24 +29,24 @@ def file_in(folder: Path, name: str) -> Path | None:
     try:
         root, target = folder.resolve(strict=True), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # a dangling link; a circle of links
-        raise DataError(f"{path} is a link that leads nowhere: {error}") from None
+        raise DataError(f"{path} is a dangling link, or one of a circle of links: {error}") from None
     roots = [root]
-    if root.parent.name == _CACHES[0]:
-        roots.append(root.parent.parent / _CACHES[1])
-    if not any(target.is_relative_to(one) for one in roots):
+    if root.parent.name == "snapshots":  # of huggingface_hub's cache: snapshots/<revision> has links to blobs
+        roots.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in roots):
         raise DataError(f"{path} is a link to {target}, outside of its folder.\nFix: a copy of that file in its place")
     if not target.is_file():
-        raise DataError(f"{path} is no plain file. Fix: the file itself in its place")
+        raise DataError(f"{path} is not a regular file. Fix: the file itself in its place")
     return path
 
 
-def brief(words: object) -> str:
+def brief(text: object) -> str:
     """Text from a file made safe for a message: no control characters, limited length.
 
     >>> brief("a\\x1b[31mb" + "c" * 999)[:10]
     'a?[31mbccc'
     """
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(words)[:300])
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(text)[:300])
 
 
 def read_text(folder: Path, name: str) -> str | None:
@@ -91,5 +90,5 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / name} cannot be read: {brief(error)}") from None
     if not isinstance(content, dict):
-        raise DataError(f"{folder / name} holds a {type(content).__name__}, expected an object: {{...}}")
+        raise DataError(f"{folder / name} holds a {type(content).__name__}; expected an object: {{...}}")
     return content

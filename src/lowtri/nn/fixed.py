@@ -16,15 +16,12 @@ class Fixed(Generic[T]):
 
     >>> class Model:
     ...     config: Fixed[int] = Fixed("Model(config)")
-    ...     def __init__(self, config: int) -> None:
-    ...         self.config = config
-    >>> model = Model(3)
+    >>> model = Model()
+    >>> model.config = 3
     >>> model.config = 4
     Traceback (most recent call last):
     lowtri.errors.CallError: Model: config is what the model was built from; set now, it would not reach the layers.
     Fix: Model(config)
-    >>> model.config
-    3
 
     Args:
         fix: what to do instead, for the error message.

@@ -1,19 +1,28 @@
-"""Maps GGUF metadata and tensor names to those of config.json and model.safetensors."""
+"""GGUF metadata as the content of config.json, and GGUF tensor names as those of model.safetensors.
+
+transformers reads GGUF files, too, but drops what these models need: measured with 5.20 and 5.23, it reads Llama without its
+biases, its scaled rotary frequencies (linear, llama3) and its sliding window, and without attention.key_length; SmolLM's
+tokenizer without single digits, and Qwen2's without NFC. The names of tensors are the package gguf's.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowtri.errors import DataError
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.files import brief
+from lowtri.nn.gpt2 import GPT2Body, to_conv1d
+from lowtri.nn.layout import GPT2_KEYS
+from lowtri.nn.llama import LlamaBody
 
-__all__ = ["config_of", "tensor_name"]
+__all__ = ["config_of", "tensor_names"]
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
-
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -23,43 +32,12 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
 # Read below, or irrelevant to the computation.
 _ALSO = {"attention.value_length", "attention.causal", "rope.dimension_count", "attention.sliding_window", "vocab_size"}
 _ALSO |= {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
-_GPT2 = {"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions", "hidden_size": "n_embd"}
-_GPT2 |= {"num_attention_heads": "n_head", "intermediate_size": "n_inner"}
-
-_LLAMA_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GPT2_TENSORS = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
-    "ffn_norm": "ln_2",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
 
 
 def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
@@ -69,85 +47,71 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
         DataError: for another architecture, or a field that the Decoder does not support.
     """
     kind = fields.get("general.architecture")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise DataError(f"{path}: general.architecture {kind!r:.60} came, lowtri reads {', '.join(ARCHITECTURES)}")
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+        raise DataError(f"{path}: general.architecture {kind!r:.60} came, lowtri reads {', '.join(_ARCHITECTURES)}")
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     for key, value in own.items():
         if key not in _SIZES and key not in _ALSO and value:
-            raise DataError(
-                f"{path}: {kind}.{brief(key)} {value!r:.60} came, and lowtri's Decoder has nothing of the kind"
-            )
-    config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
+            raise DataError(f"{path}: {kind}.{brief(key)} {value!r:.60} came, which lowtri's Decoder does not support")
+        # Some architectures have lists, one entry for each layer.
+        if key in _SIZES and not key.endswith(("epsilon", "freq_base")) and not isinstance(value, int):
+            raise DataError(f"{path}: {kind}.{key} {value!r:.60} came, expected a whole number")
     if "token_embd.weight" not in shapes:
-        raise DataError(f"{path}: it has no token_embd.weight, so it is no language model")
-    config |= {"model_type": kind, "vocab_size": shapes["token_embd.weight"][0]}
-    config["tie_word_embeddings"] = "output.weight" not in shapes
-    config["eos_token_id"] = _ends(fields)
-    config["bos_token_id"] = fields.get("tokenizer.ggml.bos_token_id")
-    config["architectures"] = [{"gpt2": "GPT2LMHeadModel"}.get(kind, f"{kind.capitalize()}ForCausalLM")]
+        raise DataError(f"{path}: it has no token_embd.weight, so it is not a language model")
+    config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
+    heads = config.get("num_attention_heads", 1)
+    config |= {
+        "model_type": kind,
+        "vocab_size": shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "eos_token_id": _end_ids(fields),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"],
+    }
+    config.setdefault("num_key_value_heads", heads)
     if kind == "gpt2":
-        heads = config.get("num_attention_heads")
-        config.setdefault("num_key_value_heads", heads)
-        return {_GPT2.get(key, key): value for key, value in config.items()} | {
-            "num_attention_heads": heads,
-            "activation_function": "gelu_new",
-        }
-    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-    _whole(own, kind, path)
-    config.setdefault("head_dim", config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
+        names = {ours: theirs for theirs, ours in GPT2_KEYS.items()}
+        return {names.get(key, key): value for key, value in config.items()} | {"activation_function": "gelu_new"}
+    config.setdefault("head_dim", config.get("hidden_size", 0) // max(1, heads))
     config.setdefault("rope_theta", 10000.0)
     config["hidden_act"] = "silu"
-    biased = "blk.0.attn_q.bias" in shapes
     if kind in ("llama", "qwen3"):
-        config["attention_bias"] = biased
+        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if kind == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
-    _check_heads(own, config, kind, path)
-    scaling = own.get("rope.scaling.type", "none")
-    if scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
-    elif scaling != "none":
-        raise DataError(f"{path}: {kind}.rope.scaling.type {scaling!r} came, lowtri's Decoder has none and linear")
-    n = own.get("attention.sliding_window")
-    if n and kind == "llama":
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": n}
-    elif n:
-        config |= {"use_sliding_window": True, "sliding_window": n, "max_window_layers": 0}
-    return config
-
-
-def tensor_name(name: str, kind: str, path: Path) -> str:
-    """The name of a tensor in model.safetensors.
-
-    Raises:
-        DataError: for a tensor that the Decoder does not have.
-    """
-    names = _GPT2_TENSORS if kind == "gpt2" else _LLAMA_TENSORS
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match.group(2) not in names:
-        raise DataError(f"{path}: the tensor {brief(name)} has no place in lowtri's Decoder")
-    layer, part, end = match.groups()
-    layers = "transformer.h" if kind == "gpt2" else "model.layers"
-    return f"{layers}.{layer}.{names[part]}.{end}" if layer is not None else f"{names[part]}.{end}"
-
-
-def _whole(own: Mapping[str, Any], kind: str, path: Path) -> None:
-    """Counts must be integers, the same for all layers; some architectures have lists, one entry per layer."""
-    for key, name in _SIZES.items():
-        if key in own and not name.endswith(("eps", "theta")) and not isinstance(own[key], int):
-            raise DataError(f"{path}: {kind}.{key} {own[key]!r:.60} came, expected a whole number")
-
-
-def _check_heads(own: Mapping[str, Any], config: Mapping[str, Any], kind: str, path: Path) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, config["head_dim"]) != config["head_dim"]:
             raise DataError(
                 f"{path}: {kind}.{key} {own[key]} came, lowtri's Decoder has the head size {config['head_dim']} only"
             )
+    scaling = own.get("rope.scaling.type", "none")
+    if scaling == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
+    elif scaling != "none":
+        raise DataError(f"{path}: {kind}.rope.scaling.type {scaling!r} came, lowtri's Decoder has none and linear")
+    window = own.get("attention.sliding_window")
+    if window and kind == "llama":
+        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    elif window:
+        config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return config
 
 
-def _ends(fields: Mapping[str, Any]) -> int | list[int] | None:
+def tensor_names(config: DecoderConfig, architecture: str) -> dict[str, str]:
+    """For each tensor of such a model, its name in a GGUF file, and in model.safetensors."""
+    import gguf
+
+    with torch.device("meta"):
+        body = GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
+        weights = {f"model.{name}": weight for name, weight in body.state_dict().items()}
+        names = [*(to_conv1d(weights) if isinstance(config, GPT2Config) else weights), "lm_head.weight"]
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table: Any = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    return {table.get_name(name, (".weight", ".bias")): name for name in names}
+
+
+def _end_ids(fields: Mapping[str, Any]) -> int | list[int] | None:
     """End-of-text and, if different, end-of-turn token ids."""
-    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    ends = list(dict.fromkeys(one for one in named if one is not None))
+    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(index for index in ids if index is not None))
     return ends[0] if len(ends) == 1 else ends or None

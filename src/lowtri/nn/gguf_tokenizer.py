@@ -26,7 +26,7 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 # Pre-tokenizer patterns: contractions, words, numbers, punctuation, white space.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CUTS = {
+_PATTERNS = {
     "gpt-2": None,  # None: the default pattern of ByteLevel
     "gpt2": None,
     "smollm": None,
@@ -34,8 +34,8 @@ _CUTS = {
     "llama-bpe": _WORDS + r"\p{N}{1,3}" + _REST,
     "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
 }
-_DIGITS_ALONE = ("smollm",)
-_COMPOSED = ("qwen2",)  # texts are normalised to NFC first
+_SINGLE_DIGITS = ("smollm",)
+_NFC = ("qwen2",)  # texts are normalised to NFC first
 
 
 def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
@@ -49,28 +49,28 @@ def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | Non
         return None, {}
     if kind not in ("gpt2", "llama"):
         raise DataError(f"{path}: tokenizer.ggml.model {kind!r:.60} came, lowtri reads gpt2 and llama")
-    return guarded(f"{path}: its tokenizer is damaged", lambda: _made(fields, kind, path))
+    return guarded(f"{path}: its tokenizer is damaged", lambda: _build(fields, kind, path))
 
 
-def _made(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _build(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     tokens = _texts(fields, "tokens", path)
     tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens, path)
     _add_special(tokenizer, tokens, fields.get("tokenizer.ggml.token_type", ()))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+    for name, ggml_name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = fields.get(f"tokenizer.ggml.{ggml_name}_token_id")
         if isinstance(index, int) and 0 <= index < len(tokens):
-            config[f"{ours}_token"] = tokens[index]
-    _begin(tokenizer, fields, config, default=kind == "llama")
+            config[f"{name}_token"] = tokens[index]
+    _prepend_begin(tokenizer, fields, config, default=kind == "llama")
     return tokenizer, config
 
 
 def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
     """A list of texts, with a limit on the work of splitting each in every way."""
     texts = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-        raise DataError(f"{path}: tokenizer.ggml.{name} is no list of texts")
-    if sum(len(one) ** 2 for one in texts) > _MOST_WORK:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{path}: tokenizer.ggml.{name} is not a list of texts")
+    if sum(len(text) ** 2 for text in texts) > _MOST_WORK:
         raise DataError(f"{path}: tokenizer.ggml.{name} has texts of up to {max(map(len, texts))} characters")
     return texts
 
@@ -78,21 +78,21 @@ def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    cut = fields.get("tokenizer.ggml.pre", "gpt-2")
-    if not isinstance(cut, str) or cut not in _CUTS:
-        raise DataError(f"{path}: tokenizer.ggml.pre {cut!r:.60} came, lowtri knows {', '.join(_CUTS)}")
+    pre = fields.get("tokenizer.ggml.pre", "gpt-2")
+    if not isinstance(pre, str) or pre not in _PATTERNS:
+        raise DataError(f"{path}: tokenizer.ggml.pre {pre!r:.60} came, lowtri knows {', '.join(_PATTERNS)}")
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(fields, "merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in ("llama-bpe", "llama3")))
-    pattern, level = _CUTS[cut], pre_tokenizers.ByteLevel
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut in _DIGITS_ALONE else []
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "llama3")))
+    pattern, level = _PATTERNS[pre], pre_tokenizers.ByteLevel
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
     if pattern is None:
         steps.append(level(add_prefix_space=False))
     else:
         steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
         steps.append(level(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
-    if cut in _COMPOSED:
+    if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -125,13 +125,13 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], path: Path
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose merged token has the greatest score; as a list of merges, greatest first."""
-    found = []
+    merges = []
     for token, index in vocabulary.items():
-        for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
             if left in vocabulary and right in vocabulary:
-                found.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
 
 
-def _begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapping[str, Any], default: bool) -> None:
+def _prepend_begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapping[str, Any], default: bool) -> None:
     """Prepend the begin token if the file says so."""
     from tokenizers import processors
 

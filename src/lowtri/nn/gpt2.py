@@ -1,8 +1,13 @@
-"""GPT-2: learned position embeddings, LayerNorm and GELU instead of Llama's rotary embedding, RMSNorm and SwiGLU.
+"""GPT-2's layers: learned position embeddings, LayerNorm and GELU instead of Llama's rotary embedding, RMSNorm and SwiGLU.
 
-    ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm -> logits
+    ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm
 
-It uses the same attention module as :class:`Decoder`, hence the same masks, caches, audit and ``generate``.
+>>> from lowtri.nn import Decoder
+>>> from lowtri.nn.gpt2 import GPT2Config
+>>> model = Decoder(GPT2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
+>>> model(torch.tensor([[3, 1, 4, 1, 5]])).shape
+torch.Size([1, 5, 50])
+
 Source: Radford et al. 2019.
 """
 
@@ -18,35 +23,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lowtri.masks import Mask
-from lowtri.nn.config import DecoderConfig
-from lowtri.nn.decoder import Decoder, embedded
+from lowtri.nn.config import DecoderConfig, GPT2Config
+from lowtri.nn.llama import embed
 from lowtri.nn.multi_head import MultiHeadAttention
 
 if TYPE_CHECKING:
     from lowtri.nn.cache import Cache
 
-__all__ = ["GPT2", "GPT2Config", "from_conv1d", "to_conv1d"]
+__all__ = ["GPT2Body", "GPT2Config", "from_conv1d", "to_conv1d"]
 
 
-class GPT2Config(DecoderConfig):
-    """The sizes of a GPT-2, under the names of :class:`DecoderConfig`; ``rms_norm_eps`` is LayerNorm's epsilon."""
-
-
-class GPT2(Decoder):
-    """GPT-2 as a :class:`Decoder`: the same interface, other layers.
-
-    >>> import torch
-    >>> from lowtri.nn.gpt2 import GPT2, GPT2Config
-    >>> model = GPT2(GPT2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
-    >>> model(torch.tensor([[3, 1, 4, 1, 5]])).shape
-    torch.Size([1, 5, 50])
-    """
-
-    def _body(self, config: DecoderConfig) -> Any:
-        return _Body(config)
-
-
-class _Body(nn.Module):
+class GPT2Body(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -55,13 +42,12 @@ class _Body(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
-        at = (
-            np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
-        )  # padding may take any embedding
-        x = embedded(ids, self.embed_tokens)  # (B, N, hidden)
-        x = x + self.embed_positions(torch.from_numpy(at).to(ids.device))
-        for index, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index)
+        # Padding, position -1, may take any embedding.
+        index = np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
+        x = embed(ids, self.embed_tokens)  # (B, N, hidden)
+        x = x + self.embed_positions(torch.from_numpy(index).to(ids.device))
+        for number, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=number)
         return self.norm(x)
 
 
@@ -104,7 +90,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a GPT-2 checkpoint (old and new names), renamed and transposed for :class:`GPT2`."""
+    """Tensors of a GPT-2 checkpoint (old and new names), renamed and transposed for a :class:`Decoder` of GPT-2."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?([\w.]+)\.(weight|bias|masked_bias)", name)
@@ -122,7 +108,7 @@ def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse: tensors of :class:`GPT2` in the checkpoint's names and layout."""
+    """The inverse: tensors of such a decoder in the checkpoint's names and layout."""
     theirs = {ours: theirs for theirs, ours in _NAMES.items()}
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -21,17 +21,16 @@ from typing import Any
 
 from lowtri.errors import DataError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.config import DecoderConfig
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.files import brief
-from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling
 
-__all__ = ["GPT2_KEYS", "KINDS", "end_ids", "from_json"]
+__all__ = ["GPT2_KEYS", "KINDS", "SIZES", "end_ids", "from_json"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
 # Keys that change the computation, and their supported values. They may be absent or null.
-_MUST_BE: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "partial_rotary_factor": (1.0,),
@@ -44,8 +43,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 # Keys that are fields of DecoderConfig under the same name; the other fields derive from several keys.
-_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-_SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
 GPT2_KEYS = {
@@ -59,20 +58,20 @@ GPT2_KEYS = {
 _THETA = {"smollm3": 2e6}  # default, if the file has none
 
 
-def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
+def from_json(content: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
     """The configuration in the content of a config.json.
 
     Args:
-        found: the content.
+        content: the object in the file.
         path: of the file, for messages.
         mask: replaces the mask that the file declares.
 
     Raises:
-        DataError: for another kind of model, a key that asks for what the Decoder has not, or a value of the wrong type.
+        DataError: for another kind of model, an unsupported value of a key, or a value of the wrong type.
     """
-    own = None if mask is None else repr(as_mask(mask))
+    mask_text = None if mask is None else repr(as_mask(mask))
     try:
-        return _from_json(found, path, own)
+        return _from_json(content, path, mask_text)
     except DataError:
         raise
     except KeyError as error:
@@ -81,76 +80,78 @@ def from_json(found: Mapping[str, Any], path: Path, mask: Mask | str | None = No
         raise DataError(f"{path} does not describe a decoder: {brief(error)}") from None
 
 
-def _from_json(found: Mapping[str, Any], path: Path, mask: str | None) -> DecoderConfig:
-    kind = found.get("model_type")
+def _from_json(content: Mapping[str, Any], path: Path, mask_text: str | None) -> DecoderConfig:
+    kind = content.get("model_type")
     if kind not in KINDS:
         raise DataError(f"{path}: model_type {kind!r:.60} came, lowtri's Decoder reads {', '.join(KINDS)}")
-    for key, good in _MUST_BE.items():
-        value = found.get(key)
-        if value is not None and value not in good:
-            only = " or ".join(repr(one) for one in good) or "none"
+    for key, supported in _SUPPORTED.items():
+        value = content.get(key)
+        if value is not None and value not in supported:
+            only = " or ".join(map(repr, supported)) or "none"
             raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
-    sizes = {key: value for key, value in found.items() if key in _SIZES and value is not None}
+    sizes = {key: value for key, value in content.items() if key in SIZES and value is not None}
     layers = sizes.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists with an entry per layer are built below
         raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
-    sizes |= {"eos_token_id": end_ids(found.get("eos_token_id"), path), "mask": mask or _declared(found, path)}
+    sizes |= {
+        "eos_token_id": end_ids(content.get("eos_token_id"), path),
+        "mask": mask_text or _declared_mask(content, path),
+    }
     if kind == "gpt2":
-        sizes |= {ours: found[theirs] for theirs, ours in GPT2_KEYS.items() if found.get(theirs) is not None}
+        sizes |= {ours: content[theirs] for theirs, ours in GPT2_KEYS.items() if content.get(theirs) is not None}
         sizes.setdefault("tie_word_embeddings", True)
         sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
         sizes.setdefault("rms_norm_eps", 1e-5)
         return GPT2Config(**sizes)
-    theta, scaling = _rotary_of(found, path)
-    biased = kind != "mistral" and bool(found.get("attention_bias"))
+    theta, scaling = _rotary_of(content, path)
+    has_bias = kind != "mistral" and bool(content.get("attention_bias"))
     sizes |= {
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rope_layers": _rotary_layers(found) if kind == "smollm3" else None,
-        "qkv_bias": biased or kind == "qwen2",
-        "o_bias": biased and kind != "qwen2",
-        "mlp_bias": kind in ("llama", "smollm3") and bool(found.get("mlp_bias")),
+        "rope_layers": _rotary_layers(content) if kind == "smollm3" else None,
+        "qkv_bias": has_bias or kind == "qwen2",
+        "o_bias": has_bias and kind != "qwen2",
+        "mlp_bias": kind in ("llama", "smollm3") and bool(content.get("mlp_bias")),
         "qk_norm": kind == "qwen3",
     }
     sizes.setdefault("tie_word_embeddings", kind == "smollm3")
     return DecoderConfig(**sizes)
 
 
-def _declared(found: Mapping[str, Any], path: Path) -> str:
-    """The mask that the file declares, a formula of positions. Lengths of documents and padding describe one text, so only the
-    caller may set them."""
-    text = found.get("lowtri_mask")
+def _declared_mask(content: Mapping[str, Any], path: Path) -> str:
+    """The mask that the file declares. Lengths of documents and padding describe one text: only the caller sets them."""
+    text = content.get("lowtri_mask")
     if text is None:
-        return _mask_of(found, path)
+        return _window_mask(content, path)
     if not isinstance(text, str) or len(text) > _LONGEST_MASK:
         came = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
         raise DataError(
             f"{path}: lowtri_mask: {came} came, expected a mask as text, of at most {_LONGEST_MASK} characters"
         )
-    of_one_text = re.search(r"\b(documents|keys)\b", text)
-    if of_one_text:
+    match = re.search(r"\b(documents|keys)\b", text)
+    if match:
         raise DataError(
-            f"{path}: lowtri_mask names {of_one_text.group()}, which describes one text and not a model: a file may not set it.\n"
+            f"{path}: lowtri_mask names {match.group()}, which describes one text and not a model: a file may not set it.\n"
             "Fix: give the mask yourself: from_pretrained(path, mask=...), or --mask"
         )
     return text
 
 
-def _mask_of(found: Mapping[str, Any], path: Path) -> str:
+def _window_mask(content: Mapping[str, Any], path: Path) -> str:
     """The mask of a file without ``lowtri_mask``: causal, with a sliding window if every layer has one."""
-    kind, n = found["model_type"], found.get("sliding_window")
-    layers = found.get("num_hidden_layers", 0)
+    kind, n = content["model_type"], content.get("sliding_window")
+    layers = content.get("num_hidden_layers", 0)
     if kind not in ("mistral", "qwen2", "qwen3", "smollm3") or n is None:
         return "causal"
     if kind != "mistral":
-        if not found.get("use_sliding_window", False):
+        if not content.get("use_sliding_window", False):
             return "causal"
-        types = found.get("layer_types")
+        types = content.get("layer_types")
         if types is None and kind == "smollm3":
-            types = ["full_attention" if turns else "sliding_attention" for turns in _rotary_layers(found)]
+            types = ["full_attention" if rotary else "sliding_attention" for rotary in _rotary_layers(content)]
         elif types is None:
-            least = found.get("max_window_layers", 28)
-            types = ["sliding_attention" if index >= least else "full_attention" for index in range(layers)]
+            first = content.get("max_window_layers", 28)
+            types = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
         if set(types) == {"full_attention"}:
             return "causal"
         if set(types) != {"sliding_attention"}:
@@ -160,17 +161,17 @@ def _mask_of(found: Mapping[str, Any], path: Path) -> str:
     return f"causal & window({n})"
 
 
-def _rotary_layers(found: Mapping[str, Any]) -> tuple[bool, ...]:
+def _rotary_layers(content: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each layer of a SmolLM3, whether it has rotary embedding: no_rope_layers is 1 where it does."""
-    layers, every = found.get("num_hidden_layers", 0), found.get("no_rope_layer_interval", 4)
-    listed = found.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
-    return tuple(bool(one) for one in listed)[:layers]
+    layers, interval = content.get("num_hidden_layers", 0), content.get("no_rope_layer_interval", 4)
+    rotary = content.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(layers)]
+    return tuple(map(bool, rotary))[:layers]
 
 
-def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def _rotary_of(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """The rotary base and scaling, from the keys of transformers 5 (rope_parameters) or earlier."""
-    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta") or found.get("rope_theta") or _THETA.get(found["model_type"], 10000.0)
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta") or content.get("rope_theta") or _THETA.get(content["model_type"], 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise DataError(
@@ -181,20 +182,20 @@ def _rotary_of(found: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling
     if kind == "linear":
         return theta, RopeScaling(rope["factor"])
     if kind == "llama3":
-        began = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
-        return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], began)
+        original = rope.get("original_max_position_embeddings") or content["max_position_embeddings"]
+        return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
     raise DataError(
         f"{path}: rope_scaling of rope_type {kind!r:.60} came, lowtri's Decoder has default, linear and llama3"
     )
 
 
-def end_ids(came: Any, path: Path) -> tuple[int, ...] | None:
+def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
     """The ids of ``eos_token_id``, which is one id, a list of them, or null.
 
     Raises:
         DataError: for anything else.
     """
-    ids = came if isinstance(came, list) else [] if came is None else [came]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise DataError(f"{path}: eos_token_id {came!r:.60} came, expected an id, or a list of ids")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
+        raise DataError(f"{path}: eos_token_id {value!r:.60} came, expected an id, or a list of ids")
     return tuple(ids) or None

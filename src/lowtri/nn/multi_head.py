@@ -130,19 +130,9 @@ class MultiHeadAttention(nn.Module):
         Returns:
             output in the shape of ``x``; with ``return_weights`` also (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
         """
-        if x.ndim == 2:
-            batched = self.forward(
-                x[None],
-                None if context is None else context[None],
-                mask=mask,
-                positions=positions,
-                context_positions=context_positions,
-                cache=cache,
-                layer=layer,
-                rotary=rotary,
-                return_weights=return_weights,
-            )
-            return tuple(part[0] for part in batched) if return_weights else batched[0]
+        batched = x.ndim != 2
+        if not batched:
+            x, context = x[None], None if context is None else context[None]
         self._check(x, context, cache)
         mask = self.mask if mask is None else as_mask(mask)
         if cache is not None and mask is not cache.mask and mask != cache.mask:
@@ -172,6 +162,8 @@ class MultiHeadAttention(nn.Module):
         )
         output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)
         output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
+        if not batched:
+            output, weights = output[0], None if weights is None else weights[0]
         return (output, weights) if return_weights else output
 
     def tables(self, positions: Any, device: Any = None) -> tuple[Tensor, Tensor] | None:

@@ -5,7 +5,6 @@ It is autoregressive by construction and has the decoder's interface: the same t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,40 +15,12 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
+from lowtri.nn.config import RecurrentConfig
 from lowtri.nn.fixed import Fixed
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 
 _CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """The sizes of a `RecurrentLM`, as they are written to a file."""
-
-    vocab_size: int
-    hidden_size: int = 256
-    num_hidden_layers: int = 2
-    cell: str = "lstm"
-    tie_word_embeddings: bool = False
-    mask: str = "causal"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.cell, str) or self.cell not in _CELLS:
-            raise CallError(f"RecurrentLM: cell is {self.cell!r:.60}; expected one of {', '.join(_CELLS)}.")
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CallError(f"RecurrentLM: {name} is {value!r:.60}; it is a whole number, at least 1.")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise CallError(
-                f"RecurrentLM: tie_word_embeddings is {self.tie_word_embeddings!r:.60}; it is True or False."
-            )
-        if self.mask != "causal":
-            raise CallError(
-                f"RecurrentLM: mask is {self.mask!r:.60}, but a recurrent model is causal.\n"
-                "Fix: a Decoder for any other mask; for packed documents, pass mask= or positions= to the call."
-            )
 
 
 class RecurrentState:
@@ -71,7 +42,7 @@ class RecurrentState:
         return sum(part.numel() * part.element_size() for part in self.hidden or ())
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
-        """Positions of the next `n` tokens, (B, n)."""
+        """Positions of the next ``n`` tokens, (B, n)."""
         return np.asarray(self.last[:, None] + 1 + np.arange(n))
 
     def reorder(self, index: Any) -> None:
@@ -125,7 +96,11 @@ class RecurrentLM(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the output projection share the embedding's weights, if the configuration says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     @classmethod
@@ -140,9 +115,9 @@ class RecurrentLM(nn.Module):
         )
 
     def make_cache(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
-        """An empty state for `batch_size` sequences.
+        """An empty state for ``batch_size`` sequences.
 
-        `mask` and `capacity` exist for compatibility with :meth:`Decoder.make_cache`: the mask can only be causal.
+        ``mask`` and ``capacity`` exist for compatibility with :meth:`Decoder.make_cache`: the mask can only be causal.
         """
         if mask is not None and as_mask(mask) != self.mask:
             raise CallError(
@@ -165,9 +140,9 @@ class RecurrentLM(nn.Module):
 
         Args:
             ids: (B, N) int64.
-            mask: `causal`, or `causal & documents(...)`, which resets the state at the start of each document.
+            mask: ``causal``, or ``causal & documents(...)``, which resets the state at the start of each document.
             positions: (N,) or (B, N); -1 is padding, which leaves the state unchanged; 0 starts a new document.
-            cache: from :meth:`make_cache`; `ids` then holds the new tokens only.
+            cache: from :meth:`make_cache`; ``ids`` then holds the new tokens only.
             logits_to_keep: compute the logits of this many last tokens; 0 computes all.
 
         Returns:
@@ -204,10 +179,10 @@ class RecurrentLM(nn.Module):
         for start, stop in zip(starts, [*starts[1:], n], strict=True):
             old = state.hidden if state.hidden is not None else self._zeros(x)
             old = tuple(_where(reset[:, start], torch.zeros_like(part), part) for part in old)
-            answer, new = self.cells(x[:, start:stop], old if isinstance(self.cells, nn.LSTM) else old[0])
-            fresh = new if isinstance(new, tuple) else (new,)
-            state.hidden = tuple(_where(pad[:, start], before, after) for before, after in zip(old, fresh, strict=True))
-            outputs.append(answer)
+            output, new = self.cells(x[:, start:stop], old if isinstance(self.cells, nn.LSTM) else old[0])
+            new = new if isinstance(new, tuple) else (new,)
+            state.hidden = tuple(_where(pad[:, start], before, after) for before, after in zip(old, new, strict=True))
+            outputs.append(output)
         return torch.cat(outputs, dim=1) if outputs else x
 
     def _zeros(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -215,11 +190,11 @@ class RecurrentLM(nn.Module):
         return tuple(x.new_zeros(shape) for _ in range(2 if isinstance(self.cells, nn.LSTM) else 1))
 
 
-def _where(rows: NDArray[np.bool_], yes: Tensor, no: Tensor) -> Tensor:
-    """`yes` for the chosen rows of (layers, B, hidden)."""
+def _where(rows: NDArray[np.bool_], x: Tensor, y: Tensor) -> Tensor:
+    """Of (layers, B, hidden): these rows of ``x``, the others of ``y``."""
     if not rows.any():
-        return no
-    return torch.where(torch.from_numpy(np.ascontiguousarray(rows)).to(no.device)[None, :, None], yes, no)
+        return y
+    return torch.where(torch.from_numpy(np.ascontiguousarray(rows)).to(y.device)[None, :, None], x, y)
 
 
 def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.bool_]:
@@ -227,19 +202,17 @@ def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.
     starts = np.zeros((batch, n), bool)
     if mask is None or n == 0:
         return starts
-    chosen = as_mask(mask)
-    table = np.asarray(chosen.dense(n))  # (N, N) or (B, N, N)
+    mask = as_mask(mask)
+    table = np.asarray(mask.dense(n))  # (N, N) or (B, N, N)
     if table.ndim > 3 or (table.ndim == 3 and table.shape[0] not in (1, batch)):
-        raise CallError(
-            f"RecurrentLM: mask {chosen!r} has batch {chosen.batch}, the ids have {batch} rows and no heads."
-        )
+        raise CallError(f"RecurrentLM: mask {mask!r} has batch {mask.batch}, the ids have {batch} rows and no heads.")
     table = np.broadcast_to(table, (batch, n, n))
     starts[:, 1:] = ~np.diagonal(table, -1, axis1=1, axis2=2)
     document = starts.cumsum(axis=1)
-    followed = (document[:, :, None] == document[:, None, :]) & np.tri(n, dtype=bool)
-    if not np.array_equal(table, followed):
+    causal_documents = (document[:, :, None] == document[:, None, :]) & np.tri(n, dtype=bool)
+    if not np.array_equal(table, causal_documents):
         raise CallError(
-            f"RecurrentLM: a recurrent model cannot follow the mask {chosen!r}: it sees the whole past of a document.\n"
+            f"RecurrentLM: a recurrent model cannot follow the mask {mask!r}: it sees the whole past of a document.\n"
             "Fix: causal, causal & documents(...), or a Decoder."
         )
     return starts

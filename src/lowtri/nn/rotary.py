@@ -67,8 +67,8 @@ class RopeScaling:
         if self.linear:
             return frequency / self.factor
         periods = self.original * frequency / (2 * math.pi)  # of each pair in the original context
-        kept = ((periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+        unscaled = ((periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - unscaled) * frequency / self.factor + unscaled * frequency
 
 
 def rotary_frequencies(

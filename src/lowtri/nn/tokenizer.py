@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["encode", "guarded", "load_tokenizer"]
 
 _LONGEST = 2**28  # bytes of a tokenizer.json; the largest in use have tens of megabytes
-_GROWTH = 2**16  # limit on how many times longer replacements may make a text
+_MOST_EXPANSION = 2**16  # limit on how many times longer replacements may make a text
 
 T = TypeVar("T")
 
 
-def guarded(message: str, work: Callable[[], T]) -> T:
-    """The result of ``work``; what the tokenizers library raises becomes a DataError with this message in front.
+def guarded(message: str, function: Callable[[], T]) -> T:
+    """The result of a function; what the tokenizers library raises becomes a DataError with this message in front.
 
     >>> guarded("t.json is not a tokenizer", lambda: 1 // 0)
     Traceback (most recent call last):
     lowtri.errors.DataError: t.json is not a tokenizer: integer division or modulo by zero
     """
     try:
-        return work()
+        return function()
     except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # PanicException is not an Exception
@@ -59,9 +59,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        growth = _growth(tokenizer.normalizer) * _growth(tokenizer.decoder)
-        if growth > _GROWTH:
-            raise DataError(f"{path} is not a tokenizer: its replacements make a text {growth:,} times longer")
+        expansion = _expansion(tokenizer.normalizer) * _expansion(tokenizer.decoder)
+        if expansion > _MOST_EXPANSION:
+            raise DataError(f"{path} is not a tokenizer: its replacements make a text {expansion:,} times longer")
         tokenizer.encode(tokenizer.decode([0, 1, 2], skip_special_tokens=False))  # some files fail only when used
         return tokenizer
 
@@ -81,25 +81,25 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) 
     return ids
 
 
-def _growth(part: Any) -> int:
+def _expansion(part: Any) -> int:
     """How many times longer a text may become in the replacements of a normalizer or decoder, one after the other."""
     if part is None:
         return 1
-    waiting, growth = [json.loads(part.__getstate__())], 1
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            if one.get("type") == "Replace":
-                growth *= _of_replace(one)
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
-        if growth > 2**64:
+    pending, expansion = [json.loads(part.__getstate__())], 1
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            if node.get("type") == "Replace":
+                expansion *= _replace_expansion(node)
+            pending.extend(node.values())
+        elif isinstance(node, list):
+            pending.extend(node)
+        if expansion > 2**64:
             break
-    return growth
+    return expansion
 
 
-def _of_replace(step: dict[str, Any]) -> int:
+def _replace_expansion(step: dict[str, Any]) -> int:
     pattern, content = step.get("pattern"), str(step.get("content", ""))
     literal = pattern.get("String") if isinstance(pattern, dict) else None
     if literal:

@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from lowtri.errors import DataError
+from lowtri.nn import Decoder, DecoderConfig
+from lowtri.nn.packaged import Packaged
+from lowtri.nn.rotary import from_pairs
 
 if TYPE_CHECKING:
-    import torch
     from tokenizers import Tokenizer
 
-    from lowtri.nn import Decoder
+__all__ = ["GLASSLLM", "load_glassllm", "read"]
 
-__all__ = ["read"]
+GLASSLLM = Packaged(
+    "glassllm",
+    "0.1.0",
+    "glassllm/weights/en.npz",
+    "261ae219ab98caa1f3641e23deb3d9d91b7b7a276f991cbd494f67cfa5abce4d",
+    "pip install glassllm==0.1.0   (3 MB)",
+)
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -47,24 +56,32 @@ _NAMES = {
 _SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
 
 
-def read(path: Path, dtype: torch.dtype | str | None = None) -> Decoder:
-    """The model in an npz file of glassllm, float32 unless ``dtype`` is given, with the tokenizer in the same folder.
+def load_glassllm() -> Decoder:
+    """The model of the installed package, with its tokenizer.
+
+    >>> import lowtri
+    >>> "".join(lowtri.generate(load_glassllm(), "The White", 1))
+    ' Queen'
+
+    Raises:
+        DataError: if the package is not installed, or a file is damaged.
+    """
+    return read(GLASSLLM.path())
+
+
+def read(path: Path) -> Decoder:
+    """The model in an npz file of glassllm, in float32, with the tokenizer in the same folder.
 
     Raises:
         DataError: if a file does not have the package's format.
     """
-    import torch
-
-    from lowtri.nn.decoder import Decoder, DecoderConfig
-    from lowtri.nn.pretrained import as_dtype
-
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        found: Mapping[str, Any] = json.loads(str(arrays.pop("__config__")))
+        stored: Mapping[str, Any] = json.loads(str(arrays.pop("__config__")))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is no file of glassllm: {error}") from None
-    sizes = {ours: found[theirs] for theirs, ours in _SIZES.items()}
+        raise DataError(f"{path} is not a file of glassllm: {error}") from None
+    sizes = {ours: stored[theirs] for theirs, ours in _SIZES.items()}
     width = int(arrays["blocks.0.ffn.W1"].shape[1])
     config = DecoderConfig(
         **sizes, intermediate_size=width, tie_word_embeddings=True, eos_token_id=(_SPECIAL.index("<eos>"),)
@@ -76,22 +93,19 @@ def read(path: Path, dtype: torch.dtype | str | None = None) -> Decoder:
     model = Decoder(config)
     model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     model.tokenizer = _tokenizer(path.with_name(path.name.replace(".npz", ".tokenizer.json")))
-    wanted = as_dtype(dtype)
-    return (model if wanted is None else model.to(wanted)).eval()
+    return model.eval()
 
 
 def _renamed(arrays: Mapping[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
     """Arrays with Llama's names, as (out, in), with half-split rotary pairs."""
-    from lowtri.nn.rotary import from_pairs
-
     rotary = {"attn.W_Q": heads, "attn.W_K": kv_heads}
-    found = {"model.embed_tokens.weight": arrays["E"], "model.norm.weight": arrays["norm_f.gamma"]}
+    renamed = {"model.embed_tokens.weight": arrays["E"], "model.norm.weight": arrays["norm_f.gamma"]}
     for name, values in arrays.items():
         if name.startswith("blocks."):
             _, layer, part = name.split(".", 2)
             rows = from_pairs(values.T, rotary[part]) if part in rotary else values.T
-            found[f"model.layers.{layer}.{_NAMES[part]}.weight"] = rows
-    return found
+            renamed[f"model.layers.{layer}.{_NAMES[part]}.weight"] = rows
+    return renamed
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -99,11 +113,11 @@ def _tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        merges = [(left, right) for left, right in found["merges"]]
-        tokens = [*_SPECIAL, *found["alphabet"], *(left + right for left, right in merges)]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        merges = [(left, right) for left, right in stored["merges"]]
+        tokens = [*_SPECIAL, *stored["alphabet"], *(left + right for left, right in merges)]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is no tokenizer of glassllm: {error}") from None
+        raise DataError(f"{path} is not a tokenizer of glassllm: {error}") from None
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
