@@ -78,7 +78,7 @@ $(VENV)/made:
 # Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[transformers,gguf,chat]' \
+	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[transformers,gguf,hub]' \
 		pytest hypothesis onnx ml_dtypes
 	@$(VENV)-floor/bin/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
