@@ -47,8 +47,6 @@ MANY_PARAMETERS = {
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
     *("integrations/onnx.py:attention", "integrations/transformers_attend.py:attend"),
-    # The parameters of attention, and those of the operator.
-    *("ops/describe.py:describe", "dispatch/programs.py:_prepared"),
 }
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -54,7 +54,12 @@ def test_links_verbs_and_files_exist(page: str) -> None:
 
 def test_the_table_of_packages_is_complete() -> None:
     source = ROOT / "src" / "lowtri"
-    packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {"errors", "files", "pages", "plain"}
+    packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {
+        "errors",
+        "files",
+        "pages",
+        "plain",
+    }
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", README, re.M)) == packages
 
 

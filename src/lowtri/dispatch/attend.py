@@ -9,6 +9,7 @@ from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
 from lowtri.dispatch.prepared import prepare
 from lowtri.masks.mask import Mask
+from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
 
 if TYPE_CHECKING:
@@ -139,23 +140,14 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    options: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "bias": bias,
-        "sinks": sinks,
-        "dropout": dropout,
-        "q_positions": q_positions,
-        "k_positions": k_positions,
-        "return_weights": return_weights,
-        "return_lse": return_lse,
-        "engine": engine,
-    }
+    options = CallOptions(
+        scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine
+    )
     if not is_traced():
-        return run_eagerly(q, k, v, mask, **options)
+        return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.programs import traced
 
-    return traced(*cast_for_autocast(q, k, v)[1:], mask, **options)
+    return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
 def which_engine(
@@ -180,7 +172,8 @@ def which_engine(
     Args: those of :func:`attention`.
     """
     _, q, k, v = cast_for_autocast(q, k, v)
-    call, inputs = describe(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
+    checked = CallOptions(return_weights=return_weights, return_lse=return_lse, **options)
+    call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)
     other = ready.instead(inputs)
     chosen = ready.backend if other is None else other.backend

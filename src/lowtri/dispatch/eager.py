@@ -7,17 +7,15 @@ from typing import Any
 
 from lowtri.dispatch.prepared import prepared_call
 from lowtri.masks.arrays import why_not_plain
-from lowtri.ops.call import Result
+from lowtri.ops.call import CallOptions, Result
 
 __all__ = ["cast_for_autocast", "run_eagerly"]
 
 
-def run_eagerly(
-    q: Any, k: Any, v: Any, mask: Any, *, return_weights: bool = False, return_lse: bool = False, **options: Any
-) -> Any:
-    """:func:`lowtri.attention` outside of a trace, with the same arguments."""
+def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
+    """:func:`lowtri.attention` outside of a trace."""
     device, q, k, v = cast_for_autocast(q, k, v)
-    ready, inputs = prepared_call(q, k, v, mask, return_weights=return_weights, return_lse=return_lse, **options)
+    ready, inputs = prepared_call(q, k, v, mask, options)
     result: Result
     if device is None:
         result = ready.run(inputs)
@@ -27,9 +25,9 @@ def run_eagerly(
         with torch.autocast(device, enabled=False):  # a backend's own float32 arithmetic stays in float32
             result = ready.run(inputs)
     restore = ready.call.restore
-    if not (return_weights or return_lse):
+    if not (options.return_weights or options.return_lse):
         return restore(result.output)
-    extra = [result.weights] * return_weights + [result.lse] * return_lse
+    extra = [result.weights] * options.return_weights + [result.lse] * options.return_lse
     return tuple(restore(x) for x in (result.output, *extra))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lowtri.backends.base import Differentiates, Prepared, Selective
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import signature
-from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.call import Call, CallOptions, Inputs, Result
 from lowtri.ops.describe import arrange, describe
 
 __all__ = ["PREPARED", "PreparedCall", "PreparedCalls", "prepare", "prepared_call"]
@@ -62,19 +62,14 @@ def _differentiable() -> Callable[..., Result]:
     return differentiable
 
 
-def prepared_call(
-    q: Any, k: Any, v: Any, mask: Any, *, engine: str = "auto", bias: Any = None, sinks: Any = None, **options: Any
-) -> tuple[PreparedCall, Inputs]:
-    """The prepared call for these arguments: from the cache, or checked, prepared and cached.
-
-    Args: those of :func:`lowtri.attention`; ``options`` are the keyword arguments of :func:`describe` besides arrays.
-    """
-    key = signature(q, k, v, mask, bias, sinks, engine, options)
+def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[PreparedCall, Inputs]:
+    """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
+    key = signature(q, k, v, mask, options)
     ready = None if key is None else PREPARED.get(key)
     if ready is not None:
-        return ready, arrange(ready.call, q, k, v, bias, sinks)
-    call, inputs = describe(q, k, v, mask, bias=bias, sinks=sinks, **options)
-    ready = prepare(call, engine)
+        return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
+    call, inputs = describe(q, k, v, mask, options)
+    ready = prepare(call, options.engine)
     if key is not None:
         PREPARED.put(key, ready)
     return ready, inputs

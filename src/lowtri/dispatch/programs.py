@@ -26,7 +26,7 @@ from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.serialisation import pack, unpack
 from lowtri.masks.text import as_mask
-from lowtri.ops.call import Inputs, Result
+from lowtri.ops.call import CallOptions, Inputs, Result
 from lowtri.ops.diagonal import is_causal_bias
 
 __all__ = ["traced"]
@@ -37,12 +37,12 @@ _ARGUMENTS = (
 )
 
 
-def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights: bool, **options: Any) -> Any:
+def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """A call of attention under tracing: the operator, or a graph break for what the operator does not support.
 
     Weights, dropout and masks with a Python function (``where``) run outside of the graph.
     """
-    if is_causal_bias(mask) or is_causal_bias(options["bias"]):
+    if is_causal_bias(mask) or is_causal_bias(options.bias):
         raise CallError('attention: a CausalBias has no data that a graph could hold. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
@@ -52,24 +52,24 @@ def traced(q: Any, k: Any, v: Any, mask: Any, *, dropout: float, return_weights:
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
         )
     tensors = all(isinstance(x, Tensor) for x in (q, k, v))
-    if text is None or dropout or return_weights or not tensors:
-        return _outside(q, k, v, mask, dropout=dropout, return_weights=return_weights, **options)
+    if text is None or options.dropout or options.return_weights or not tensors:
+        return _outside(q, k, v, mask, options)
     output, lse = _attention(
         q,
         k,
         v,
-        options["bias"],
-        options["sinks"],
+        options.bias,
+        options.sinks,
         text,
         [_tensor(array) for array in arrays],
-        _tensor(options["q_positions"]),
-        _tensor(options["k_positions"]),
-        options["scale"],
-        options["softcap"],
-        options["return_lse"],
-        options["engine"],
+        _tensor(options.q_positions),
+        _tensor(options.k_positions),
+        options.scale,
+        options.softcap,
+        options.return_lse,
+        options.engine,
     )
-    return (output, lse) if options["return_lse"] else output
+    return (output, lse) if options.return_lse else output
 
 
 _REASON = {"reason": "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"}
@@ -175,35 +175,22 @@ def _from_output(ready: PreparedCall) -> bool:
 
 
 def _prepared(
-    q: Any,
-    k: Any,
-    v: Any,
-    bias: Any,
-    sinks: Any,
-    mask: str,
-    arrays: Sequence[Tensor],
-    q_positions: Any,
-    k_positions: Any,
-    scale: float | None,
-    softcap: float | None,
-    return_lse: bool,
-    engine: str,
+    q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: str, arrays: Sequence[Tensor], *rest: Any
 ) -> tuple[PreparedCall, Inputs]:
-    """The prepared call for the operator's arguments."""
-    return prepared_call(
-        q,
-        k,
-        v,
-        unpack(mask, [array.cpu().numpy() for array in arrays]),
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        sinks=sinks,
+    """The prepared call for the operator's arguments, in their order."""
+    q_positions, k_positions, scale, softcap, return_lse, engine = rest
+    read = unpack(mask, [array.cpu().numpy() for array in arrays])
+    options = CallOptions(
+        scale,
+        softcap,
+        bias,
+        sinks,
         q_positions=q_positions,
         k_positions=k_positions,
         return_lse=return_lse,
         engine=engine,
     )
+    return prepared_call(q, k, v, read, options)
 
 
 def _wide(q: Tensor) -> torch.dtype:

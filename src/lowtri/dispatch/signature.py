@@ -15,6 +15,7 @@ import numpy as np
 
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import whole_strides
+from lowtri.ops.call import CallOptions
 from lowtri.ops.threads import thread_count
 
 __all__ = ["signature"]
@@ -22,31 +23,23 @@ __all__ = ["signature"]
 _NUMBERS = (float, int, type(None))
 
 
-def signature(
-    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, engine: Any, options: dict[str, Any]
-) -> Hashable | None:
-    """A hashable signature, or None for a call with unusual arguments.
-
-    Args: those of :func:`lowtri.attention`; ``options`` are its other keyword arguments, or some of them.
-    """
-    option = options.get
-    scale, softcap, dropout = option("scale"), option("softcap"), option("dropout", 0.0)
+def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashable | None:
+    """A hashable signature, or None for a call with unusual arguments."""
+    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine = options
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(dropout) not in _NUMBERS:
         return None
-    if not (isinstance(mask, Mask) or type(mask) is str) or type(engine) is not str:
+    if type(engine) is not str or not (type(mask) is str or isinstance(mask, Mask)):
         return None
     of_arrays = _of_numpy if isinstance(q, np.ndarray) else _of_tensors()
     arrays = of_arrays and of_arrays(q, k, v, bias, sinks)
     if arrays is None:
         return None
-    q_positions, k_positions = option("q_positions"), option("k_positions")
     positions = None
     if q_positions is not None or k_positions is not None:
         positions = _of_positions(q_positions), _of_positions(k_positions)
         if None in positions:
             return None
-    returns = bool(option("return_weights")), bool(option("return_lse"))
-    return arrays, mask, engine, scale, softcap, dropout, positions, returns
+    return arrays, mask, engine, scale, softcap, dropout, positions, bool(return_weights), bool(return_lse)
 
 
 def _of_numpy(*arrays: Any) -> Hashable | None:

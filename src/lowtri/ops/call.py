@@ -20,7 +20,7 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.tile import FULL
 
-__all__ = ["ArrayInfo", "Call", "Inputs", "Result", "seen_keys"]
+__all__ = ["ArrayInfo", "Call", "CallOptions", "Inputs", "Result", "seen_keys"]
 
 
 class ArrayInfo(NamedTuple):
@@ -40,6 +40,21 @@ class Inputs(NamedTuple):
     v: Any  # (B, Hkv, Nk, Dv)
     bias: Any  # None or (B|1, Hq|1, Nq|1, Nk|1)
     sinks: Any  # None or (Hq,)
+
+
+class CallOptions(NamedTuple):
+    """The keyword arguments of :func:`lowtri.attention`, as users pass them."""
+
+    scale: Any = None
+    softcap: Any = None
+    bias: Any = None
+    sinks: Any = None
+    dropout: Any = 0.0
+    q_positions: Any = None
+    k_positions: Any = None
+    return_weights: bool = False
+    return_lse: bool = False
+    engine: str = "auto"
 
 
 class Result(NamedTuple):

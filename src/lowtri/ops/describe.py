@@ -25,30 +25,17 @@ from lowtri.ops.arguments import (
     packed,
     plain_array,
 )
-from lowtri.ops.call import ArrayInfo, Call, Inputs
+from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs
 from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
 from lowtri.ops.memory_limit import check_weights
 from lowtri.ops.threads import thread_count
 
 __all__ = ["arrange", "describe"]
 
+_DEFAULTS = CallOptions()
 
-def describe(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Any = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    q_positions: Any = None,
-    k_positions: Any = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-) -> tuple[Call, Inputs]:
+
+def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS) -> tuple[Call, Inputs]:
     """Check the arguments of a call; returns its description and its arrays in four dimensions.
 
     Raises:
@@ -56,6 +43,7 @@ def describe(
             what came, and the fix.
         MaskError: where ``mask`` is not a mask.
     """
+    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
     diagonal = None  # torch's CausalBias, given as mask or as bias
     if is_causal_bias(mask):
         diagonal, mask = ("mask", mask), full()
