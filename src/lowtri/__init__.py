@@ -1,23 +1,23 @@
-"""lowtri: masked attention from one definition of the mask, with caches, audits and pictures.
+"""lowtri: masked attention, key/value caches, audits and pictures from one definition of the mask.
 
 The packages, in reading order; a package imports only packages above it:
 
-    errors        the error classes
+    errors        the exception classes
     files         atomic writes
-    compat        private APIs of torch, Numba and transformers
-    masks         masks as formulas over positions, the tile question with three answers, plans, pictures
-    pages         the frame of the HTML pages of explain and audit
+    compat        every use of private APIs of torch, Numba and transformers
+    masks         masks as formulas over positions, tile answers, plans, pictures
+    pages         JSON, and the layout of the HTML pages of explain and audit
     plain         the textbook formulas, under the names that notebooks use
-    ops           one checked call of attention, and its definition in float64
+    ops           the checked description of an attention call, and the definition of attention in float64
     kernels       the CPU kernels
     backends      the implementations of attention
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
-    training      from text files to a folder that transformers loads
-    auditing      does a model see what its mask hides?
+    training      trains a model on text files, and writes a folder that transformers loads
+    auditing      the audit: whether a model depends on what its mask hides
     explaining    every step of attention, with numbers
-    benching      benchmarks against torch and the CPU's limit
+    benching      benchmarks against torch and the CPU's own limits
     integrations  transformers, ONNX
     cli           the command `lowtri`, one file per verb
 

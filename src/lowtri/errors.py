@@ -8,7 +8,7 @@
     ├── LeakError        an audit found an output that depends on hidden ones     (also an AssertionError)
     └── UndecidedError   a check could not decide; the message has the reason     (also a RuntimeError)
 
-The command line prints the message alone and exits with the class's ``exit_code``.
+The command line prints only the message and exits with the class's ``exit_code``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LowtriError", "MaskError", "CallError", "EngineError", "DataError", 
 
 
 class LowtriError(Exception):
-    """The root of the family; never raised itself."""
+    """The base class of all errors of lowtri; never raised itself."""
 
     exit_code = 2
 
@@ -27,7 +27,7 @@ class MaskError(LowtriError, ValueError):
 
 
 class CallError(LowtriError, ValueError, RuntimeError):
-    """Arguments of a call that do not fit together. A RuntimeError as well, which is what torch's functions raise for them."""
+    """Arguments of a call that do not fit together. Also a RuntimeError, which torch's functions raise in such cases."""
 
 
 class EngineError(LowtriError, RuntimeError):

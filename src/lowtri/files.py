@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old content or the new content, never a part of it."""
+"""Atomic writes: at any moment a file has its complete old content or its complete new content."""
 
 from __future__ import annotations
 

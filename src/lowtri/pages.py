@@ -1,4 +1,4 @@
-"""What reports are written as: JSON that every reader takes, and one HTML page that needs no network, script or font."""
+"""The output formats of reports: JSON that every parser accepts, and self-contained HTML pages without network, script or font."""
 
 from __future__ import annotations
 

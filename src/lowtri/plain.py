@@ -10,8 +10,8 @@ Notebooks disagree about what ``True`` means, so the first line of every docstri
     masked_self_attention      numbers: added to the scores; booleans: True = attend             (NumPy and torch)
     MaskedSelfAttention        True = hidden                                                     (torch)
 
-These functions are neither fast nor checked: a query that sees nothing gives the mean of all values with -1e9, and NaN with
--inf; ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has the equivalent call of lowtri for each of them.
+These functions are neither fast nor checked. A query that sees nothing gives the mean of all values with -1e9, and NaN with
+-inf, while ``lowtri.attention`` gives 0. ``docs/from-a-notebook.md`` has the equivalent call of lowtri for each of them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def masked_attention_bool(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_self_attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> tuple[Array, Array]:
-    """Numbers are added to the scores (0 = visible); booleans: True = attend; without a mask every token sees every token.
+    """Numbers are added to the scores (0 = visible); in booleans, True = attend; without a mask every token sees every token.
 
     Q, K (..., T, d_h) and V (..., T, d_v), usually with leading dimensions (batch, heads), NumPy or torch; the mask
     broadcasts to (..., T, T). Returns the output (..., T, d_v) and the weights (..., T, T). Source: Vaswani et al. 2017,
@@ -124,7 +124,7 @@ def masked_self_attention(Q: Array, K: Array, V: Array, mask: Array | None = Non
 def self_attention(x: Array) -> tuple[Array, Array]:
     """No mask: every token sees every token. Q = K = V = x (..., T, d), without projections; returns output and weights.
 
-    The masked form is ``masked_self_attention(x, x, x, mask)``.
+    The form with a mask is ``masked_self_attention(x, x, x, mask)``.
 
     >>> output, weights = self_attention(torch.zeros(1, 2, 4))
     >>> weights
@@ -145,8 +145,8 @@ class MaskedSelfAttention(nn.Module):
         (batch, T, d_model)     1, 2                no mask               the output (batch, T, d_model)
         (batch, T, d_model)     not given           the causal mask       output and weights (batch, T, T)
 
-    In its notebook, the last one has no mask argument and applies the causal mask; here an explicit ``mask=None`` turns
-    it off.
+    In its notebook, the class in the last row has no mask argument and applies the causal mask; here an explicit ``mask=None``
+    turns the causal mask off.
 
     >>> _ = torch.manual_seed(42)
     >>> module = MaskedSelfAttention(d_model=2)
@@ -184,7 +184,7 @@ class MaskedSelfAttention(nn.Module):
         self.col_dim = self.row_dim + 1 if col_dim is None else col_dim
 
     def forward(self, encodings: Tensor, mask: Tensor | EllipsisType | None = ...) -> Tensor | tuple[Tensor, Tensor]:
-        """True = hidden. Encodings (T, d_model) or (batch, T, d_model), mask (T, T); the class documents the result."""
+        """True = hidden. Encodings are (T, d_model) or (batch, T, d_model), the mask (T, T); see the class for the result."""
         pair = self.returns_pair and encodings.ndim == 3
         row_dim, col_dim = (1, 2) if pair else (self.row_dim, self.col_dim)
         if isinstance(mask, EllipsisType):

@@ -1,6 +1,6 @@
 """The model adapter: inputs in, one row of numbers for each position out, (B, N, F).
 
-The model is run as it is. Random states, training flags and buffers are restored after a run.
+The model is run unmodified. Random states, training flags and buffers are restored after a run.
 """
 
 from __future__ import annotations

@@ -60,40 +60,40 @@ def audit(
 
     Args:
         model: a torch module, a transformers model, or any callable from an array of token ids or of vectors to an array
-            with one row for each position. It is run as it is; flags, buffers and random states are put back.
+            with one row for each position. It is run unmodified; flags, buffers and random states are restored.
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple of arguments or dict of keywords.
-            N should exceed the model's windows, chunks and capacities: that is where faults sit.
-        mask: what an output may depend on, from end to end; a Mask, its text, or a bool table (N, N), True = may see.
-        vocab_size: how many ids to draw from; by default the model's embedding or config, else the ids in the example.
-        output: picks the tensor with one row for each position out of what the model returns; by default a tensor itself,
-            `.logits`, or the first element.
-        step: how to decode one position, `step(state, x) -> (output, state)`; x is ids (B,) or vectors (B, D), and the state
-            is None at first.
-        layers: the mask is one layer's; it is widened to what this many layers can reach.
+            N should exceed the model's windows, chunks and capacities, since faults occur at their edges.
+        mask: which inputs an output of the whole model may depend on; a Mask, its text, or a bool table (N, N), True = may see.
+        vocab_size: how many ids to draw from; by default from the model's embedding or config, else the ids in the example.
+        output: a function that selects the tensor with one row for each position from what the model returns; by default the
+            returned tensor itself, its `.logits`, or its first element.
+        step: a function that decodes one position, `step(state, x) -> (output, state)`; x is ids (B,) or vectors (B, D), and
+            the first state is None.
+        layers: states that the mask is that of one layer; it is widened to the inputs that this many layers can reach.
         input: which entries of a tuple or dict example are the sequence; "decoder_input_ids" audits the decoder of an
-            encoder-decoder. An array with one entry for each row of the batch, as its source is, goes with the row.
+            encoder-decoder. Arrays with one entry for each row of the batch, such as its source, stay with their rows.
         position_axis, batch_axis, output_axis: where positions and batch are, if that cannot be told from the shapes.
-        alone: how one document runs alone, for the packing probe.
+        alone: a function that runs one document alone, for the packing probe.
         pad_mask: the keyword that marks real positions (1 = real), for the padding probe.
-        train: audit in training mode alone; without it, eval mode is audited by every probe and training mode by most.
+        train: audit in training mode only; by default, every probe audits eval mode and most probes also training mode.
         redraw: audit a copy with its weights redrawn (standard deviation 0.15, or the number given), since fresh
             initialisation hides leaks.
         compile: also audit the model under `torch.compile`.
-        length: how many positions the longer example has, which is the example with random inputs behind it; by default 256
-            or twice the example's, less where the model takes less. 0 leaves it out.
+        length: the number of positions of the longer example, which is the example followed by random inputs; by default 256
+            or twice the example's, fewer if the model accepts fewer. 0 omits the longer example.
         probes: names of the probes to run; by default all.
-        draws: how many random values are put in the place of each input, for each row of the batch.
-        exact: up to this length every pair is looked at.
-        seed: of every random draw.
-        progress: show progress on stderr; by default when it is a terminal.
+        draws: how many random values replace each input in turn, for each row of the batch.
+        exact: up to this number of positions, every pair is checked.
+        seed: the seed of every random draw.
+        progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Returns:
         AuditReport: `ok`, `leaks` (query, key, size, module), `draw()`, `to_json()`, `save(path)`, `exit_code`.
 
     Raises:
-        CallError: if an argument cannot be used, or the example or the answer has no clear axis of positions; the message
-            names the argument to set. What `step`, `alone`, `pad_mask`, `compile` or `length` request and cannot be run
-            leaves the audit undecided, with the reason.
+        CallError: if an argument cannot be used, or the example or the output has no clear axis of positions; the message
+            names the argument to set. If a check requested by `step`, `alone`, `pad_mask`, `compile` or `length` cannot be
+            run, the audit does not raise: it is undecided, and the report gives the reason.
     """
     started = time.monotonic()
     options = Options(mask, layers, step, alone, pad_mask, compile, length, draws, exact, seed)
@@ -137,13 +137,13 @@ def audit(
 
 
 def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
-    """For tests: raise LeakError naming the first leaking pair, UndecidedError when the audit could not decide.
+    """For tests: raise LeakError with the first leaking pair, or UndecidedError if the audit could not decide.
 
     >>> import numpy as np
     >>> from lowtri import assert_causal
     >>> assert_causal(lambda x: np.cumsum(x, axis=0), np.ones((5, 2)))
 
-    Takes `audit`'s arguments; `mask=` makes it an assertion about any other mask.
+    Takes the arguments of `audit`; with `mask=` it asserts any other mask.
     """
     audit(model, example, **arguments).raise_for_leak()
 

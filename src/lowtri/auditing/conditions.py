@@ -1,6 +1,7 @@
-"""The same probes under other conditions: in training mode, with a keyword, on a longer example.
+"""Runs the same probes under other conditions: in training mode, with a keyword, on a longer example.
 
-Every condition has its own noise, and its doubts go to its own float64 copy: it is audited as closely as the example is.
+The noise of each condition is measured, and its doubts are repeated on a float64 copy in that condition, so every condition is
+audited with the same sensitivity as the example.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every probe is given: the adapter, its inputs, what they may depend on, the noise, and random inputs."""
+"""The state that every probe receives: the adapter, its inputs, the pairs that the mask allows, the noise, and random inputs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ways to decode: one position after another, or in chunks, with a state between them.
 
-Recognised: `make_cache(batch)` with `model(ids, cache=...)`, and the caches of transformers models. Any other model needs
+Models with `make_cache(batch)` and `model(ids, cache=...)`, and the caches of transformers models, are recognised. Others need
 `step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
 """
 

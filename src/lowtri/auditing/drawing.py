@@ -1,4 +1,4 @@
-"""Who sees whom, drawn as text and as SVG: what was declared, what was seen, what leaks."""
+"""The declared, the observed and the leaking pairs, drawn as text and as SVG."""
 
 from __future__ import annotations
 

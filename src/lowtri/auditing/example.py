@@ -1,4 +1,4 @@
-"""Read a caller's example: which arrays are sequences, where their positions and batch are, what is a setting."""
+"""Reads a caller's example: which arrays are sequences, which axes are positions and batch, and which arguments are settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a probe returns: a finding, with the leaking pairs and what was measured."""
+"""The result of a probe: a finding, with the leaking pairs and the measurements."""
 
 from __future__ import annotations
 

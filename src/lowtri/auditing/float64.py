@@ -1,7 +1,7 @@
-"""A copy of a model that computes in float64 throughout, where leaks stay and rounding noise vanishes.
+"""A copy of a model that computes in float64 throughout, in which leaks remain and rounding noise vanishes.
 
-Casting the weights is not enough: many models cast back to float32 inside (norms, softmax, rotary tables), which puts the
-noise back. So calls of the copy run under a mode that reads every request for a narrower float as float64.
+Casting the weights is not enough: many models cast to float32 internally (norms, softmax, rotary tables), which brings the
+noise back. So the copy runs under a torch function mode that reads every request for a narrower float as one for float64.
 """
 
 from __future__ import annotations

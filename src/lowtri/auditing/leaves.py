@@ -1,4 +1,4 @@
-"""Vectors to differentiate by, or to poison: the inputs themselves, or what the model looks up for its token ids."""
+"""Vectors to differentiate with respect to, or to poison: the inputs themselves, or the embeddings of token ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a leak enters: the first module whose output at a clean position moved although none of its inputs there did.
+"""Where a leak enters: the first module whose output moved at a position where none of its inputs moved.
 
-Hooks watch every module during one run before and one after the change. Where the movement begins between modules, in plain
-code, their parent is named.
+Hooks record every module during one run before the change and one after it. If the movement begins between modules, in plain
+code, the report names their parent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far outputs move when nothing that matters changes; thresholds follow from it.
+"""How far outputs move when nothing relevant changes; the thresholds follow from this.
 
 Two measurements: the same input twice, and the same input with its sums in another order (the batch reversed, or one row
-alone). Rounding grows with the size of the numbers, so thresholds are multiples of one rounding at that size.
+alone). Rounding errors grow with the magnitude of the numbers, so thresholds are multiples of one rounding error at that magnitude.
 """
 
 from __future__ import annotations

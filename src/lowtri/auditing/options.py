@@ -1,4 +1,4 @@
-"""The options of an audit, checked before anything runs; and the mask as the table of pairs that it allows."""
+"""The options of an audit, checked before anything runs, and the mask as the table of pairs that it allows."""
 
 from __future__ import annotations
 

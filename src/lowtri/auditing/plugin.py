@@ -5,8 +5,8 @@
 
     $ pytest --lowtri-audit my_models.py:make_model --lowtri-audit my_models.py:make_other
 
-Each target is a test of its file, `my_models.py::lowtri_audit[make_model]`, and is collected, selected and distributed as any
-other is. pytest finds the plugin by its entry point. Nothing of lowtri beyond this file is imported until a test asks.
+Each target is a test of its file, `my_models.py::lowtri_audit[make_model]`, which is collected, selected and distributed like any
+other. pytest finds the plugin by its entry point. Nothing of lowtri beyond this file is imported until a test uses it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def lowtri_audit(request: pytest.FixtureRequest) -> Callable[..., AuditReport]:
-    """`lowtri.audit` that fails the test on a leak, and where the audit could not decide; returns the report."""
+    """Run `lowtri.audit`, fail the test on a leak or if the audit could not decide, and return the report."""
 
     def check(model: Any, example: Any, **arguments: Any) -> AuditReport:
         from lowtri.auditing.audit import audit

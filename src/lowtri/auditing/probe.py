@@ -1,4 +1,4 @@
-"""A probe as data: its name, what it does, finds and needs, how its findings are read, and the function that runs it."""
+"""A probe as data: its name, what it does, finds and needs, how its findings are interpreted, and the function that runs it."""
 
 from __future__ import annotations
 

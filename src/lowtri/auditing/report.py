@@ -35,8 +35,8 @@ _DARK = {"leak": "#fc8181", "clean": "#68d391", "undecided": "#f6ad55"}
 class AuditReport:
     """The result of an audit.
 
-    `ok` is true only when every probe that could run found nothing; `decided` is false when the audit could not say.
-    `leaks` is sorted by query and key, `first` is its first entry.
+    `ok` is true if the audit decided and found no leak; `decided` is false if the audit could not decide. `leaks` is sorted by
+    query and key; `first` is its first entry.
     """
 
     model: str
@@ -78,16 +78,16 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """0 nothing found, 1 a leak, 3 could not decide."""
+        """0: no leak found, 1: a leak, 3: could not decide."""
         return _VERDICTS[self.verdict][1]
 
     def finding(self, probe: str) -> Finding:
-        """What one probe found."""
+        """The finding of one probe, by the probe's name."""
         return next(finding for finding in self.findings if finding.probe == probe)
 
     @property
     def message(self) -> str:
-        """The verdict, the mask that it is about, and what it rests on, in one line."""
+        """The verdict, the mask that it refers to, and the evidence that it rests on, in one line."""
         return spelled_out(f"{self.verdict} against {shortened(self.mask, 80)}: {self._what}")
 
     @property
@@ -102,7 +102,7 @@ class AuditReport:
         return leak.sentence(max(self.noise.repeat, self.noise.reorder))
 
     def raise_for_leak(self) -> None:
-        """Raise LeakError for a leak, UndecidedError where nothing could be decided; return for a clean model."""
+        """Raise LeakError for a leak, UndecidedError if the audit could not decide; otherwise return."""
         if self.leaks:
             what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what}"
             raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
@@ -113,7 +113,7 @@ class AuditReport:
             raise UndecidedError(f"audit: {spelled_out(self.model)}: {self.message}\nFix: {fix}.")
 
     def draw(self, most: int = 48) -> str:
-        """Declared, seen and leaking pairs as text, at most `most` signs wide."""
+        """Declared, seen and leaking pairs as text, at most `most` characters wide."""
         return draw_text(self._cells(most), self.n)
 
     def to_json(self) -> str:
@@ -148,7 +148,7 @@ class AuditReport:
         )
 
     def to_html(self) -> str:
-        """One plain page with the picture; no network."""
+        """The report as one self-contained HTML page with the drawing."""
         rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
         table = "\n".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
         parts = [
@@ -165,10 +165,10 @@ class AuditReport:
         return draw_svg(self._cells(96), self.n, namespace=' xmlns="http://www.w3.org/2000/svg"') + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, whole or not at all.
+        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, atomically.
 
         Raises:
-            DataError: if the folder is not there or cannot be written to.
+            DataError: if the folder does not exist or is not writable.
         """
         path = Path(path)
         if not path.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""Run the probes; let the float64 copy decide what is in doubt; name the module where a leak enters."""
+"""Run the probes, repeat doubtful ones on the float64 copy, and locate the module where a leak enters."""
 
 from __future__ import annotations
 

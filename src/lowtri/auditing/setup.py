@@ -1,4 +1,4 @@
-"""What an audit needs before its probes run: redrawn weights, the ids to draw from, and a line of progress."""
+"""What an audit needs before its probes run: redrawn weights, the ids to draw from, and the progress line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The interface of a backend: a module with a name and three functions, which imports no other backend.
 
-    name             as users write it in ``engine=``
-    supports(call)   None if it can run the call, else the reason, in a few words for users
-    cost(call)       an estimate in microseconds on a nominal core; it imports nothing heavy, since every new call needs it
+    name             the value of ``engine=`` that selects it
+    supports(call)   None if it can run the call, else the reason why not, in a few words for users
+    cost(call)       an estimate in microseconds on a nominal core; it imports nothing heavy, since it runs for every new call
     prepare(call)    computes everything that does not depend on the arrays' data
 
 All three depend on the call's description only, so equal calls run on the same backend and give the same bits.

@@ -1,4 +1,4 @@
-"""The table of cases: who may see whom, how long, how wide, in which dtype, and what is computed."""
+"""The table of cases: mask, number of tokens, head size, dtype, and what is computed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="attr-defined, call-arg, var-annotated"
-"""How fast this CPU multiplies and reads at best: the limits that measured rates are compared with.
+"""The maximum rates at which this CPU multiplies and reads: the limits that measured rates are compared with.
 
-Multiplying: the kernels' own register tile on operands that stay in the first cache, nothing else. Reading: a loop that adds up
-what it reads. Both run on the kernels' own threads. Numba compiles the three loops from the types of what they are called with; mypy
-cannot see those.
+Multiplication: only the kernels' register tile, on operands that stay in the L1 cache. Reading: a loop that sums what it reads. Both
+run on the kernels' own threads. Numba compiles the three loops for the types of their arguments, which mypy cannot see.
 """
 
 from __future__ import annotations

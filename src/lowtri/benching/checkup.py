@@ -1,6 +1,6 @@
 """The report of ``lowtri doctor``: what this machine has, what is missing, and what follows.
 
-Modules that need Numba are imported late, since the report also says that it is missing.
+Modules that need Numba are imported late, so that the report can also say that Numba is missing.
 """
 
 from __future__ import annotations

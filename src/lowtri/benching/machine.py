@@ -1,4 +1,4 @@
-"""The facts about the machine that figures depend on."""
+"""The facts about the machine on which the measurements depend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interleaved timing: all implementations run in turns in one process, so that other load on the machine affects all alike.
+"""Interleaved timing: all implementations run in turns in one process, so that other load on the machine affects all of them equally.
 
 Figures are medians. The ceiling is timed in the same turns.
 """

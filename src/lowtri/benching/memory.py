@@ -1,4 +1,4 @@
-"""The peak of memory during a call, as Linux counts it."""
+"""The peak memory use during a call, as Linux counts it."""
 
 from __future__ import annotations
 

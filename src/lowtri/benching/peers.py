@@ -1,6 +1,6 @@
-"""The implementations of one case. Each is made once for a case and then called with q, k and v, or says why it cannot run.
+"""The implementations of one case. Each is made once for a case and then called with q, k and v, or gives the reason why it cannot run.
 
-Whatever does not change from call to call is made before it is timed: torch's boolean mask, FlexAttention's blocks, lowtri's plan.
+Whatever does not change between calls is made before timing starts: torch's boolean mask, FlexAttention's blocks, lowtri's plan.
 """
 
 from __future__ import annotations

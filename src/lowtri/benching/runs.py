@@ -1,4 +1,4 @@
-"""The tensors of a case, and one timed run of a way to compute it."""
+"""The tensors of a case, and one timed run of an implementation."""
 
 from __future__ import annotations
 

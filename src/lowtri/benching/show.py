@@ -1,4 +1,4 @@
-"""The rows as a table, as JSON, and as a picture."""
+"""The results as a table, as JSON, and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowtri audit: does a model peek?"""
+"""lowtri audit: whether a model depends on what its mask hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowtri eval: how well a trained model predicts a text, in both of the ways a model is run."""
+"""lowtri eval: how well a trained model predicts a text, teacher-forced and step by step."""
 
 from __future__ import annotations
 

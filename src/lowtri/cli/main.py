@@ -1,4 +1,4 @@
-"""The command ``lowtri``: finds the verb, runs it, and turns every error into one line and an exit code.
+"""The command ``lowtri``: finds the verb, runs it, and turns every error into a message and an exit code.
 
 How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` and add its line to ``VERBS`` below.
 
@@ -6,7 +6,7 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
     from __future__ import annotations
     from typing import Annotated
     import typer
-    from lowtri.cli.options import Json, MaskText           # options that every verb spells alike
+    from lowtri.cli.options import Json, MaskText           # options that have the same name in every verb
 
     def command(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
         \"\"\"lowtri mask "causal & window(3)"
@@ -17,10 +17,10 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
         from lowtri import mask                              # heavy imports inside: numpy, torch, lowtri's packages
         print(mask(text).draw(8))
 
-- The docstring is the help. Its first paragraph is two examples, one a line, kept as written; the others are wrapped.
-- The module's top imports only typer and cli.options; a verb is imported when called, and by ``--help`` never.
-- stdout carries the result, stderr the rest (``cli.options.note``). Bad input: raise ``DataError`` or another
-  ``LowtriError``. A check that failed: print the result, then ``raise typer.Exit(1)``.
+- The docstring is the help. Its first paragraph is two examples, one per line, shown as written; the other paragraphs are wrapped.
+- At the top, the module imports only typer and cli.options. A verb is imported when it is called, never by ``lowtri --help``.
+- The result goes to stdout, everything else to stderr (``cli.options.note``). For bad input, raise ``DataError`` or another
+  ``LowtriError``. For a failed check, print the result, then ``raise typer.Exit(1)``.
 
 Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 70 an unforeseen error, 130 interrupted.
 No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.

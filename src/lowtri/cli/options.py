@@ -1,6 +1,6 @@
-"""Options that several verbs share, and what they print: results on stdout, notes on stderr.
+"""Options that several verbs share, and the functions that print: results to stdout, notes to stderr.
 
-A verb takes what it needs: ``def command(..., mask: MaskText = "causal", seed: Seed = 0, json: Json = False)``.
+A verb declares the options that it needs: ``def command(..., mask: MaskText = "causal", seed: Seed = 0, json: Json = False)``.
 """
 
 from __future__ import annotations

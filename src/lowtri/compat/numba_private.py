@@ -1,4 +1,4 @@
-"""Parts of Numba that its documentation does not name, under plain names; the package says which versions were tested.
+"""Undocumented parts of Numba, under plain names; the docstring of the package lists the tested versions.
 
 Numba documents how a type is added (``numba.extending``), but not how its attributes and constants are compiled. Where a name is
 missing, importing this file fails; the backend ``cpu`` then gives that as its reason, and other backends run.

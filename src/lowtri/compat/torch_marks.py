@@ -1,4 +1,4 @@
-"""Marks that torch.compile reads from functions; torch itself is not loaded."""
+"""Attributes of functions that torch.compile reads; this file does not load torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private functions of transformers, under plain names; the package says which versions were tested."""
+"""Private functions of transformers, under plain names; the docstring of the package lists the tested versions."""
 
 from __future__ import annotations
 

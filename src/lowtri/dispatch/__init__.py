@@ -1,12 +1,12 @@
 """From the user's arguments to a backend: check, choose by cost, prepare, cache the prepared call, run.
 
 attend            attention() and which_engine()
-eager             attention() outside of a trace
-signature         everything about a call but the data of its arrays: the key of the cache
+eager             attention() outside torch.compile and torch.export
+signature         everything about a call except the data of its arrays: the key of the cache
 prepared          the cache of prepared calls
 autograd          gradients of prepared calls
 choose            which backend runs a call
 programs          attention() under torch.compile and torch.export: two operators
-merge             partial results over disjoint keys, merged
+merge             merges results over disjoint sets of keys
 sdpa_compatible   torch's scaled_dot_product_attention, with torch's meanings
 """

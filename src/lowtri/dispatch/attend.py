@@ -116,26 +116,27 @@ def attention(
         mask: a mask or its text; required.
         scale: factor on the scores; 1 / sqrt(D) by default.
         softcap: c > 0 caps the scaled scores at c * tanh(score / c).
-        bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); not read where hidden.
-        sinks: (Hq,), a logit per head that takes part in the softmax and has no value.
+        bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); ignored where hidden.
+        sinks: (Hq,), one logit per head that takes part in the softmax and has no value vector.
         dropout: the probability with which a weight is dropped.
         q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
-            the positions 0 .. Nk-1, and queries the last Nq of them.
+            the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
-        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees nothing.
-        engine: "auto" for the cheapest that supports the call; or "cpu", "sdpa", "formula" or "reference", which runs or raises.
+        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
+        engine: "auto" for the cheapest backend that supports the call; or "cpu", "sdpa", "formula" or "reference", which runs
+            the call or raises.
 
     Returns:
-        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and lse as requested. The output of a query that sees
-        nothing is 0.
+        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and log-sum-exp as requested. The output of a query
+        that sees no key is 0.
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
-    of the compiled region, or pass it as text. Inside of the region, masks may be built from formulas, from ``documents``, ``keys``
-    and ``table`` of tensors, and with ``&``, ``|`` and ``-``. ``return_weights``, ``dropout`` and ``where`` cause a graph break.
+    the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
+    ``table`` of tensors, and with ``&``, ``|`` and ``-``. ``return_weights``, ``dropout`` and ``where`` cause a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
-        MaskError: if ``mask`` is not a mask; a bare tensor raises, because libraries disagree about the meaning of True.
+        MaskError: if ``mask`` is not a mask; this includes a bare tensor, because libraries disagree about the meaning of True.
         EngineError: if the engine given by name cannot run the call.
 
     Source: Vaswani et al. 2017, section 3.2.
@@ -161,7 +162,7 @@ def which_engine(
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:
-    """The engine that :func:`attention` would use for these arguments, and each engine's answer and estimated cost.
+    """The engine that :func:`attention` would use for these arguments, with each engine's answer and estimated cost.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)

@@ -1,7 +1,7 @@
 """Gradients of prepared calls: the first by the backend, all further ones by the formula.
 
-Kernels, NumPy and torch's fused attention return gradients without a graph. Where torch needs one (``create_graph=True``) or
-transforms the backward, the formula computes the call again, tile by tile, and is differentiated.
+Kernels, NumPy and torch's fused attention return gradients without a graph. Where torch needs a graph (``create_graph=True``) or
+transforms the backward, the formula recomputes the call, tile by tile, and is differentiated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The choice of the backend: the cheapest one that supports the call; one that is requested by name runs or raises."""
+"""The choice of the backend: the cheapest one that supports the call. A backend requested by name runs or raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Choice", "choose", "load", "weigh"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of :func:`lowtri.which_engine`: the engine that would run, why, and the answer of each engine."""
+    """The result of :func:`lowtri.which_engine`: the engine that would run, the reason, and the answer of each engine."""
 
     engine: str
     weighed: str

@@ -1,4 +1,4 @@
-"""A call of attention that runs at once: cast as torch.autocast asks, found in the cache or prepared, and run."""
+"""A call of attention in eager mode: cast under torch.autocast, looked up in the cache or prepared, and run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["merge"]
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """Join attention over disjoint sets of keys into attention over all of them.
+    """Merge attention over disjoint sets of keys into attention over all of them.
 
     >>> import numpy as np, lowtri
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 4, 8))
@@ -31,7 +31,7 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
         outputs: list of (..., Nq, Dv), one for each set of keys.  lses: list of (..., Nq), from ``return_lse=True``.
 
     Returns:
-        (output, lse) over all keys, which can be merged again. Compute the parts without sinks: they would be counted twice.
+        (output, lse) over all keys, which can be merged again. Compute the parts without sinks, which would be counted once per part.
 
     Source: the split softmax of FlashAttention (Dao et al. 2022) and ring attention (Liu et al. 2023).
     """

@@ -1,10 +1,10 @@
-"""attention as two torch operators, for torch.compile and torch.export.
+"""Attention as two torch operators, for torch.compile and torch.export.
 
     lowtri::attention            q, k, v and the rest -> output, log-sum-exp
-    lowtri::attention_backward   -> the gradients of those of q, k, v, bias and sinks that need them
+    lowtri::attention_backward   -> gradients of q, k, v, bias and sinks, as far as they need them
 
-The graph has one node for a call; masks and plans are not traced. The mask is passed as a text and a list of tensors, its arrays,
-so the same graph runs other batches of documents. Eager calls on plain tensors do not use these operators.
+The graph has one node for a call; masks and plans are not traced. The mask is passed as a text and the list of its arrays as
+tensors, so the same graph runs with other batches of documents. Eager calls on plain tensors do not use these operators.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """torch's function with torch's meanings exactly, on lowtri's engines; for existing code.
+    """A drop-in replacement for torch's function of this name, with torch's meanings of all arguments, on lowtri's engines.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -67,16 +67,17 @@ def scaled_dot_product_attention(
         query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast.
         attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
             ``causal_upper_left`` or ``causal_lower_right``.
-        dropout_p: the probability with which a weight is dropped, whether or not a module trains.
-        is_causal: query i sees keys 0 .. i: aligned at the top left, also where L and S differ.
+        dropout_p: the probability with which a weight is dropped, in training and in evaluation alike.
+        is_causal: query i sees keys 0 .. i, also where L and S differ (upper-left alignment).
         scale: factor on the scores; 1 / sqrt(E) by default.
-        enable_gqa: dimension -3 is heads, and each key/value head serves neighbouring query heads.
+        enable_gqa: dimension -3 is the heads, and neighbouring query heads share a key/value head.
 
     Returns:
-        (..., L, Ev), an array of query's kind and dtype. One difference: a query that sees nothing gives 0 on every device.
+        (..., L, Ev), an array or tensor like ``query``, in its dtype. One difference from torch: a query that sees no key gives 0
+        on every device.
 
     Raises:
-        CallError: where torch raises, too. It is also a RuntimeError, as in torch.
+        CallError: where torch also raises. It is a RuntimeError, as in torch.
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """

@@ -1,4 +1,4 @@
-"""The signature of a call: everything that its checks, its backend and its preparation depend on, which is all but the data.
+"""The signature of a call: everything that its checks, its backend and its preparation depend on, which is all except the data.
 
 Calls with equal signatures pass the same checks and run on the same backend, so the cache is searched before anything is checked.
 Calls with unusual arguments (tensor subclasses, options that are not plain numbers) have no signature and are checked each time.

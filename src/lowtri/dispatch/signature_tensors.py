@@ -1,4 +1,5 @@
-"""The tensors' part of a signature. It is a file of its own because it imports torch, and unrolled because every call runs it."""
+"""The tensors' part of a signature: a separate file because it imports torch, and written without a loop over q, k and v because
+every call runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module computes on the way into attention: its encodings, its maps, its q, k and v, head by head."""
+"""What a module computes before attention: encodings, projections, q, k and v, head by head."""
 
 from __future__ import annotations
 

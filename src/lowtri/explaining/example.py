@@ -1,7 +1,7 @@
-"""What to explain when there is no trained model: the worked example, or any sentence under random weights.
+"""Inputs for explain without a trained model: the worked example, or any sentence with random weights.
 
 The worked example is "Write a poem" with the encodings and the seed under which notebooks on masked self-attention show it;
-its figures come out to every printed digit.
+the results agree with the notebooks' in every printed digit.
 """
 
 from __future__ import annotations

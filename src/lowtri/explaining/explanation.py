@@ -1,4 +1,4 @@
-"""What explain returns: the steps with their labels, as text, as JSON, and as one HTML page."""
+"""The result of explain: the steps with their labels, as text, as JSON, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Explanation", "Step"]
 
 @dataclass(frozen=True)
 class Explanation(Steps):
-    """All steps, in order. ``print`` shows tables; ``explanation["weights"].value`` is the array of one step."""
+    """All steps, in order. ``print`` shows them as tables; ``explanation["weights"].value`` is the array of one step."""
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:
@@ -31,7 +31,7 @@ class Explanation(Steps):
         return f"Explanation({len(self.tokens)} tokens, {self.mask}, {len(self.steps)} steps)"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain lists and numbers. What JSON has no number for is text: "-inf", "inf", "nan"."""
+        """Everything as plain lists and numbers. Numbers that JSON lacks become text: "-inf", "inf", "nan"."""
         names = ("name", "formula", "sentence", "shape", "rows", "columns", "value", "unmasked")
         steps = [{name: getattr(step, name) for name in names} for step in self.steps]
         about = {name: getattr(self, name) for name in ("tokens", "mask", "note", "visible")}
@@ -43,7 +43,7 @@ class Explanation(Steps):
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def to_html(self) -> str:
-        """One page that needs nothing else: no network, no script."""
+        """One self-contained HTML page: no network, no script."""
         return as_html(self)
 
     _repr_html_ = to_html

@@ -1,4 +1,4 @@
-"""An explanation as one HTML page that needs nothing else: no network, no script, no fonts of its own.
+"""An explanation as one self-contained HTML page: no network, no script, no fonts of its own.
 
 Hidden cells are hatched, so that "hidden" and "visible with weight 0" never look alike. The darker a visible weight's cell,
 the greater the weight.

@@ -1,7 +1,7 @@
 """An explanation as tables of text: every number labelled, masked beside unmasked, hidden cells hatched.
 
 Widths are counted in terminal cells, so that Chinese tokens (two cells a character) and Thai ones (marks above and below
-take none) stand in line with the numbers.
+take none) are aligned with the numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every step of masked attention, with numbers: the inputs, every intermediate result, and the output, with and without the mask.
 
-Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever stands there; a
-visible weight may be 0 too, and the two look different wherever they are shown.
+Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever its score; a
+visible weight may also be 0, and the two look different wherever they are shown.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def explain(
     Args:
         what: ``(q, k, v)``, each (N, D), (H, N, D) or (B, H, N, D), NumPy or torch; or a module: one with W_q, W_k and
             W_v, a ``MultiHeadAttention``, or a ``Decoder``.
-        inputs: what the module reads: encodings (N, d_model) or (B, N, d_model), or for a decoder the ids (N,) or (B, N).
+        inputs: the module's input: encodings (N, d_model) or (B, N, d_model), or for a decoder the ids (N,) or (B, N).
         scores: instead of ``what``: scores as softmax takes them, after any scaling, (Nq, Nk), (H, Nq, Nk) or
-            (B, H, Nq, Nk). Mask and softmax alone are shown, and with ``values`` (Nk, D) the output.
-        tokens: a label for each token; their positions, or the ids, if not given.
-        mask: who may see whom; a module's own if not given.
+            (B, H, Nq, Nk). Only mask and softmax are shown, and with ``values`` (Nk, D) also the output.
+        tokens: a label for each token; by default their positions or ids.
+        mask: which query may see which key; by default the module's own mask.
         position: (N, d_model) to add to ``inputs``, which are then the embeddings.
-        heads: into how many heads a module with W_q, W_k and W_v is cut.
+        heads: the number of heads into which a module with W_q, W_k and W_v is split.
         layer: which layer of a decoder.
-        head: this head alone; a decoder shows one head, the first if not given.
-        batch: which row of a batch; the first if not given, and the note says so.
+        head: show this head only; for a decoder, which always shows one head, the default is the first.
+        batch: which row of a batch; by default the first, and a note says so.
         hidden: how a hidden score is written, -inf or a number like -1e9. Its weight is exactly 0 either way.
 
     Raises:

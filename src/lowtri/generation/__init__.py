@@ -2,11 +2,11 @@
 
 buffers    the arrays of each layer, NumPy or torch
 positions  positions and rows as users pass them
-missing    rejects appends that leave a query without a key that its mask shows
-slots      SlotAllocator: which slot holds the token at which position
+missing    rejects appends that leave a query without a key that the mask shows it
+slots      SlotAllocator: which slot holds which position
 cache      KVCache: keys and values of all layers
 sampling   from logits to one token: temperature, top-k, top-p
-models     adapters from any model to next-token logits
+models     adapters from any model to its next-token logits
 text       token ids to text, never splitting a character
 generate   the loop
 """

@@ -1,4 +1,4 @@
-"""The buffers of a cache, NumPy or torch: allocation, writing into slots, moving, views."""
+"""The buffers of a cache, NumPy arrays or torch tensors: allocating them, writing into slots, moving slots, views."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A key/value cache that evicts a key when the mask hides it from every later query.
 
-One :class:`~lowtri.generation.slots.SlotAllocator` places the tokens for all layers; each layer has a buffer of keys and one of
+One :class:`~lowtri.generation.slots.SlotAllocator` assigns the slots for all layers; each layer has a buffer of keys and one of
 values (:class:`~lowtri.generation.buffers.Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """A key/value cache for all layers that use the same mask; keys that no later query can see are evicted.
+    """A key/value cache for all layers that use the same mask; it evicts keys that no later query can see.
 
     >>> import numpy as np
     >>> from lowtri import KVCache
@@ -38,18 +38,18 @@ class KVCache:
     >>> cache.capacity, cache.dropped + cache.held
     (8, 100)
 
-    ``cache.attend(q, k, v)`` is ``append``, then attention of the new queries over everything that they can see. NumPy arrays
-    and torch tensors of any dtype and device are accepted; gradients are not recorded.
+    ``cache.attend(q, k, v)`` appends, and then computes the attention of the new queries over all keys that they can see. NumPy
+    arrays and torch tensors of any dtype and device are accepted; gradients are not recorded.
 
     Args:
         mask: the mask that the attention uses, or its text. A key at ``k`` is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)``
-            is EMPTY in every row of the batch, ``t`` being the earliest new token.
+            is EMPTY in every row of the batch, where ``t`` is the earliest new position.
         capacity: initial number of slots; it grows as needed.
-        block: tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
-        rewind: how many tokens before the last append :meth:`crop` can always go back; their keys are held that much longer.
-        allow_missing: allow queries before keys that the mask shows them, as in decoding step by step under a mask that shows
-            the future; they see the keys that exist. Otherwise such an append raises: ``causal() | first(16)`` needs the
-            first 16 tokens in one append, ``full()`` the whole sequence.
+        block: the number of tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
+        rewind: how many tokens before the last append :meth:`crop` can always remove; keys are kept that much longer.
+        allow_missing: allow queries to be appended before keys that the mask shows them, as in decoding step by step under a mask
+            that shows later keys; such queries see the keys that exist. Otherwise such an append raises: ``causal() | first(16)``
+            needs the first 16 tokens in one append, ``full()`` the whole sequence.
 
     Source: the key/value cache is Shazeer 2019; a ring buffer for windows is Mistral's (Jiang et al. 2023).
     """
@@ -75,7 +75,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """The present number of slots."""
+        """The current number of slots."""
         return self._slots.capacity
 
     @property
@@ -95,7 +95,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """The position of the next token; the greatest, if the rows of the batch differ."""
+        """The position of the next token; the greatest one if the rows of the batch differ."""
         return int(self._slots.next.max())
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
@@ -112,17 +112,17 @@ class KVCache:
 
         Args:
             k, v: (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H.
-            positions: positions of the new tokens, (N,) or (B, N), -1 where a row has none (left padding, a row that has
-                ended); default: the next ones. Positions must increase.
-            layer: the layer of these keys. The first layer of an append decides the positions; the others must match.
+            positions: positions of the new tokens, (N,) or (B, N), -1 where a row has no token (left padding, a row that has
+                ended); default: the next positions. Positions must increase.
+            layer: the layer of these keys. The first layer of an append sets the positions; the other layers must match them.
 
         Returns:
             keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and at padding. All three
-            are views, valid until the next append, in any order of positions; positions are read-only.
+            are views, valid until the next append, and in no particular order of positions; the positions are read-only.
 
         Raises:
-            CallError: if shapes, dtypes, positions or the order of layers do not fit, or a query comes before a key that the
-                mask shows it; the cache is then unchanged.
+            CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
+                yet appended; the cache is then unchanged.
         """
         k, v = plain_array("k", k, "append"), plain_array("v", v, "append")
         buffers, slots = self._layers.get(layer), self._slots
@@ -163,7 +163,7 @@ class KVCache:
         sinks: Any = None,
         engine: str = "auto",
     ) -> Any:
-        """Append new tokens, then attend with their queries under the cache's mask.
+        """Append new tokens, then compute the attention of their queries under the cache's mask.
 
         >>> import lowtri, numpy as np
         >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 8))  # (H, N, D)
@@ -181,7 +181,7 @@ class KVCache:
             the output, (..., Hq, N, Dv).
 
         Raises:
-            CallError: as :meth:`append` and :func:`lowtri.attention`.
+            CallError: as in :meth:`append` and :func:`lowtri.attention`.
         """
         check_query(q, k)
         keys, values, k_positions = self.append(k, v, positions, layer)
@@ -207,23 +207,23 @@ class KVCache:
         self._slots.reorder(rows)
 
     def crop(self, n: Any) -> None:
-        """Remove tokens from the end: the next one gets position ``n``, an int, or one for each row of the batch.
+        """Remove tokens from the end: the next token gets position ``n``, an int, or one int for each row of the batch.
 
-        Going back to the start of the last append (a rejected draft) and ``rewind`` tokens more always works; further back
-        while no key that those queries see has been evicted.
+        Removing the last append (a rejected draft) and ``rewind`` tokens before it always works. Removing more works as long
+        as no key that later queries can then see has been evicted.
 
         Raises:
-            CallError: if ``n`` is negative, or keys that those queries see are evicted.
+            CallError: if ``n`` is negative, or if keys that those queries can see have been evicted.
         """
         ends = ends_of(n, self._layers.batch)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
 
     def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
-        """Evict, then lower the positions of all tokens after the first ``keep`` positions to close the gap.
+        """Evict, then close the gap: lower the positions of all tokens after the first ``keep`` positions.
 
-        This lets a stream continue past the model's context: under a window, the next position is ``keep`` plus the window
-        again, and the distances within the window stay the same. ``turn`` updates keys that carry rotary embedding.
+        Generation can thus continue past the model's context: under a window, the next position is again ``keep`` plus the
+        window, and the distances within the window stay the same. ``turn`` re-rotates keys that carry rotary embedding.
 
         >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
         >>> for t in range(10):
@@ -234,15 +234,15 @@ class KVCache:
         [(0, 0), (1, 1), (5, 10), (2, 7), (3, 8), (4, 9)]
 
         Args:
-            keep: number of leading positions that do not change (the sinks).
+            keep: the number of leading positions that do not change (the sinks).
             turn: called with keys (..., H, S, D), their changes of position, int64 (S,) or (B, S), 0 or negative, and the
                 layer; returns the new keys. For the rotary embedding of ``lowtri.nn``:
                 ``lambda k, moved, _: apply_rotary(k, *rotary_tables(moved, D, theta))``.
 
         Raises:
-            CallError: if the mask would show other pairs after the shift, as one that names absolute positions does.
+            CallError: if the mask would show other pairs after the shift, as a mask with absolute positions does.
 
-        Source: positions within the cache, StreamingLLM (Xiao et al. 2023).
+        Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
         if keep < 0:
             raise CallError(f"shift: keep is {keep}; it counts positions, from 0.")

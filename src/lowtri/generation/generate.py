@@ -72,7 +72,7 @@ def generate(
     tokenizer: Any = None,
     cached: bool = True,
 ) -> Iterator[Any]:
-    """Generate the continuation of a prompt, streamed token by token.
+    """Generate the continuation of a prompt, token by token.
 
     >>> import numpy as np
     >>> from lowtri import generate
@@ -84,23 +84,23 @@ def generate(
     [[5, 9], [6, 0], [None, 1], [None, 2]]
 
     Args:
-        model: lowtri's decoder, a causal model of transformers, or any callable ids (B, N) to logits (B, N, V). A cache
-            (``make_cache``, ``past_key_values``) is used where there is one. A callable that is not a torch module gets
+        model: lowtri's decoder, a causal model of transformers, or any callable from ids (B, N) to logits (B, N, V). If the model
+            has a cache (``make_cache``, ``past_key_values``), it is used. A callable that is not a torch module gets
             tensors if the prompt is a tensor, otherwise NumPy arrays.
-        prompt: ids (a list, array or tensor) or text; or several of them, of any lengths, for a batch.
-        max_new_tokens: limit for each row; None: until a stop token or the end of the context.
-        temperature: 0 is greedy; otherwise the logits are divided by it and a token is sampled.
+        prompt: ids (a list, array or tensor) or text; for a batch, several prompts of any lengths.
+        max_new_tokens: the limit for each row; None: generate until a stop token or the end of the context.
+        temperature: 0 is greedy decoding; otherwise the logits are divided by it and a token is sampled.
         top_k, top_p: sample only among the ``top_k`` most probable tokens, or the fewest whose probabilities reach ``top_p``.
-        seed: random seed. Each row has its own generator, so its tokens do not depend on the other rows; with one seed for
-            each row, a row samples what it samples alone with that seed.
-        stop: tokens that end a row, ids or texts of one token each; they are not returned. Default: the end-of-sequence
-            tokens of the model or tokenizer; ``()``: none.
-        tokenizer: for text, from ``tokenizers`` or transformers; default ``model.tokenizer``.
-        cached: False recomputes the whole sequence for each token: the same tokens, slower. (The tokens differ only for a
-            model whose mask shows later tokens, since recomputing then changes earlier positions.)
+        seed: the random seed, or one seed for each row. Each row has its own generator, so its tokens do not depend on the other
+            rows. With one seed for each row, a row gets the same tokens as when it is generated alone with that seed.
+        stop: tokens that end a row, as ids or as texts of one token each; they are not returned. Default: the end-of-sequence
+            tokens of the model or tokenizer; ``()``: no stop tokens.
+        tokenizer: a tokenizer of ``tokenizers`` or transformers, for prompts given as text; default ``model.tokenizer``.
+        cached: False recomputes the whole sequence for each token, which is slower and gives the same tokens, except for a model
+            whose mask shows later tokens: there recomputing changes earlier positions.
 
     Returns:
-        an iterator. For one prompt: ids, or pieces of text that never split a character. For a batch: a list with one entry
+        an iterator. For one prompt: ids, or pieces of text, which never split a character. For a batch: a list with one entry
         for each row, None (or "" in texts) where a row has ended.
 
     Raises:

@@ -1,14 +1,14 @@
-"""Rejects appends that leave a query without a key that its mask shows. NumPy only.
+"""Rejects appends that leave a query without a key that the mask shows it. NumPy only.
 
-A cached query is computed once. Under a causal mask all its keys exist by then; a mask that shows the future (a prefix, a
-band, ``full``) may show it a key of a later append, which its output would lack. Two checks, both by tile answers:
+With a cache, each query is computed once. Under a causal mask, all its keys exist by then. A mask that shows later positions (a
+prefix, a band, ``full``) may show it a key of a later append, which would be missing from its output. Two checks use tile answers:
 
-    when a query is appended   ``mask.tile(q, q + 1, end, POSITION_MAX)``, ``end`` being the next position of its row: EMPTY: no key can
-                               be missing; FULL in any part of it: one is missing, and the append raises
-    when a key is appended     PARTIAL may be answered where no pair is visible (tables, custom formulas): such queries stay
-                               pending, and the keys of every later append are compared with them, pair by pair if needed
+    when a query is appended   ``mask.tile(q, q + 1, end, POSITION_MAX)``, ``end``: the next position of its row. EMPTY: no key can be
+                               missing. FULL in any part of this range: a key is missing, and the append raises
+    when a key is appended     the answer may have been PARTIAL although no pair is visible (tables, custom formulas). Such queries
+                               stay pending and are compared with the keys of every later append, pair by pair if needed
 
-A query that sees no later key needs neither; one vectorised tile call shows this for thousands of queries.
+A query that sees no later key needs neither check; one vectorised tile call shows this for thousands of queries.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Adapters from any language model to one call: new tokens of each row in, next-token logits of each row out.
+"""Adapters that give every language model one interface: new tokens of each row in, next-token logits of each row out.
 
     PositionedModel     model(ids, positions=..., cache=...)       lowtri's models, anything with make_cache(batch_size)
                         model(ids, positions=...)                  without a cache: the whole row at every step
     TransformersModel   model(input_ids=..., past_key_values=...)  a causal language model of transformers
     PlainModel          model(ids)                                 any callable; rows of equal length form one batch
 
-Rows of different lengths share a batch by left padding, with position -1 (transformers: attention mask 0). A plain callable has
-no way to mark padding, so each length is a call of its own.
+Rows of different lengths share a batch by left padding, with position -1 (transformers: attention mask 0). A plain callable
+cannot mark padding, so rows of each length are a separate call.
 """
 
 from __future__ import annotations

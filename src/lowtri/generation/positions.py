@@ -1,4 +1,4 @@
-"""Positions and rows as users pass them, lists, NumPy arrays or tensors: checked, as int64."""
+"""Checks positions and rows as users pass them (lists, NumPy arrays or tensors), and converts them to int64."""
 
 from __future__ import annotations
 

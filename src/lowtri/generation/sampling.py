@@ -1,7 +1,7 @@
 """Sampling: pure functions from the logits of one row to one token, by temperature, top-k and top-p.
 
 The filters map logits to logits, with -inf for removed tokens, so they compose; ``choose`` applies them in the usual order.
-NumPy float64: the cost is small next to a model's step, and a seed draws the same tokens on every device.
+Computed in NumPy float64: the cost is small compared with a model's step, and a seed gives the same samples on every device.
 """
 
 from __future__ import annotations

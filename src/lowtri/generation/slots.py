@@ -1,10 +1,10 @@
 """The slot allocator of a cache: which slot holds the token at which position, and which slots are free. NumPy only.
 
-A token keeps its slot until it is evicted, that is until no query from now on can see it in any row of the batch:
-``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. Eviction runs in blocks, one vectorised question for all keys, so that its cost per
-token is small:
+A token keeps its slot until it is evicted, that is until no query from position ``t`` on can see it in any row of the batch:
+``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. Eviction runs in blocks, with one vectorised tile call for all keys, so its cost
+per token is small:
 
-    full              one FULL answer for the whole range: nothing to evict
+    full              one FULL answer for the whole range: nothing is evicted
     windows, chunks   slots of evicted keys are reused, oldest first: a ring buffer of constant size
     sinks, prefixes   their keys are never EMPTY, so they stay
 """

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a tokenizer of ``tokenizers`` or transformers; streamed text never splits a character."""
+"""Converts text to token ids and back, with a tokenizer of ``tokenizers`` or transformers; streamed text never splits a character."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """Adapters to other libraries.
 
 transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch
-transformers_attend     the attention function that every layer of such a model then calls
+transformers_attend     the attention function that every layer of a switched model calls
 transformers_masks      transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
 transformers_functions  mask functions that are not recognised, evaluated pair by pair; masks at remapped positions
 transformers_lazy       lazy masks: a mask and its positions as a tensor subclass without a table
 transformers_dense      dense masks, boolean or additive, as lazy masks and biases
 transformers_traced     the same attention under torch.compile and torch.export
 onnx                    the Attention operator of the ONNX standard, as a function
-onnx_positions          its masks: indices, lengths and offsets as a lowtri mask and positions
-onnx_arrays             its heads, past keys and values, scores and dtypes, for NumPy and torch alike
+onnx_positions          the operator's masks: indices, lengths and offsets as a lowtri mask and positions
+onnx_arrays             the operator's heads, past keys and values, scores and dtypes, for NumPy and torch alike
 
-Nothing here is imported by `import lowtri`, and each library only when it is used.
+`import lowtri` imports nothing of this package, and each library is imported only when it is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ``Attention`` operator of the ONNX standard, opsets 23 to 25, on :func:`lowtri.attention`.
 
-The standard speaks of indices where lowtri speaks of positions, so most of this is a translation:
+The standard uses indices where lowtri uses positions, so most of this file is a translation:
 
     is_causal, left_window_size, right_window_size    a mask over positions: causal, or a band
     past_key, past_value, nonpad_kv_seqlen            the positions of the queries: after the past
@@ -58,7 +58,7 @@ def attention(
     return_qk_matmul: bool = False,
     engine: str = "auto",
 ) -> Outputs:
-    """Attention with the inputs, attributes and meanings of the standard.
+    """The operator, with the inputs and attributes of the standard as arguments.
 
     >>> import numpy as np
     >>> from lowtri.integrations import onnx
@@ -70,28 +70,29 @@ def attention(
     array([[[[0.26, 0.26, 0.47]]]], dtype=float32)
 
     Args:
-        Q: (B, Hq, Nq, D), or (B, Nq, Hq * D) with the numbers of heads given. NumPy arrays or torch tensors, all of one kind.
+        Q: (B, Hq, Nq, D), or (B, Nq, Hq * D) with the numbers of heads given. All inputs are NumPy
+            arrays, or all are torch tensors.
         K: (B, Hkv, Nk, D) or (B, Nk, Hkv * D); Hq is a multiple of Hkv.  V: the same with its own head size Dv.
         attn_mask: bools, True = may see, or floats to add to the scores, where -inf hides. Broadcasts against
             (B, Hq, Nq, P + Nk); keys past a shorter last dimension are hidden.
-        past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), the last call's present_key and present_value.
-        nonpad_kv_seqlen: (B,), how many keys of each row are real, where K and V are a whole cache; not with a past.
-        is_causal: whether query i sees key j only for j <= i + offset: offset is P with a past, ``nonpad_kv_seqlen - Nq``
-            with that, else 0, so that more keys than queries start at the top left.
+        past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), the present_key and present_value of the previous call.
+        nonpad_kv_seqlen: (B,), how many keys of each row are real, if K and V are a whole cache; not together with a past.
+        is_causal: whether query i sees key j only for j <= i + offset. The offset is P with a past, ``nonpad_kv_seqlen - Nq`` with
+            ``nonpad_kv_seqlen``, else 0 (upper-left alignment).
         scale: factor on the scores; 1 / sqrt(D) by default.
-        softcap: c > 0 caps the scaled scores at c * tanh(score / c); 0 does not.
-        q_num_heads, kv_num_heads: for 3-D inputs.
+        softcap: c > 0 caps the scaled scores at c * tanh(score / c); 0: no cap.
+        q_num_heads, kv_num_heads: the numbers of heads, for 3-D inputs.
         left_window_size, right_window_size: how many keys each query sees before and after its own position; -1 for all.
-        qk_matmul_output_mode: what the fourth output holds: 0 the scaled scores, 1 after the softcap, 2 with attn_mask added
-            and -inf where hidden, 3 the weights.
-        softmax_precision: 1, 10, 11 or 16 (float32, float16, float64, bfloat16). lowtri's softmax has at least float32,
-            so that only 11 changes anything: then everything is computed in float64.
-        return_qk_matmul: whether to compute the fourth output, a number for each pair.
+        qk_matmul_output_mode: the content of the fourth output. 0: the scaled scores; 1: the scores after the softcap; 2: the
+            scores with attn_mask added and -inf where hidden; 3: the weights.
+        softmax_precision: 1, 10, 11 or 16 (float32, float16, float64, bfloat16). lowtri's softmax is computed in float32
+            or better, so only 11 has an effect: everything is then computed in float64.
+        return_qk_matmul: whether to compute the fourth output, one number for each pair.
         engine: as in :func:`lowtri.attention`.
 
     Returns:
-        Y in the dtype and rank of Q; present_key and present_value, None with ``nonpad_kv_seqlen``; qk_matmul_output in the
-        dtype of Q, None without ``return_qk_matmul``. A query that sees nothing has a row of zeros, in Y and in mode 3.
+        Y in the dtype and rank of Q; present_key and present_value, which are None with ``nonpad_kv_seqlen``; qk_matmul_output in
+        the dtype of Q, or None without ``return_qk_matmul``. A query that sees no key has a row of zeros in Y and in mode 3.
 
     Raises:
         CallError: if inputs and attributes do not fit together.

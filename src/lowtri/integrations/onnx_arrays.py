@@ -1,4 +1,4 @@
-"""The arrays of ONNX's Attention: splitting heads, appending to the past, scores; for NumPy and torch alike."""
+"""The arrays of ONNX's Attention: splitting heads, appending to the past, computing scores; for NumPy and torch alike."""
 
 from __future__ import annotations
 

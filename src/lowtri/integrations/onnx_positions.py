@@ -1,4 +1,4 @@
-"""The masks of ONNX's Attention: its attributes and inputs, given as indices, as a lowtri mask and positions."""
+"""The masks of ONNX's Attention: converts its index-based attributes and inputs to a lowtri mask and positions."""
 
 from __future__ import annotations
 

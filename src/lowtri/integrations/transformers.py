@@ -5,13 +5,13 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowtri")
 
-``register()`` is enough for models that use the attention interface, as most do; ``switch(model)`` checks that they do.
+``register()`` is enough for models that use the attention interface, as most do; ``switch(model)`` checks that a model does.
 
-An attention implementation of transformers has two parts: one makes the mask of a forward from a mask function
+An attention implementation of transformers has two parts: one makes the mask of a forward pass from a mask function
 (:mod:`~lowtri.integrations.transformers_masks`), the other computes the attention of each layer
-(:mod:`~lowtri.integrations.transformers_attend`). Between the two the mask is a lazy tensor
-(:mod:`~lowtri.integrations.transformers_lazy`); dense masks are read by :mod:`~lowtri.integrations.transformers_dense`, and under
-torch.compile and torch.export :mod:`~lowtri.integrations.transformers_traced` takes over.
+(:mod:`~lowtri.integrations.transformers_attend`). Between the two, the mask is a lazy tensor
+(:mod:`~lowtri.integrations.transformers_lazy`); dense masks are read by :mod:`~lowtri.integrations.transformers_dense`. Under
+torch.compile and torch.export, :mod:`~lowtri.integrations.transformers_traced` replaces both parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["attend", "register", "switch"]
 
 
 def register(name: str = "lowtri", *, engine: str = "auto") -> None:
-    """Make ``attn_implementation=name`` known to transformers, for models loaded before and after.
+    """Register ``attn_implementation=name`` with transformers, for models loaded before and after this call.
 
     >>> import torch, transformers
     >>> register()
@@ -44,13 +44,13 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
     True
 
     Args:
-        name: what ``attn_implementation`` will be called; several names with different engines may be registered.
-        engine: "auto", or the engine that then runs or raises: see :func:`lowtri.attention`.
+        name: the value of ``attn_implementation``; several names with different engines may be registered.
+        engine: as in :func:`lowtri.attention`.
 
     Raises:
         EngineError: if the name is one of transformers' own, or transformers is too old.
 
-    Source: the documents of transformers, "Attention interface".
+    Source: the documentation of transformers, "Attention interface".
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -70,7 +70,7 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
 
 
 def switch(model: Any, name: str = "lowtri") -> Any:
-    """Switch a model to a registered attention, and check that all its layers use it; transformers does not check.
+    """Switch a model to a registered attention, and check that all its layers use it, which transformers does not check.
 
     >>> import transformers
     >>> size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -80,13 +80,13 @@ def switch(model: Any, name: str = "lowtri") -> Any:
 
     Args:
         model: a model of transformers, switched in place.
-        name: as registered; "lowtri" is registered where it is not yet.
+        name: as registered; "lowtri" is registered if it is not yet.
 
     Returns:
         the model.
 
     Raises:
-        EngineError: if the model, or a part of it, has attention code that asks no attention interface.
+        EngineError: if the model, or a part of it, has attention code that does not use the attention interface.
     """
     from transformers import AttentionInterface, PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls in every layer: its arguments, passed on to :func:`lowtri.attention`."""
+"""The attention function that transformers calls in every layer; it passes its arguments on to :func:`lowtri.attention`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Dense masks, as callers pass them: boolean, or additive (added to the scores), with four dimensions.
 
 A boolean mask is read as torch's SDPA reads it, True = may see. An additive mask hides a pair with -inf or with the smallest
-value of its dtype; any other value but 0 is a bias. A mask is read once for a forward, not once a layer.
+value of its dtype; any other value but 0 is a bias. A mask is read once per forward pass, not once per layer.
 """
 
 from __future__ import annotations

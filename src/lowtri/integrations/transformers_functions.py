@@ -1,4 +1,4 @@
-"""Masks of transformers without a formula of ours: functions evaluated pair by pair, and masks at remapped positions."""
+"""Masks of transformers that have no lowtri formula: functions evaluated pair by pair, and masks at remapped positions."""
 
 from __future__ import annotations
 

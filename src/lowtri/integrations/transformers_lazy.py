@@ -1,10 +1,10 @@
 """Lazy masks: a mask and its positions, as a tensor subclass without a table.
 
-transformers makes a mask once for a forward and passes it to every layer; models slice it, expand it, move it to another device
+transformers makes a mask once per forward pass and passes it to every layer; models slice it, expand it, move it to another device
 or read its dtype. :class:`LazyMaskTensor` is a bool tensor (B, 1, Nq, Nk) that holds a :class:`LazyMask` and no table. Operations
-that keep consecutive positions stay lazy; any other operation materializes the table. Adding it to scores is rejected: True would
-become 1, False 0, and nothing would be hidden. So is torch's attention with it. Both show that the model has attention code of its
-own, which does not call the registered attention.
+that keep consecutive positions stay lazy; any other operation materializes the table. Two uses are rejected: adding the mask to scores,
+where True would become 1 and False 0, so that nothing would be hidden, and passing it to torch's attention. Both show that the model
+has its own attention code, which does not call the registered attention.
 """
 
 from __future__ import annotations

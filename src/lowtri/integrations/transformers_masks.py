@@ -1,8 +1,8 @@
 """The mask functions of transformers as lowtri masks.
 
-transformers describes a mask as a function of (batch, head, query, key), combined from a few known ones by "and" and "or". Each
-known one is recognised by its code object and becomes a formula, so that no pair is evaluated. Each formula is checked once
-against its function on every pair of a small square; where they differ, the function is not recognised. Other functions are
+transformers describes a mask as a function of (batch, head, query, key), combined from a few known functions by "and" and "or". Each
+known function is recognised by its code object and becomes a formula, so that no pair is evaluated. Each formula is checked once
+against its function on every pair of a small square; if they differ, the function is not recognised. Other functions are
 evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.transformers_functions.FunctionMask`).
 """
 

@@ -1,8 +1,8 @@
 """The attention of a transformers model under torch.compile and torch.export.
 
-A traced program can neither hold a lazy mask nor read values. There the mask is None where it is causal and nothing is padding,
-else a table as a tensor, and a layer's attention is one operator, ``lowtri::attention``. What the operator does not support runs
-after a graph break under torch.compile, and raises under torch.export.
+A traced program can neither hold a lazy mask nor read values. In it, the mask is None if it is causal and there is no padding, else a
+table as a tensor, and a layer's attention is one operator, ``lowtri::attention``. Calls that the operator does not support run after
+a graph break under torch.compile, and raise under torch.export.
 """
 
 from __future__ import annotations

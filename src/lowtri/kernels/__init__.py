@@ -6,21 +6,21 @@ spec             what a kernel is compiled for: dtype, how rows are read, instru
 select           which spec reads which arrays
 abi              the record that a launch writes and a kernel reads
 record           the record as a Numba type
-device_function  functions that only kernels call
+device_function  decorators of functions that only kernels call
 simd             the operations that kernels are written in, on vectors of 64 bytes
 lanes            operations across lanes
 bf16             pairs of bf16
-exponent         2 ** x
+exponent         2 ** x of a vector
 product          the register-tiled matrix product
-gemv             its counterpart for few queries
+gemv             matrix times vector, the product for few queries
 plan_walk        the key tiles of a query tile
-rows             rows of arrays as operands of a product
+rows             rows of arrays as the operands of a product
 scores           passes over a tile: softcap, bias, mask
 softmax          online softmax
 non_finite       the path for NaN and inf
 ds               passes of the backward
 forward          attention, tile by tile of the plan
-backward         its gradients
+backward         the gradients of attention
 decode           few queries against a cache
 compilation      compiling kernels, and the cache of compiled code
 threads          running a kernel on a team of threads

@@ -1,7 +1,7 @@
-"""The kernels' binary interface: the record that a launch writes and a kernel reads, by name and with types, on both sides.
+"""The kernels' binary interface: the record that a launch writes and a kernel reads; both use the same field names and types.
 
 A record is a NumPy structured dtype. Its first fields change with each run: two counters, the address of the scratch memory and the
-addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in numbers, options, the plan, and the
+addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in elements, options, the plan, and the
 offsets of the parts of the scratch memory. Kernels read fields through :mod:`lowtri.kernels.record`.
 """
 

@@ -1,15 +1,15 @@
 """The gradients of attention, tile by tile of the same plan.
 
 A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It has its own sums of dK
-and dV, so the result does not depend on the order in which threads finish. Five products a tile, all with queries in lanes;
-``weights`` and ``ds`` (dS^T) are the A of the next products without being transposed:
+and dV, so the result does not depend on the order in which threads finish. There are five products per tile, all with queries in
+lanes; ``weights`` and ``ds`` (dS^T) are the left operands of the next products without being transposed:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
     dV     += weights dO                 dK     += dS Q                      dQ^T += K^T dS
 
 dP and delta are rounded separately, so their difference has an error of a few roundings of |dO| |V|. Where one key has all the weight,
-the plain formula computes both from the same numbers and gives exactly 0; this kernel gives that error.
+the plain formula computes both from the same numbers and gives exactly 0; this kernel gives a result of the size of that error.
 
 Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttention-2 (2023).
 """

@@ -1,8 +1,8 @@
 """Few queries against a long cache: each key and value is read once for all query heads of its group.
 
-Memory bandwidth is the limit, so nothing is transposed: scores are dot products along the head, 16 keys at a time, and the output is a
-weighted sum of value rows. The cache is split into parts, so that all threads work on one sequence; the last task to finish a head
-merges its parts, in their order, so that the result does not depend on the order in which threads finish.
+Memory bandwidth is the limit, so nothing is transposed: scores are dot products along the head dimension, 16 keys at a time, and the
+output is a weighted sum of value rows. The cache is split into parts, so that all threads work on one sequence; the last task of a head
+to finish merges the head's parts, in a fixed order, so the result does not depend on the order in which threads finish.
 
 Source: the split over keys of Flash-Decoding (Dao et al. 2023).
 """

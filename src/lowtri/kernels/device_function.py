@@ -1,7 +1,7 @@
-"""``@device_function``: a function that only kernels call; ``@by_spec``: one that is chosen by the kernel's spec.
+"""``@device_function``: a function that only kernels call. ``@by_spec``: a device function that is chosen by the kernel's spec.
 
-They are compiled without Numba's wrappers for Python and C, which take a quarter of a kernel's compile time; without reference
-counting, since kernels do not allocate; and without checks of divisions by zero.
+Both are compiled without Numba's wrappers for Python and C, which take a quarter of a kernel's compile time; without reference
+counting, since kernels do not allocate; and without checks for division by zero.
 """
 
 from __future__ import annotations

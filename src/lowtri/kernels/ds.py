@@ -1,6 +1,6 @@
-"""Passes of the backward over one tile: rows of Q and dO, weights and dS^T, the softcap's derivative, the gradient of the bias.
+"""The backward's passes over one tile: rows of Q and dO, weights and dS^T, the softcap's derivative, the gradient of the bias.
 
-A tile is rows of 64 numbers, a lane for each query. dS is the gradient of the scores.
+A tile consists of rows of 64 numbers, with one lane for each query. dS is the gradient of the scores.
 """
 
 from __future__ import annotations

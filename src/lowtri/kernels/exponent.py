@@ -1,4 +1,4 @@
-"""2 ** x for a vector: the whole part of x sets the exponent's bits, a polynomial gives the rest."""
+"""2 ** x for a vector: the integer part of x sets the exponent bits, and a polynomial approximates 2 to the fractional part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention, tile by tile of the plan.
 
 A task is one tile of 64 queries of one head. Queries are in lanes: the tile is transposed once to (D, 64), scores are
-S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values are read without a copy, in any strides.
+S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values are read without a copy, with any strides.
 
     for each run of key tiles in the plan's row:
         scores of the tile               product
@@ -10,7 +10,7 @@ S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values 
         weights, and the running sum     softmax_tile
         output += weights x values       product_add
 
-Source: FlashAttention (Dao et al. 2022), with the orientation measured best on CPUs.
+Source: FlashAttention (Dao et al. 2022), with the operand orientation that was measured to be the fastest on CPUs.
 """
 
 from __future__ import annotations

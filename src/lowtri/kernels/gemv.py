@@ -1,8 +1,8 @@
 """Matrix times vector, for blocks of four queries: dot products with keys, and weighted sums of values.
 
-Each row of the cache is read once, in the order of memory. A word is a number or a pair of bf16. For the dot products a vector holds
-four words of each of four queries; it is multiplied by four words of a key, repeated in all four quarters, and only the last four
-partial sums of a product are added across lanes.
+Each row of the cache is read once, in memory order. A word is a number or a pair of bf16. For the dot products, a vector holds four
+words of each of four queries; it is multiplied by four words of a key, which are repeated in all four quarters of a vector. Only the
+four partial sums that remain at the end of a dot product are added across lanes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The non-finite path: a NaN or inf in a row of Q, K, V or dO changes the results of the pairs that see it, and no others.
 
 A product would spread it to hidden pairs, whose weight is 0, since 0 * NaN is NaN. So non-finite rows are added pair by pair where they
-are visible, and the product reads a copy of the rows with 0 in their place.
+are visible, and the product reads a copy in which these rows are 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The matrix product of all kernels: C = A B or C += A B, with a tile of C in registers.
 
-A is read one word at a time and may have any strides; B and C are packed rows, and their 64 columns are mostly queries. With
-S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the A of every product and are read without a copy. A word is a number or a
-pair of bf16. Source of the register tile: Goto and van de Geijn 2008.
+A is read one word at a time and may have any strides; B and C are packed rows, and their 64 columns are mostly queries. In
+S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the operand A of every product and are read without a copy. A word is a
+number or a pair of bf16. Source of the register tile: Goto and van de Geijn 2008.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A record in memory as a Numba type: ``call.nq`` loads the field of that name, with the offset and type of the ABI.
+"""A record in memory as a Numba type: ``call.nq`` loads the field ``nq``, with the offset and type that the ABI defines.
 
 A field that is a record itself (``call.q_strides``) is a record at its own address. The type of a call's record also carries the spec
 that the kernel is compiled for: ``call.spec``.

@@ -1,8 +1,8 @@
 """Rows of arrays as operands of a product, and results as rows of arrays: transposed, widened, interleaved, rounded.
 
-A tile is rows of 64 numbers, one for each query. Operands are made of words (see :mod:`lowtri.kernels.product`). The ``*_operand``
-functions, chosen by the spec, convert rows to words where that is necessary and return the operand's address, and where it may have
-strides also its row step and depth step, in words.
+A tile consists of rows of 64 numbers, one for each query. Operands consist of words (see :mod:`lowtri.kernels.product`). The
+``*_operand`` functions, chosen by the spec, convert rows to words where necessary and return the operand's address; for operands that
+may be strided, they also return the row step and the depth step, in words.
 """
 
 from __future__ import annotations

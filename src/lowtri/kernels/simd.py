@@ -1,7 +1,7 @@
 """The operations that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
 
-Addresses are integers, in bytes. What lies in memory follows from the spec: numbers of the compute dtype, or (``*_input``) numbers of
-the arrays' dtype.
+Addresses are integers, in bytes. The spec sets the dtype in memory: the compute dtype, or, for the functions ``*_input``, the dtype of
+the arrays.
 """
 
 from __future__ import annotations

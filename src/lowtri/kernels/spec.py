@@ -1,8 +1,8 @@
 """What a kernel is compiled for: a dtype, how its rows are read, and an instruction set.
 
 A kernel family (forward, backward, decode) is written once. Where its code depends on the spec, an intrinsic or a ``@by_spec``
-function chooses during type inference, so that machine code has no branch for it. A spec is a constant whose Numba type carries it;
-Numba's cache on disk finds a kernel by that type.
+function chooses during type inference, so that machine code has no branch for it. A spec is a constant that is part of its own Numba
+type, and Numba's cache on disk finds a kernel by that type.
 
     rows        how the rows of Q, K and V enter a product
     direct      read from the array

@@ -1,6 +1,7 @@
 """The features of this CPU, and its instruction set: the best one that it supports, or the one that LOWTRI_ISA names.
 
-LOWTRI_ISA chooses operations and register tiles. Which instructions LLVM may emit is set by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES.
+LOWTRI_ISA selects the operations and the register tiles. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES set the instructions that LLVM may
+emit.
 """
 
 from __future__ import annotations

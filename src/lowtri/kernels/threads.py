@@ -1,8 +1,8 @@
 """Running a kernel on a team of threads.
 
 A kernel is a C function of one argument, the address of its record. Each thread of the team calls it and takes tasks from a counter in
-the record until none is left. If torch is loaded, the team is torch's own OpenMP team: its workers spin for a while after each torch
-operation, so that other threads would have to share their cores. An interrupt (Ctrl-C) is raised when all threads are done.
+the record until none is left. If torch is loaded, the team is torch's own OpenMP team, because its workers spin for a while after each
+torch operation, and other threads would have to share cores with them. An interrupt (Ctrl-C) is raised when all threads are done.
 """
 
 from __future__ import annotations

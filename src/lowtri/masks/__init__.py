@@ -1,13 +1,13 @@
-"""Which query may see which key: masks as formulas over positions, and what follows from them. NumPy only.
+"""Which query may see which key: masks as formulas over positions, with their texts, plans and pictures. NumPy only.
 
 Each file imports only from the files above it:
 
 positions       the range of positions, and the checks of positions and counts
-tile            the questions about pairs and tiles, with three answers for a tile
+tile            the evaluation of a mask for pairs and for tiles, with three answers for a tile
 arrays          users' arrays and tensors as NumPy arrays, checked; frozen copies of them
 mask            Mask: tables and text
 combinators     the set operations ``& | ~ -``
-grammar         the parser of mask texts
+grammar         the parser for mask texts
 text            a mask from a text or from a user's argument
 formulas        causal, full, window, band, first, chunks, strided
 array_masks     keys, table, hidden
@@ -17,7 +17,7 @@ serialisation   a mask as a text and a list of arrays
 patterns        the bits of partial tiles, each distinct pattern stored once
 plan            what kernels read: runs of tiles, and the bits of the partial ones
 counts          the number of visible pairs, and whether a mask is causal
-labels          labels of pictures, and how a text is cut into tokens
+labels          labels of pictures, and how a text is split into tokens
 panels          the content of a picture: cells, labels, headings
 svg             a picture as SVG
 draw            a picture as text

@@ -1,6 +1,6 @@
 """Masks of arrays: flags of keys, lengths, and tables of pairs.
 
-Each array has a small index, computed on first use, so that the answer for a tile costs the same whatever the tile's size.
+Each array has a small index, computed on first use, so that the cost of a tile answer does not depend on the tile's size.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class KeyLengths(Mask):
 
 @constructor()
 def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
-    """Padding, on either side: only the given keys are real.
+    """Padding, on either side: only real keys are visible.
 
     >>> from lowtri import causal
     >>> print((causal() & keys([False, True, True])).draw(3))
@@ -92,13 +92,13 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     [[[1, 0, 0]], [[1, 1, 0]]]
 
     Args:
-        valid: True where the key is real, bool, (N,) or (B, N). A key past the array is real: it is a new token.
+        valid: True where the key is real, bool, (N,) or (B, N). Keys past the array are real, as new tokens are.
         lengths: instead of ``valid``: how many keys are real in each batch row, (B,). Every later key is hidden.
 
     Raises:
         MaskError: if both or neither are given, or ``valid`` holds no bools.
 
-    The same mask elsewhere: transformers ``attention_mask`` (1 = real); the opposite of ``key_padding_mask`` in torch.
+    The same mask elsewhere: transformers ``attention_mask`` (1 = real); torch's ``key_padding_mask`` is its negation.
     """
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
@@ -176,17 +176,17 @@ def table(bools: Any) -> Mask:
     ██
 
     Args:
-        bools: bool, (Nq, Nk), or with (B,) or (B, H) in front. Its rows are the queries at the last Nq of the Nk keys (at
-            0 .. Nq-1 if there are more queries than keys). Other positions raise an error.
+        bools: bool, (Nq, Nk), or with (B,) or (B, H) in front. Its keys are at positions 0 .. Nk-1, its queries at the
+            last Nq of these (at 0 .. Nq-1 if there are more queries than keys). Other positions raise an error.
 
-    The same mask elsewhere: SDPA ``attn_mask`` of bools. For True = hidden write :func:`hidden`.
+    The same mask elsewhere: SDPA's boolean ``attn_mask``. For a table with True = hidden, use :func:`hidden`.
     """
     return Table(FrozenArray(bool_array("table", "bools", bools, TABLES)))
 
 
 @constructor(in_text=False)
 def hidden(bools: Any) -> Mask:
-    """An explicit table of pairs with True = hidden, as many notebooks and ``nn.MultiheadAttention`` write it.
+    """An explicit table of pairs with True = hidden, as in many notebooks and ``nn.MultiheadAttention``.
 
     >>> import numpy as np
     >>> print(hidden(np.triu(np.ones((3, 3), bool), k=1)).draw(3))

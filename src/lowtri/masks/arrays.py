@@ -1,9 +1,9 @@
-"""Users' lists, arrays and tensors as NumPy arrays, checked, and the frozen copies that masks keep.
+"""Converts users' lists, arrays and tensors to checked NumPy arrays, and makes the frozen copies that masks keep.
 
 Subclasses of arrays and tensors are rejected, with the fix: their memory may not hold their values (torch's ``CausalBias`` has none,
 NumPy's masked arrays exclude some), and reading it would silently give wrong numbers.
 
-torch is never imported here: if it has not been imported, no argument is a tensor.
+torch is never imported here: if it has not been imported, no argument can be a tensor.
 """
 
 from __future__ import annotations

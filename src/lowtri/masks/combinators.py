@@ -1,4 +1,4 @@
-"""The set operations on masks, ``&``, ``|``, ``~`` and ``-``, and the combinators that they return."""
+"""The set operations on masks, ``&``, ``|``, ``~`` and ``-``, and the classes of the masks that they return."""
 
 from __future__ import annotations
 

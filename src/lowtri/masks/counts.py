@@ -1,4 +1,4 @@
-"""The number of visible pairs, and whether a mask is causal: both from its plan, without a table."""
+"""The number of visible pairs, and whether a mask is causal; both are computed from the plan, without a table."""
 
 from __future__ import annotations
 

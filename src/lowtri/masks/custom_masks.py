@@ -1,4 +1,4 @@
-"""Masks of a user's function, and a mask for each query head."""
+"""Masks from a user's function, and masks with a separate mask for each query head."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Where(Mask):
 
 @constructor(in_text=False)
 def where(fn: Callable[[Any, Any], Any]) -> Mask:
-    """A formula ``fn(q, k)`` of your own, in comparisons and arithmetic that work on NumPy arrays.
+    """A mask defined by your own function ``fn(q, k)``, made of comparisons and arithmetic that work on NumPy arrays.
 
     >>> print(where(lambda q, k: (k <= q) & (k % 2 == 0)).draw(4))
     █···
@@ -68,16 +68,16 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
     █·█·
 
     Args:
-        fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure: plans are
-            cached.
+        fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure, since
+            plans are cached.
 
-    Plans evaluate the formula for every pair. Where possible, restrict it by a mask with tile answers: ``window(n) & where(fn)``.
+    Plans evaluate the function for every pair. Where possible, restrict it by a mask with tile answers: ``window(n) & where(fn)``.
 
     Raises:
-        MaskError: if ``fn`` is not callable or does not take two positions; on evaluation, if it does not give bools.
+        MaskError: if ``fn`` is not callable or does not take two positions; on evaluation, if it does not return bools.
 
-    FlexAttention's ``mask_mod(b, h, q, k)`` becomes ``where(lambda q, k: mask_mod(0, 0, q, k))``; where it differs by head,
-    one such mask for each head goes into :func:`heads`.
+    FlexAttention's ``mask_mod(b, h, q, k)`` becomes ``where(lambda q, k: mask_mod(0, 0, q, k))``; if it differs by head, pass one
+    such mask for each head to :func:`heads`.
     """
     if not callable(fn):
         raise MaskError(
@@ -133,17 +133,17 @@ class Heads(Mask):
 
 @constructor()
 def heads(masks: Sequence[Mask | str]) -> Mask:
-    """A mask of its own for each query head.
+    """A separate mask for each query head.
 
     >>> from lowtri import causal, window
     >>> heads([causal(), window(2)]).dense(3).astype(int)[0, 1].tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
     Args:
-        masks: one for each of the H query heads, in order; masks or their texts. They may differ by batch row, not by head.
+        masks: one mask or its text for each of the H query heads, in order. Each may differ by batch row, but not by head.
 
     Raises:
-        MaskError: if the list is empty, or a mask in it differs by head already.
+        MaskError: if the list is empty, or a mask in it already differs by head.
     """
     try:
         # Arrays are rejected here: torch makes all rows of a tensor before the first one can be checked.

@@ -1,6 +1,6 @@
-"""Documents packed in a row: a query sees the keys of its own document.
+"""Documents packed in a row: a query sees only the keys of its own document.
 
-Documents given by their lengths store where each one begins; those given by an id for each position store that array.
+Masks of documents given by lengths store where each document begins; masks of documents given by ids store the array of ids.
 """
 
 from __future__ import annotations
@@ -128,14 +128,15 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     True
 
     Args:
-        ids: the document of each position, integers, (N,), or (B, N) for a batch of rows.
-        key_ids: the documents of the keys, where they differ from those of the queries (cross-attention), same leading shape.
-        lengths: instead of ids: how long each document is, in tokens.
-        cu_seqlens: instead of ids: where each begins, from 0, and where the last one ends.
+        ids: the document number of each position, integers, (N,), or (B, N) for a batch of rows.
+        key_ids: the document numbers of the keys, if they differ from those of the queries (cross-attention); the same leading
+            shape.
+        lengths: instead of ids: the length of each document, in tokens.
+        cu_seqlens: instead of ids: the start of each document, from 0, and the end of the last one.
 
     Positions past the array belong to the last document, so that generation continues it.
 
-    Documents given by their lengths store one number a document; those given by ids one number a token.
+    A mask made from lengths stores one number for each document; one made from ids stores one number for each token.
 
     Raises:
         MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.

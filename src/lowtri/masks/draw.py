@@ -1,4 +1,4 @@
-"""Masks as text: blocks, ticks, the matrix that is added to the scores, LaTeX."""
+"""Masks as text: pictures of block characters with ticks, and the matrix that is added to the scores, also in LaTeX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that are formulas of positions: for each its dataclass and the public function that makes it.
+"""Masks that are formulas over positions: for each, its dataclass and the public function that makes it.
 
 The formulas take ints and NumPy arrays alike, and their tile answers are exact.
 """
@@ -40,7 +40,7 @@ def full() -> Mask:
     ███
     ███
 
-    The same mask elsewhere: no mask at all. Source: the encoder of Vaswani et al. 2017.
+    The same elsewhere: no mask. Source: the encoder of Vaswani et al. 2017.
     """
     return Full()
 
@@ -90,7 +90,7 @@ def causal() -> Mask:
 
 @constructor()
 def window(n: int) -> Mask:
-    """Each query sees the newest ``n`` keys, its own position included.
+    """Each query sees the newest ``n`` keys, including the one at its own position.
 
     >>> print(window(3).draw(6))
     █·····
@@ -103,7 +103,7 @@ def window(n: int) -> Mask:
     A query at ``q`` sees a key at ``k`` when ``q - n < k <= q``.
 
     Args:
-        n: how many keys, in tokens, at least 1; ``window(1)`` sees only itself.
+        n: the number of keys, at least 1; under ``window(1)`` each query sees only its own position.
 
     Raises:
         MaskError: if ``n`` is below 1, since no query would then see any key.
@@ -117,7 +117,7 @@ def window(n: int) -> Mask:
 
 @constructor()
 def band(before: int, after: int) -> Mask:
-    """Each query sees ``before`` keys back and ``after`` keys ahead, both inclusive: ``q - before <= k <= q + after``.
+    """Each query sees its own position, ``before`` keys before it and ``after`` keys after it: ``q - before <= k <= q + after``.
 
     >>> print(band(1, 2).draw(5))
     ███··
@@ -127,7 +127,7 @@ def band(before: int, after: int) -> Mask:
     ···██
 
     Args:
-        before, after: how far back and ahead, in tokens, at least 0.
+        before, after: the number of keys before and after the query's position, at least 0.
 
     The same mask elsewhere: FlashAttention ``window_size=(before, after)``.
     Source: the symmetric window of Longformer (Beltagy et al. 2020).
@@ -166,7 +166,7 @@ def first(n: int) -> Mask:
     ``causal() | first(p)`` is a prefix language model; ``causal() & (window(w) | first(s))`` keeps ``s`` attention sinks.
 
     Args:
-        n: how many keys, in tokens, at least 1.
+        n: the number of keys, at least 1.
 
     Source: prefix LM, Raffel et al. 2020; sinks, Xiao et al. 2023 (StreamingLLM).
     """
@@ -189,7 +189,7 @@ class Chunks(Mask):
 
 @constructor()
 def chunks(n: int) -> Mask:
-    """Blocks of ``n`` positions, each closed to the others: ``q // n == k // n``.
+    """Blocks of ``n`` positions; a query sees only the keys of its own block: ``q // n == k // n``.
 
     >>> print((causal() & chunks(2)).draw(5))
     █····

@@ -1,4 +1,4 @@
-"""The grammar of mask texts, read in one pass from left to right; nothing is ever evaluated.
+"""The grammar of mask texts and its parser, which reads a text once from left to right and never evaluates it as code.
 
 It is a subset of Python's: names, calls, whole numbers, lists, parentheses, and the operators ``& | ~ -`` with Python's precedence.
 Python's own parser is not used, because a hostile text can exhaust its time and its stack.

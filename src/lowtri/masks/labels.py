@@ -1,4 +1,4 @@
-"""Labels of pictures and tables: a text is cut into tokens, and a token can neither break a line nor reorder it."""
+"""Labels of pictures and tables: splits a text into tokens, and makes sure that a token can neither break a line nor reorder it."""
 
 from __future__ import annotations
 

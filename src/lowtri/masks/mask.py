@@ -1,4 +1,4 @@
-"""Mask, the base of every mask: tables, text, and the functions that make masks by name."""
+"""Mask, the base class of all masks: tables, text, and the registry of functions that make masks by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
 
 
 class Mask(TileLaw):
-    """Which query may see which key. Made by the functions of :mod:`lowtri.masks`, joined by ``&``, ``|``, ``~`` and ``-``.
+    """Which query may see which key. The functions of :mod:`lowtri.masks` make masks; ``&``, ``|``, ``~`` and ``-`` combine them.
 
     >>> from lowtri import causal, window, first
     >>> sinks = causal() & (window(2) | first(1))
@@ -65,8 +65,8 @@ class Mask(TileLaw):
     █·██·
     █··██
 
-    Masks are values: immutable, equal when they are built alike, hashable, picklable. ``m.batch`` is ``()``, ``(B,)`` or
-    ``(B, H)``; the answers of a batched mask carry it in front.
+    Masks are values: immutable, hashable, picklable, and equal if they are built in the same way. ``m.batch`` is ``()``, ``(B,)``
+    or ``(B, H)``; the results of a batched mask have these dimensions in front.
     """
 
     _depth = 0  # the operators around the deepest mask inside
@@ -84,8 +84,8 @@ class Mask(TileLaw):
                [1, 1, 1]])
 
         Args:
-            nq, nk: how many queries and keys; ``nk`` defaults to ``nq``. Keys stand at ``0 .. nk-1``, queries at the last
-                ``nq`` of them, as in a call of attention.
+            nq, nk: how many queries and keys; ``nk`` defaults to ``nq``. Keys are at positions ``0 .. nk-1``, queries at the last
+                ``nq`` of these, as in a call of attention.
 
         Returns:
             bool array, ``m.batch + (nq, nk)``.
@@ -122,10 +122,10 @@ class Mask(TileLaw):
             nq, nk: as in :meth:`dense`.
             dtype: a NumPy floating dtype.
             hidden: the value at hidden pairs: -inf, or a large negative number.
-            like: a torch tensor; the table then comes as a tensor of its dtype on its device.
+            like: a torch tensor; the table is then a tensor of its dtype on its device.
 
         Raises:
-            MaskError: if ``hidden`` is not negative, or is a number out of the dtype's range (-1e9 in float16).
+            MaskError: if ``hidden`` is not negative, or is a finite number outside the dtype's range (-1e9 in float16).
         """
         if not isinstance(hidden, int | float | np.number) or not hidden < 0:
             raise MaskError(

@@ -1,7 +1,7 @@
 """The content of a picture of a mask, the same for text and SVG: cells, labels, headings. Its size is bounded.
 
 A picture has at most 64 rows and columns. Up to that size a cell is one pair; beyond it a cell is a rectangle of positions and
-shows the answer of the tile question, so a picture of a million positions costs as much as one of a hundred.
+shows its tile answer, so a picture of a million positions costs as much as one of a hundred.
 """
 
 from __future__ import annotations

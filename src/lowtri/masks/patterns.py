@@ -1,7 +1,7 @@
 """The bits of partial tiles: a word for each key, a bit for each of 64 queries. Each distinct pattern is stored once.
 
-The bits of ``m & n`` are the bits of ``m`` and of ``n``, joined word by word. So pairs are computed for single masks only, in the tiles
-for which they answer PARTIAL, and once for all tiles with the same signature.
+The bits of ``m & n`` are the bits of ``m`` and the bits of ``n``, combined word by word. So pairs are evaluated only for the operands,
+only in tiles whose answer is PARTIAL, and only once for all tiles with the same signature.
 """
 
 from __future__ import annotations

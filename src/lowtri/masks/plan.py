@@ -1,7 +1,7 @@
 """The plan: a mask in the form that kernels read.
 
-A row of the plan is a tile of 64 queries. It holds *runs* of key tiles: EMPTY ones are left out, FULL ones need no mask,
-and each tile of a PARTIAL one has its bits; each distinct pattern of bits is stored once.
+A row of the plan is a tile of 64 queries. It holds *runs* of key tiles. EMPTY tiles are omitted; tiles of FULL runs need no mask;
+tiles of PARTIAL runs have mask bits, and each distinct pattern of bits is stored once.
 
     Plan for causal, tiles of 2 x 2:     row 0   PARTIAL [0, 1)                      one pattern of bits,
         █···                             row 1   FULL    [0, 1)  PARTIAL [1, 2)      used twice
@@ -9,9 +9,9 @@ and each tile of a PARTIAL one has its bits; each distinct pattern of bits is st
         ███·
         ████
 
-Runs are computed by recursive subdivision: one answer decides a rectangle that is EMPTY or FULL, and a PARTIAL one is split into
-four. So the cost grows with the boundary of the mask and not with the number of tiles. Positions may come in any order: the answer
-for a rectangle of *indices* is the answer for the bounding box of its *positions*, which is conservative, and the bits of the
+Runs are computed by recursive subdivision: a rectangle that is EMPTY or FULL is decided by one tile answer, and a PARTIAL one is
+split into four. So the cost grows with the boundary of the mask and not with the number of tiles. Positions may be in any order: the
+answer for a rectangle of *indices* is the answer for the bounding box of its *positions*, which is conservative, and the bits of the
 smallest tiles are computed pair by pair.
 """
 

@@ -1,4 +1,4 @@
-"""Positions and counts of tokens: their range, and the checks of users' arguments."""
+"""The range of positions and of token counts, and the checks of users' arguments."""
 
 from __future__ import annotations
 

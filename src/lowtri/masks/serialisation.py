@@ -1,6 +1,6 @@
 """Serialisation: a mask as a text with placeholders, ``causal & documents(_0)``, and the list of their arrays.
 
-Compiled and exported programs carry masks in this form. While a program is traced the arrays are tensors without values, so
+Compiled and exported programs contain masks in this form. While a program is traced the arrays are tensors without values, so
 ``pack`` reads only the structure of the mask, in Python that torch.compile can trace.
 """
 

@@ -1,7 +1,7 @@
 """Masks as SVG: one self-contained file for a browser, a paper or a slide.
 
-Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different. Colours are
-attributes for a light background, which every program reads; a style sheet replaces them on dark screens.
+Hidden cells are hatched and visible ones are filled, so 'hidden' and 'visible with weight 0' look different. Colours are SVG
+attributes, which every program reads, for a light background; a style sheet replaces them on dark screens.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand docume
 
 
 def mask(text: str | Mask) -> Mask:
-    """The mask of a text.
+    """A mask from its text.
 
     >>> mask("causal & (window(4) | first(1))")
     causal & (window(4) | first(1))
@@ -37,7 +37,7 @@ def mask(text: str | Mask) -> Mask:
             A mask is returned unchanged.
 
     Raises:
-        MaskError: if the text is not such a formula; the message shows the part that is wrong.
+        MaskError: if the text is not such an expression; the message shows the part that is wrong.
     """
     if isinstance(text, Mask):
         return text

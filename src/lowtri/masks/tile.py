@@ -1,7 +1,7 @@
-"""The two questions that a mask answers: about a pair of positions and about a tile, a rectangle of pairs.
+"""The two evaluations of a mask: for a pair of positions, and for a tile, which is a rectangle of pairs.
 
 ``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. For a tile there are three answers: EMPTY (no
-query sees any key), FULL (every query sees every key), PARTIAL (anything else). The law: EMPTY and FULL are never wrong; PARTIAL is
+query sees any key), FULL (every query sees every key), PARTIAL (anything else). EMPTY and FULL must never be wrong; PARTIAL is
 always allowed.
 
 A mask implements two formulas, ``_sees`` and ``_tile``, for non-negative positions and non-empty tiles. :class:`TileLaw` adds
@@ -46,7 +46,7 @@ _Law = TypeVar("_Law", bound="TileLaw")
 
 
 class Tile(IntEnum):
-    """The three answers about a rectangle of positions. ``&`` of masks is their minimum, ``|`` their maximum."""
+    """The three answers for a tile, a rectangle of queries x keys: EMPTY (no visible pair), FULL (every pair), PARTIAL (otherwise)."""
 
     EMPTY = 0
     PARTIAL = 1
@@ -104,14 +104,14 @@ class TileLaw:
         """True where the query at ``q`` may see the key at ``k``.
 
         Args:
-            q, k: positions, ints or integer arrays that broadcast against each other. A negative position holds no token:
-                under every mask it sees nothing and is hidden.
+            q, k: positions, ints or integer arrays that broadcast against each other. A negative position means no token:
+                under every mask it sees no key, and no query sees it.
 
         Returns:
             a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
 
         Raises:
-            MaskError: if the positions are no whole numbers.
+            MaskError: if the positions are not whole numbers.
         """
         if self.batch:
             return self._each(lambda row: row(q, k))
@@ -127,7 +127,7 @@ class TileLaw:
         (<Tile.EMPTY: 0>, <Tile.FULL: 2>, <Tile.PARTIAL: 1>)
 
         Args:
-            q0, q1, k0, k1: ints, or integer arrays that broadcast: many tiles at once. ``POSITION_MAX`` and ``inf`` mean no end.
+            q0, q1, k0, k1: ints, or, for many tiles at once, integer arrays that broadcast. ``POSITION_MAX`` and ``inf`` mean no end.
 
         Returns:
             a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.

@@ -8,24 +8,24 @@ config             DecoderConfig, GPT2Config, RecurrentConfig: the sizes of a mo
 llama, gpt2        the layers of a Decoder
 decoder            Decoder: a decoder-only language model
 recurrent          RecurrentLM: LSTM, GRU or plain RNN
-fixed              attributes that are set once, when a module is built
+fixed              attributes that are set only once, when a module is built
 cache              the interface of a key/value cache
 files              the files of a checkpoint folder, checked before they are read
-tokenizer          loads its tokenizer
+tokenizer          loads and runs tokenizers
 layout             reads config.json of Llama and related models
-layout_written     writes it
+layout_written     writes config.json
 checkpoint_reader  reads configuration and weights of a checkpoint folder
 checkpoint         saves and loads checkpoint folders in transformers' format
 gguf_header        parses and checks a GGUF header
 gguf_names         GGUF metadata and tensor names as config.json and model.safetensors
 gguf_tokenizer     the tokenizer of a GGUF file
 gguf               converts a GGUF file to a checkpoint folder, once
-packaged           weights shipped in packages
+packaged           weights that are shipped in Python packages
 hub                models of the Hugging Face hub
 names              a model's name to its checkpoint folder
 pretrained         a model with its tokenizer and folder, by name
 chat               chat templates
-chat_render        the process that renders one
+chat_render        the process that renders a chat template
 """
 
 from lowtri.nn.config import DecoderConfig

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder: config.json and the weights, compared with one another before any memory is allocated."""
+"""Reads a checkpoint folder: config.json and the weights, which are checked against each other before any memory is allocated."""
 
 from __future__ import annotations
 

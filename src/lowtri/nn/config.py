@@ -37,7 +37,7 @@ class DecoderConfig:
         rms_norm_eps: epsilon of RMSNorm.
         rope_theta: the base of rotary embedding.
         tie_word_embeddings: whether the output projection shares the embedding's weights.
-        mask: the mask as text; Llama's file has no such key.
+        mask: the mask as text; Llama's config.json has no such key.
         rope_scaling: scaled rotary frequencies for a longer context (Llama 3.1).
         rope_layers: for each layer, whether it has rotary embedding (SmolLM3); None: all do.
         qkv_bias, o_bias, mlp_bias: whether the projections of queries, keys and values (Qwen2), the output projection of

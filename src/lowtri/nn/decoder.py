@@ -35,9 +35,9 @@ __all__ = ["Decoder", "DecoderConfig"]
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model: token ids to logits, with or without a key/value cache.
+    """A decoder-only language model, from token ids to logits, with or without a key/value cache.
 
-    Its layers are Llama's, or GPT-2's for a :class:`~lowtri.nn.gpt2.GPT2Config`.
+    Its layers are those of Llama, or those of GPT-2 for a :class:`~lowtri.nn.gpt2.GPT2Config`.
 
     >>> import torch
     >>> from lowtri.nn import Decoder, DecoderConfig
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
     >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-5)
     True
 
-    Weights are initialised as Llama's, normal with standard deviation 0.02; projections into the residual stream are scaled by
+    Weights are initialised as in Llama, normal with standard deviation 0.02; projections into the residual stream are scaled by
     1 / sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
 
     Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
@@ -88,16 +88,16 @@ class Decoder(nn.Module):
 
         Args:
             ids: (B, N) int64.
-            mask: for this call, instead of the model's own; for packed documents ``causal() & documents(ids)``.
-            positions: positions in the sequence, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next in the cache.
+            mask: replaces the model's own mask in this call; for packed documents ``causal() & documents(ids)``.
+            positions: positions in the sequence, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next ones in the cache.
             cache: from :meth:`make_cache`; ``ids`` then holds the new tokens only, which are appended to the cache.
-            logits_to_keep: compute the logits of this many last tokens; 0 computes all.
+            logits_to_keep: compute the logits of only this many last tokens; 0 computes all.
 
         Returns:
             (B, N, V); the rows at padding are undefined.
 
         Raises:
-            CallError: if ids have another shape or dtype, or are outside of the vocabulary or the context.
+            CallError: if ids have another shape or dtype, or are outside the vocabulary, or exceed the context length.
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise CallError(f"Decoder: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None].")
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         """An empty key/value cache for ``batch_size`` sequences.
 
         Args:
-            mask: instead of the model's own.
+            mask: replaces the model's own mask.
             capacity: initial number of slots; the cache grows as needed.
             allow_missing: as in :class:`lowtri.KVCache`: allow queries before keys that the mask shows them.
         """
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         return KVCache(mask, capacity=capacity, allow_missing=allow_missing)
 
     def tie_weights(self) -> None:
-        """Let the output projection share the embedding's weights, if the configuration says so."""
+        """Share the embedding's weights with the output projection, if the configuration says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

@@ -1,6 +1,6 @@
 """Files of a checkpoint folder. Downloaded folders are untrusted, so every file is checked before it is read.
 
-It must be a regular file inside the folder (symbolic links may not leave it), and is read up to a size limit.
+Each must be a regular file inside the folder (symbolic links must not leave it), and is read only up to a size limit.
 """
 
 from __future__ import annotations

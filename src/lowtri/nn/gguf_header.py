@@ -1,6 +1,6 @@
 """Parses and checks a GGUF header: metadata fields and the locations of the tensors.
 
-    magic, version, how many tensors, how many fields
+    magic, version, number of tensors, number of fields
     fields    name, type, value; an array is a type, a count and the items
     tensors   name, dimensions (the innermost first), type of block, offset
     padding to the alignment; then the tensors

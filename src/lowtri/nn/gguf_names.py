@@ -1,8 +1,8 @@
-"""GGUF metadata as the content of config.json, and GGUF tensor names as those of model.safetensors.
+"""Converts GGUF metadata to the content of config.json, and GGUF tensor names to those of model.safetensors.
 
-transformers reads GGUF files, too, but drops what these models need: measured with 5.20 and 5.23, it reads Llama without its
-biases, its scaled rotary frequencies (linear, llama3) and its sliding window, and without attention.key_length; SmolLM's
-tokenizer without single digits, and Qwen2's without NFC. The names of tensors are the package gguf's.
+transformers also reads GGUF files, but drops settings that these models need. With versions 5.20 and 5.23, it reads Llama without
+its biases, its scaled rotary frequencies (linear, llama3), its sliding window and attention.key_length; SmolLM's tokenizer without
+the splitting of digits; and Qwen2's tokenizer without NFC. The tensor names come from the package gguf.
 """
 
 from __future__ import annotations

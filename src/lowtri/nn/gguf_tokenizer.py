@@ -3,7 +3,7 @@
     tokenizer.ggml.model gpt2    byte-level BPE with a list of merges; tokenizer.ggml.pre names the pre-tokenizer
     tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, byte fallback, merges by score
 
-The pre-tokenizers are those that the models were published with.
+The pre-tokenizers are those with which the models were published.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes ``config.json`` of a decoder, in the form that transformers reads where it has such a model."""
+"""Writes the ``config.json`` of a decoder, in the form that transformers reads if it has such a model."""
 
 from __future__ import annotations
 

@@ -113,22 +113,21 @@ class MultiHeadAttention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Attend from the tokens of ``x`` to themselves (and to the cache), or to a context.
+        """Attention of the tokens of ``x`` to each other (and to the cache), or to a context.
 
         Args:
             x: (B, N, d_model) or (N, d_model).
-            context: (B, M, context_size) or (M, context_size), attended to instead of ``x``.
-            mask: for this call, instead of the module's own.
-            positions: positions of ``x``, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next in the cache.
-            context_positions: positions of the context, default 0 .. M-1. Masks that compare positions compare these with
-                ``positions``.
+            context: (B, M, context_size) or (M, context_size); keys and values come from it instead of ``x``.
+            mask: replaces the module's own mask in this call.
+            positions: positions of ``x``, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next ones in the cache.
+            context_positions: positions of the context, default 0 .. M-1; the mask compares them with ``positions``.
             cache: a :class:`lowtri.KVCache` with this module's mask; ``x`` then holds the new tokens only.
             layer: this module's layer number in the cache.
             rotary: rotary tables of ``positions``, if several layers share them.
             return_weights: also return the weights.
 
         Returns:
-            output in the shape of ``x``; with ``return_weights`` also (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
+            output in the shape of ``x``; with ``return_weights`` also the weights, (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
         """
         batched = x.ndim != 2
         if not batched:

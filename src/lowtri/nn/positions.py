@@ -11,7 +11,7 @@ __all__ = ["sinusoidal"]
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
-    """Sines and cosines of the positions ``0 .. n-1``, from high frequencies (left) to low (right).
+    """Sines and cosines of the positions ``0 .. n-1``, from high frequencies (left columns) to low (right columns).
 
     >>> sinusoidal(2, 4)
     tensor([[0.0000, 1.0000, 0.0000, 1.0000],

@@ -1,4 +1,4 @@
-"""A model with its tokenizer and folder, by its name: what the command line loads."""
+"""Loads a model by its name, with its tokenizer and folder, for the command line."""
 
 from __future__ import annotations
 

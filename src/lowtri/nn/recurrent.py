@@ -1,6 +1,6 @@
 """A recurrent language model: LSTM, GRU or plain RNN.
 
-It is autoregressive by construction and has the decoder's interface: the same training loop, ``generate`` and audit.
+It is autoregressive by construction. It has the decoder's interface, so training, ``generate`` and the audit work unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RecurrentState:
 
 
 class RecurrentLM(nn.Module):
-    """An LSTM, GRU or plain recurrent language model: token ids to logits, with or without a cache.
+    """An LSTM, GRU or plain recurrent language model, from token ids to logits, with or without a cache.
 
     >>> import torch
     >>> from lowtri.nn.recurrent import RecurrentLM
@@ -99,7 +99,7 @@ class RecurrentLM(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output projection share the embedding's weights, if the configuration says so."""
+        """Share the embedding's weights with the output projection, if the configuration says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -143,13 +143,13 @@ class RecurrentLM(nn.Module):
             mask: ``causal``, or ``causal & documents(...)``, which resets the state at the start of each document.
             positions: (N,) or (B, N); -1 is padding, which leaves the state unchanged; 0 starts a new document.
             cache: from :meth:`make_cache`; ``ids`` then holds the new tokens only.
-            logits_to_keep: compute the logits of this many last tokens; 0 computes all.
+            logits_to_keep: compute the logits of only this many last tokens; 0 computes all.
 
         Returns:
             (B, N, V); the rows at padding are undefined.
 
         Raises:
-            CallError: if ids are not (B, N) integers, or the mask is neither of these two.
+            CallError: if ids are not (B, N) integers, or the mask is neither of these.
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise CallError(

@@ -1,6 +1,7 @@
 """Rotary position embedding: queries and keys are rotated by angles proportional to their positions.
 
-A score then depends on the distance of two tokens only. The layout is Llama's: entry ``i`` of a head is paired with ``i + D/2``.
+Positions then affect a score only through the distance of the two tokens. The layout is Llama's: entry ``i`` of a head is paired
+with ``i + D/2``.
 """
 
 from __future__ import annotations

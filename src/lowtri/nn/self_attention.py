@@ -44,11 +44,11 @@ class MaskedSelfAttention(nn.Module):
         self.W_v = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, mask: Mask | str | None = None, *, return_weights: bool = False) -> Any:
-        """Attend among the tokens of ``x``.
+        """Attention of the tokens of ``x`` to each other.
 
         Args:
             x: (N, d_model) or (B, N, d_model).
-            mask: for this call, instead of the module's own; ``"full"`` hides nothing.
+            mask: replaces the module's own mask in this call; ``"full"`` hides nothing.
             return_weights: also return the weights.
 
         Returns:

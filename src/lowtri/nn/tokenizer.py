@@ -1,4 +1,4 @@
-"""Loads and runs tokenizers; the library's errors become one DataError.
+"""Loads and runs tokenizers; every error of the tokenizers library becomes a DataError.
 
 The Rust library raises bare Exceptions and, for malformed files, ``PanicException``, which is not an Exception.
 """

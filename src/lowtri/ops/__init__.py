@@ -1,7 +1,7 @@
-"""A call of attention, checked, and the definition of attention.
+"""The checked description of an attention call, and the definition of attention.
 
 arguments  checks of the arguments, and their error messages
 call       the checked, frozen description of a call: shapes, positions, mask, options
-describe   from the arguments to that description
+describe   builds this description from the arguments
 reference  the definition, forward and backward: NumPy, float64, every step kept
 """

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. Each error names the argument, what came, what was expected, and the fix.
+"""Checks of the arguments of attention. Each error names the argument, what was passed, what was expected, and the fix.
 
 Small calls take microseconds, so valid arguments pass with few comparisons; messages are composed only for invalid ones.
 """

@@ -1,9 +1,9 @@
-"""A call of attention: its description without the numbers, its arrays in four dimensions, and its result.
+"""A call of attention: its description without the data, its arrays in four dimensions, and its result.
 
-A :class:`Call` holds everything about a call but the data of its arrays. Backends read it to decide whether they support the call,
+A :class:`Call` holds everything about a call except the data of its arrays. Backends read it to decide whether they support the call,
 to estimate its cost, and to prepare it; the arrays are passed when a prepared call runs, so equal calls are prepared once.
 
-Whatever rank the user passed, ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has
+Whatever the rank of the user's arrays, ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has
 four dimensions that broadcast against (B, Hq, Nq, Nk), and positions are NumPy integers, (1, N) or (B, N).
 """
 

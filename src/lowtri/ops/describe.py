@@ -1,4 +1,4 @@
-"""From a user's arguments to a checked :class:`~lowtri.ops.call.Call` and its arrays in four dimensions."""
+"""Builds a checked :class:`~lowtri.ops.call.Call`, and its arrays in four dimensions, from a user's arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A backward under ``is_grads_batched=True`` (also ``torch.autograd.functional.jacobian(vectorize=True)``), one gradient at a time.
 
-torch then passes batched tensors, one for many gradients, which few operations accept.
+torch then passes batched tensors, each of which holds many gradients, and few operations accept them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The definition of attention: NumPy, float64, one step a line, every step kept; and its gradients.
+"""The definition of attention and its gradients, in NumPy and float64: one step per line, and every step is kept.
 
-Slow on purpose, and the oracle for everything else. Hidden pairs are never multiplied: 0 * NaN is NaN, and hidden values must not
-reach any result.
+It is slow on purpose, and the oracle for all other backends. Hidden pairs are never multiplied, because 0 * NaN is NaN and hidden
+values must not reach any result.
 
 Source: Vaswani et al. 2017, section 3.2.1; the softcap of Gemma 2 (2024); sinks as in gpt-oss (2025).
 """

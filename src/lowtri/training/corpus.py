@@ -1,8 +1,8 @@
-"""The text a model learns from: documents, and the one long row of tokens that they are packed into.
+"""The training text of a model: documents, and the one long row of tokens into which they are packed.
 
-Documents are packed end to end, and rows of equal length are cut from the whole, so no token is padding. Which document a
-token belongs to is kept: the mask of a row is ``mask & documents(ids)``, and no target crosses from one document
-into the next. Where a row starts does not matter to the model: rotary embedding knows distances only.
+Documents are packed end to end, and rows of equal length are cut from the whole, so no token is padding. The document of each
+token is stored: the mask of a row is ``mask & documents(ids)``, and no target crosses from one document into the next. The
+start of a row does not matter to the model, since rotary embedding depends only on distances.
 """
 
 from __future__ import annotations

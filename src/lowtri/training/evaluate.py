@@ -1,7 +1,7 @@
-"""How well a model predicts a text: all at once, as in training, and step by step, as in generating.
+"""How well a model predicts a text: teacher-forced (all positions at once), as in training, and step by step, as in generation.
 
-With a causal mask the two agree to rounding: each position sees the same keys in both. With a mask that shows the future
-they do not, and generating gives the second.
+With a causal mask the two agree to rounding: each position sees the same keys in both. With a mask that shows later
+positions they do not, and generation behaves as the second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training at a time in a folder: a lock that the operating system frees when its process ends, however it ends."""
+"""One training run at a time per folder: a lock that the operating system releases when the process ends, however it ends."""
 
 from __future__ import annotations
 

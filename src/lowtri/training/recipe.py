@@ -1,6 +1,6 @@
-"""How to train: what a step does is a function of the recipe, the number of rows and the step's number alone.
+"""How to train: the rows and the settings of a step depend only on the recipe, the number of rows and the step's number.
 
-No state is carried from step to step, so a run that was killed continues exactly where it was.
+The schedule carries no state from step to step, so a run that was killed continues exactly where it stopped.
 Sources: Loshchilov and Hutter 2017 (cosine); Goyal et al. 2017 (warm-up).
 """
 

@@ -1,12 +1,12 @@
-"""From text files to a folder: a plan, the corpus, the tokenizer, the model, the loop, the files.
+"""A training run, from text files to a checkpoint folder: plan, corpus, tokenizer, model, loop, files.
 
-    training.json            the plan, written as soon as it is known to work; at the end also the losses
-    tokenizer.json           at the same time
-    training-state.pt        while the run is not finished: what resuming needs
-    config.json, model.safetensors, tokenizer_config.json, loss.png        at the end
+    training.json            the training plan, written as soon as it is known to work; at the end also the losses
+    tokenizer.json           written at the same time as the plan
+    training-state.pt        what resuming needs; exists while the run is not finished
+    config.json, model.safetensors, tokenizer_config.json, loss.png        written at the end
 
-So a folder with model.safetensors is a finished one, a plan that cannot work leaves nothing behind, and a run can be resumed
-from any moment. While it runs, the folder is locked.
+So a folder with model.safetensors is finished, a plan that cannot work leaves nothing behind, and a run can be resumed from any
+moment. During a run the folder is locked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run so far: its losses, and its whole state on disk, so that a kill loses only the steps since the last saving.
+"""The state of a run: its losses, and its whole state on disk, so that a kill loses only the steps since the last save.
 
 The order of the data is not stored: it is computed from the seed and the step (see recipe.py).
 """

@@ -1,7 +1,7 @@
-"""Text to tokens and back: byte-level BPE, learnt from the training text, kept in the file that transformers reads too.
+"""Text to tokens and back: byte-level BPE, learned from the training text and saved in a file that transformers also reads.
 
-Bytes are the smallest tokens, so any text can be written with any vocabulary, and decoding gives back what went in. A
-vocabulary of ``BYTES`` has no merges at all: a byte is a token.
+Bytes are the smallest tokens, so any vocabulary can encode any text, and decoding restores it exactly. A vocabulary of size
+``BYTES`` has no merges: each byte is a token.
 Source: Sennrich et al. 2016 (byte-pair encoding), Radford et al. 2019 (on bytes).
 """
 

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, clipped gradients, and a state file from which it resumes after any kill.
+"""The training loop: AdamW, gradient clipping, and a state file from which it resumes after any kill.
 
 A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
 Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.

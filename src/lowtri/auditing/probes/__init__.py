@@ -1,4 +1,4 @@
-"""The probes: one file each, which ends in its record, `PROBE`."""
+"""The probes: one file each, with a record `PROBE` at its end."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def _neighbour_seen(context: Context, inputs: Inputs, other: Inputs, before: Row
 
 PROBE = Probe(
     name="batch",
-    does="changes the neighbours, and takes them away",
-    finds="rows that see one another",
+    does="changes the other rows of the batch, and removes them",
+    finds="rows that depend on one another",
     function=_batch,
     needs=(BATCH,),
     reshapes=True,

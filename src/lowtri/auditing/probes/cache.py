@@ -1,4 +1,4 @@
-"""Decode step by step with a cache: every step must equal the whole forward."""
+"""Decode step by step with a cache: every step must equal the full forward pass."""
 
 from __future__ import annotations
 
@@ -173,9 +173,9 @@ def _window(context: Context) -> dict[str, object]:
 
 PROBE = Probe(
     name="cache",
-    does="decodes one by one, after a prompt, in chunks, left-padded (`step=` for your own), "
-    "wherever what the mask shows has come by then",
-    finds="caches that disagree with the whole forward",
+    does="decodes one by one, after a prompt, in chunks and left-padded (`step=` for your own decoding); "
+    "compares positions whose visible inputs have all been appended",
+    finds="caches whose outputs differ from the full forward pass",
     function=_cache,
     needs=(Need("a cache", _no_decoder),),
     reshapes=True,

@@ -174,8 +174,9 @@ class _Sweep:
 
 PROBE = Probe(
     name="change",
-    does="changes each input alone, and all that is hidden from a query at once, ids to the row's own as well",
-    finds="any content that leaks, the pairs exactly for short inputs, by bisection for long ones",
+    does="changes each input alone, then all inputs hidden from a query at once, token ids also to other ids "
+    "of the same row",
+    finds="leaks of content: every pair for short inputs, pairs found by bisection for long ones",
     function=_change,
     pairs=True,
 )

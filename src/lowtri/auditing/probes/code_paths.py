@@ -54,8 +54,9 @@ def _not_compiled(finding: Finding, value: object) -> str | None:
 
 PROBE = Probe(
     name="code_paths",
-    does="asks for weights and hidden states, other attention implementations, `compile=True`: change and gradient on each",
-    finds="code paths without the mask",
+    does="runs change and gradient with weights or hidden states returned, other attention implementations, "
+    "`compile=True`",
+    finds="code paths that do not apply the mask",
     function=_code_paths,
     argument="compile",
     not_run=_not_compiled,

@@ -121,8 +121,8 @@ def _not_differentiable(error: Exception) -> Finding:
 
 PROBE = Probe(
     name="gradient",
-    does="one backward pass for each query from a random cotangent",
-    finds="leaks too small to move a float32 output; blind to discrete choices",
+    does="runs one backward pass for each query, from a random output gradient",
+    finds="leaks too small to move a float32 output, but not leaks through discrete choices",
     function=_gradient,
     needs=(TORCH,),
     pairs=True,

@@ -157,8 +157,9 @@ def _limit(context: Context) -> int | None:
 
 PROBE = Probe(
     name="longer",
-    does="change, gradient and prefix at chosen places of 256 positions (`length=`), in eval and training mode",
-    finds="what begins behind the example's end",
+    does="runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and "
+    "training mode",
+    finds="leaks that begin past the end of the example",
     function=_longer,
     skipped_after=(CHANGE, GRADIENT, PREFIX, TRAINING),
     argument="length",

@@ -74,7 +74,7 @@ def _documents(allowed: Bools) -> list[tuple[int, int]]:
 PROBE = Probe(
     name="packing",
     does="runs each document of a packed row alone (`alone=`)",
-    finds="boundaries and positions that differ",
+    finds="outputs that differ in a packed row, from wrong boundaries or positions",
     function=_packing,
     needs=(Need("packed documents", _no_documents), REPEATABLE),
     reshapes=True,

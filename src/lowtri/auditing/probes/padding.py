@@ -79,8 +79,8 @@ def _pads_in_mask(context: Context) -> str | None:
 
 PROBE = Probe(
     name="padding",
-    does="pads on either side, with any content and amount",
-    finds="pads that count",
+    does="adds pads on either side, with different contents and amounts",
+    finds="pads that change outputs at real positions",
     function=_padding,
     needs=(Need("a padding mask", _no_padding), REPEATABLE, Need("", _pads_in_mask)),
     reshapes=True,

@@ -1,4 +1,4 @@
-"""Put NaN into hidden inputs: does it spread? A warning, never the verdict."""
+"""Put NaN into hidden inputs and check whether it spreads. This gives a warning, never a leak."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
 
 PROBE = Probe(
     name="poison",
-    does="NaN and inf in hidden inputs",
-    finds="a warning only: 0 * NaN is NaN in most right models",
+    does="puts NaN and inf into hidden inputs",
+    finds="NaN that spreads; a warning only, since 0 * NaN is NaN in most correct models",
     function=_poison,
     needs=(Need("vectors, or torch", _no_vectors),),
 )

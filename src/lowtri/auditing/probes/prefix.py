@@ -52,7 +52,7 @@ def _prefix(context: Context) -> Finding:
 PROBE = Probe(
     name="prefix",
     does="cuts the input off after t positions",
-    finds="dependence on the length",
+    finds="outputs that depend on the length of the input",
     function=_prefix,
     needs=(REPEATABLE,),
     reshapes=True,

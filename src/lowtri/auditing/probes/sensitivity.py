@@ -1,4 +1,4 @@
-"""The opposite fault: something the mask shows that no output ever sees. A warning."""
+"""The opposite fault, reported as a warning: inputs that the mask shows and no output depends on."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _discrete(context: Context) -> str | None:
 
 PROBE = Probe(
     name="sensitivity",
-    does="looks for visible inputs that no output reacts to, in what the probes before it have recorded",
-    finds="the opposite fault, as a warning: something visible that is never seen",
+    does="searches the recordings of the earlier probes for visible inputs that no output reacts to",
+    finds="the opposite fault, as a warning: an input that the mask shows and no output uses",
     function=_sensitivity,
     needs=(Need("float outputs", _discrete),),
 )

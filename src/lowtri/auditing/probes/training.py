@@ -1,4 +1,4 @@
-"""Training mode, in which the loss is computed: a code path of its own in most models, and the one that matters most."""
+"""Training mode, in which the loss is computed: in most models a separate code path, and the most important one."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _answer(context: Context, inputs: Inputs) -> Any:
 
 PROBE = Probe(
     name="training",
-    does="change, gradient, prefix, batch, padding and packing in training mode",
-    finds="what leaks in training alone",
+    does="runs change, gradient, prefix, batch, padding and packing in training mode",
+    finds="leaks that occur in training mode only",
     function=_training,
     needs=(Need("a training mode", _no_training),),
     skipped_after=(CHANGE, GRADIENT, PREFIX),

@@ -1,4 +1,4 @@
-"""The fields of a kernel's record, by the names of :mod:`lowtri.kernels.abi`, from a call and its plan."""
+"""Fills the fields of a kernel's record, named as in :mod:`lowtri.kernels.abi`, from a call and its plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A kernel's launch: its record, its scratch memory, and the team of threads.
 
-A launch is prepared from everything about a call but its addresses. It can run many times, also from several threads at once.
+A launch is prepared from everything about a call except its addresses. It can run many times, also from several threads at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The backend ``formula``: the formula of attention in torch, in tiles of queries.
 
 It supports every option, any device, and gradients to any order. Each tile is recomputed for its gradient, so memory grows with
-the tile and not with Nq x Nk. It is the plain formula of the precision contract: half types round inputs, weights and output.
+the tile and not with Nq x Nk. It is the plain formula of the precision contract: float16 and bf16 round inputs, weights and output.
 
 tiles             the tiles of queries
 visible_products  two products over visible pairs, forward and backward

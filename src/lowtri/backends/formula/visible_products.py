@@ -1,7 +1,7 @@
 """Two products over visible pairs, each the gradient of the other: hidden values reach no result, forward and backward.
 
 VisibleScores(q, k)  q k^T at visible pairs, 0 at hidden ones
-VisibleSum(w, x)     w x over visible pairs only: a row of x with NaN reaches exactly the queries that see it
+VisibleSum(w, x)     w x over visible pairs only: a NaN in a row of x reaches exactly the queries that see this row
 
 Both are linear in each argument, so their derivatives, forward and backward and to any order, are the two products again.
 """

@@ -1,8 +1,8 @@
-"""The backend ``sdpa``: torch's own fused attention, with ``is_causal`` or no mask where that is equivalent, else with a table.
+"""The backend ``sdpa``: torch's own fused attention, with ``is_causal`` or without a mask where that is equivalent, else with a table.
 
 torch multiplies hidden values by a weight of 0, so a NaN that is hidden from *some* queries spreads to them; it may also drop a
-NaN or an infinity that a query does see. Under ``engine="auto"`` the inputs are inspected, and where they are not finite and
-moderate the formula runs instead. Keys hidden from *every* query (padding, cache tails) are set to 0 before the call; queries that
+NaN or an infinity that a query does see. Under ``engine="auto"`` the inputs are inspected; unless they are finite and moderate, the
+backend ``formula`` runs instead. Keys hidden from *every* query (padding, cache tails) are set to 0 before the call; queries that
 see nothing give 0.
 """
 

@@ -1,4 +1,4 @@
-"""torch's fused attention: the arguments of its function besides the arrays, prepared before the arrays are known."""
+"""The arguments of torch's fused attention other than the arrays, prepared before the arrays are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Instruction sets: the operations that differ between them, and the shape of the register tile that fits their registers.
+"""Instruction sets: the operations that differ between them, and the shape of the register tile that fits the registers of each.
 
-An instruction set is a class; it inherits the operations of the one that it extends. ``ALL`` lists them, the best first.
+An instruction set is a class; it inherits the operations of the one that it extends. ``ALL`` lists them, the fastest first.
 """
 
 from __future__ import annotations

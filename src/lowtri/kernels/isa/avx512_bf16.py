@@ -1,6 +1,6 @@
-"""AVX-512 with its bf16 instructions: a dot product of pairs, and rounding.
+"""AVX-512 with its bf16 instructions: dot products of pairs, and rounding to bf16.
 
-llvmlite has no bfloat type; LLVM needs only the name in the printed IR.
+llvmlite has no bfloat type, but LLVM needs only its name in the textual IR.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The baseline: every operation in instructions of any CPU. The other instruction sets inherit from it."""
+"""The baseline: every operation, in instructions that every CPU has. The other instruction sets inherit from it."""
 
 from __future__ import annotations
 
