@@ -35,8 +35,22 @@ _DARK = {"leak": "#fc8181", "clean": "#68d391", "undecided": "#f6ad55"}
 class AuditReport:
     """The result of an audit.
 
-    `ok` is true if the audit decided and found no leak; `decided` is false if the audit could not decide. `leaks` is sorted by
-    query and key; `first` is its first entry.
+    `ok` is true if the audit decided and found no leak; `decided` is false if the audit could not decide. `first` is the first
+    leak, or None.
+
+    Attributes:
+        model: the model's class, or its name.
+        mask: the mask that the model was audited against, as text.
+        n, batch: positions and rows of the example.
+        noise: how far outputs moved when nothing that matters changed; thresholds follow from it.
+        findings: the result of each probe.
+        leaks: pairs of positions that the mask hides and an output depends on, sorted by query and key.
+        allowed: (1 or B, N, N), the pairs that the mask shows.
+        seen: (N, N), how far each output moved with each input; NaN where this was not tried.
+        reason: why the audit could not decide, or None.
+        seconds: how long the audit took.
+        notes: remarks that do not change the verdict.
+        modes: the modes (eval, training) of a torch module in which every probe ran.
     """
 
     model: str
@@ -51,7 +65,7 @@ class AuditReport:
     reason: str | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
-    modes: tuple[str, ...] = ()  # of a module: the mode in which every probe ran
+    modes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:

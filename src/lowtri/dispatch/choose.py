@@ -17,12 +17,19 @@ __all__ = ["Choice", "choose", "load", "weigh"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of :func:`lowtri.which_engine`: the engine that would run, the reason, and the answer of each engine."""
+    """The result of :func:`lowtri.which_engine`: the engine that would run, the reason, and the answer of each engine.
+
+    Attributes:
+        engine: the name of the engine that would run.
+        weighed: why it was chosen.
+        answers: for each engine "yes", or "no: " and the reason.
+        costs: estimated microseconds of the engines that can run the call.
+    """
 
     engine: str
     weighed: str
-    answers: dict[str, str]  # "yes", or "no: " and the reason
-    costs: dict[str, float]  # estimated microseconds of the engines that can run the call
+    answers: dict[str, str]
+    costs: dict[str, float]
 
     def __str__(self) -> str:
         lines = [f"{self.engine} runs: {self.weighed}"]

@@ -16,7 +16,15 @@ __all__ = ["Explanation", "Step"]
 
 @dataclass(frozen=True)
 class Explanation(Steps):
-    """All steps, in order. ``print`` shows them as tables; ``explanation["weights"].value`` is the array of one step."""
+    """All steps, in order. ``print`` shows them as tables; ``explanation["weights"].value`` is the array of one step.
+
+    Attributes:
+        tokens: the tokens of the sentence.
+        mask: the mask, as text.
+        visible: (Nq, Nk), or (H, Nq, Nk) with several heads; True = may see.
+        steps: every step, a :class:`Step` each.
+        note: how the tokens and the weights were chosen.
+    """
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:

@@ -15,7 +15,16 @@ PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row fo
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its value, (rows, columns) or (heads, rows, columns), with a label for each row and column."""
+    """One step: its value, (rows, columns) or (heads, rows, columns), with a label for each row and column.
+
+    Attributes:
+        name: such as ``"scores"`` or ``"weights"``.
+        formula: how the value follows from the steps before it; empty for inputs.
+        sentence: the same in words.
+        value: the numbers.
+        rows, columns: the labels.
+        unmasked: the same step without a mask, or None where the mask makes no difference.
+    """
 
     name: str
     formula: str
@@ -23,7 +32,7 @@ class Step:
     value: NDArray[Any]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    unmasked: NDArray[Any] | None = None  # the same step had there been no mask
+    unmasked: NDArray[Any] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

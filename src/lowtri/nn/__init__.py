@@ -28,7 +28,7 @@ chat               chat templates
 chat_render        the process that renders a chat template
 """
 
-from lowtri.nn.config import DecoderConfig
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.positions import sinusoidal
@@ -38,6 +38,7 @@ from lowtri.nn.self_attention import MaskedSelfAttention
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "GPT2Config",
     "MaskedSelfAttention",
     "MultiHeadAttention",
     "RecurrentConfig",

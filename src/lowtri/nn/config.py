@@ -124,7 +124,19 @@ class GPT2Config(DecoderConfig):
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The configuration of a :class:`~lowtri.nn.RecurrentLM`."""
+    """The configuration of a :class:`~lowtri.nn.RecurrentLM`.
+
+    Args:
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: size of the hidden states, and of the embedding.
+        num_hidden_layers: number of recurrent layers.
+        cell: ``"lstm"``, ``"gru"`` or ``"rnn"``.
+        tie_word_embeddings: whether the output projection shares the embedding's weights.
+        mask: always ``"causal"``.
+
+    Raises:
+        CallError: if a value does not fit.
+    """
 
     vocab_size: int
     hidden_size: int = 256
