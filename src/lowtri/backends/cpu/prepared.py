@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,12 +75,12 @@ class PreparedKernels:
         lse, d_lse, d_output = result.lse, d_result.lse, d_result.output.to(q.dtype)
         nothing = lse == -torch.inf
         delta = (d_output.to(lse.dtype) * result.output.to(lse.dtype)).sum(-1)
-        delta = (delta if d_lse is None else delta - d_lse).masked_fill(nothing, 0)
+        delta = (delta if d_lse is None else delta - d_lse).masked_fill_(nothing, 0)
         if self.spec.rows == "pairs" and not kernel_file("select").Array(d_output.stride(), dv).even:
             d_output = d_output.contiguous()
         dq = lse.new_empty((batch, heads, nq, d))
-        padded, parts = kernel_file("backward").padded, self.parts
-        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, nk, padded(self.spec, size))) for size in (d, dv))
+        parts = self.parts
+        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, nk, size)) for size in self._padded)
         d_bias = None
         if call.bias is not None and call.bias.requires_grad:
             d_bias = lse.new_zeros((parts, batch, heads, *bias.shape[2:]))
@@ -96,8 +97,8 @@ class PreparedKernels:
             dv_sums=address(dv_sums),
             d_bias=address(d_bias),
         )
-        dk, d_values = dk.sum(0)[..., :d] * call.scale, dv_sums.sum(0)[..., :dv]
-        to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk, d_values))
+        dk, d_values = (x[0] if parts == 1 else x.sum(0) for x in (dk, dv_sums))
+        to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
         to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
         to_sinks = None
         if sinks is not None:  # d_sink = -sum over rows of P_sink * delta
@@ -105,12 +106,19 @@ class PreparedKernels:
             to_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
         return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
 
-    @property
+    @cached_property
     def spec(self) -> Any:
         """The spec of the forward kernel and its gradients."""
         return _spec("forward", "float32" if self.cast else self.call.dtype, self.arrays)
 
-    @property
+    @cached_property
+    def _padded(self) -> tuple[int, int]:
+        """The head sizes of the buffers of dk and dv."""
+        *_, d, dv = self.call.sizes
+        padded = kernel_file("backward").padded
+        return padded(self.spec, d), padded(self.spec, dv)
+
+    @cached_property
     def parts(self) -> int:
         """A task owns a key/value head; if that leaves threads idle, its queries are split into parts with separate sums."""
         batch, _, kv_heads, *_ = self.call.sizes
