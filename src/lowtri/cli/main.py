@@ -53,7 +53,7 @@ VERBS = {
     "train": "Train a decoder on text files; the folder loads in transformers.",
     "generate": "Let a trained model continue a text.",
     "eval": "Loss on text files, all at once and step by step.",
-    "audit": "Does a model depend on what its mask hides? Every leak, by position and module.",
+    "audit": "Does a model use what its mask hides? Every leak, by position.",
     "bench": "How fast attention is, against torch and the CPU's limit.",
     "doctor": "What this machine has, what is missing, and what follows.",
 }
