@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lowtri.dispatch.prepared import prepared_call
 from lowtri.masks.arrays import why_not_plain
-from lowtri.ops.call import CallOptions, Result
+from lowtri.ops.call import CallOptions
 
-__all__ = ["cast_for_autocast", "run_eagerly"]
+__all__ = ["autocast_device", "cast_for_autocast", "run_eagerly", "without_autocast"]
+
+_UNCHANGED = nullcontext()
 
 
 def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """:func:`lowtri.attention` outside of a trace."""
     device, q, k, v = cast_for_autocast(q, k, v)
     ready, inputs = prepared_call(q, k, v, mask, options)
-    result: Result
-    if device is None:
+    with without_autocast(device):
         result = ready.run(inputs)
-    else:
-        import torch
-
-        with torch.autocast(device, enabled=False):  # a backend's own float32 arithmetic stays in float32
-            result = ready.run(inputs)
     restore = ready.call.restore
     if not (options.return_weights or options.return_lse):
         return restore(result.output)
@@ -31,9 +28,18 @@ def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     return tuple(restore(x) for x in (result.output, *extra))
 
 
+def without_autocast(device: str | None) -> AbstractContextManager[object]:
+    """A context in which autocast does not cast what a backend computes in float32; ``device`` is where autocast is enabled."""
+    if device is None:
+        return _UNCHANGED
+    import torch
+
+    return torch.autocast(device, enabled=False)
+
+
 def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, Any, Any, Any]:
     """The type of q's device if torch.autocast is enabled for it, else None; and q, k, v, cast as for torch's own attention."""
-    device = _autocast_device(q)
+    device = autocast_device(q)
     if device is None:
         return None, q, k, v
     import torch
@@ -43,7 +49,7 @@ def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, Any, Any, Any
     return device, q, k, v
 
 
-def _autocast_device(q: Any) -> str | None:
+def autocast_device(q: Any) -> str | None:
     """The type of q's device if torch.autocast is enabled for it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):

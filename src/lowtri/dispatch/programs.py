@@ -10,17 +10,15 @@ tensors, so the same graph runs with other batches of documents. Eager calls on 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends.base import Differentiates
 from lowtri.compat.torch_private import recording_gradients
-from lowtri.dispatch.eager import run_eagerly
+from lowtri.dispatch.eager import autocast_device, run_eagerly, without_autocast
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
@@ -100,7 +98,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
     if _from_output(ready) and not ready.call.return_lse:  # the gradients need it
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
-    with _without_autocast(q):
+    with without_autocast(autocast_device(q)):
         result = ready.run(inputs)
     restore = ready.call.restore
     lse = q.new_zeros(q.shape[:-1], dtype=_wide(q)) if result.lse is None else restore(result.lse)
@@ -124,7 +122,7 @@ def _backward(
     inputs: Any = [
         None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
     ]
-    with recording_gradients(), _without_autocast(output):
+    with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
         if _from_output(ready):
@@ -171,7 +169,7 @@ _attention.register_autograd(_gradients, setup_context=_keep)
 
 
 def _from_output(ready: PreparedCall) -> bool:
-    return isinstance(ready.prepared, Differentiates) and ready.prepared.from_output
+    return getattr(ready.prepared, "from_output", False)  # a check against the protocol takes longer than a small call
 
 
 def _prepared(
@@ -195,14 +193,3 @@ def _prepared(
 
 def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
-
-
-@contextmanager
-def _without_autocast(q: Tensor) -> Iterator[None]:
-    """Run after the cast, so that a backend's own float32 arithmetic stays in float32."""
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            yield
-    else:
-        yield

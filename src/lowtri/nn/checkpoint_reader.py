@@ -61,16 +61,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path, *, mask: Mask | str | None = None) -> Checkpoint:
-    """Read a folder written by lowtri or transformers.
-
-    Args:
-        folder: with config.json and model.safetensors (or its shards).
-        mask: replaces the mask that config.json declares.
-
-    Raises:
-        DataError: if a file is missing or damaged, or describes an unsupported model.
-        MaskError, CallError: if the mask is invalid, or unsupported by this model.
-    """
+    """Read a folder written by lowtri or transformers; arguments and errors are those of :func:`lowtri.nn.checkpoint.load`."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
     config = _read_config(folder, mask)

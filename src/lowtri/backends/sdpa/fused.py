@@ -114,10 +114,10 @@ class Fused:
             most = self.dv * _magnitude(d_output)
             return most * _magnitude(v) < self.huge or most * _magnitude(self._arguments(inputs).v) < self.huge
         # Few queries may see little of a large cache: then only that is looked at.
-        if q.shape[2] >= _FEW_QUERIES and self._is_tame(q, k, v, bias):
-            return True
-        if self.direct or (q.shape[2] >= _FEW_QUERIES and self.table is None):
-            return q.shape[2] < _FEW_QUERIES and self._is_tame(q, k, v, bias)
+        if q.shape[2] >= _FEW_QUERIES:
+            tame = self._is_tame(q, k, v, bias)
+            if tame or self.table is None:
+                return tame
         arguments = self._arguments(inputs)  # without what no query sees
         return self._is_tame(*arguments[:3], None if bias is None else arguments.table)
 
