@@ -93,7 +93,7 @@ def definition_of(module: str, name: str) -> tuple[str, str]:
     return module, name
 
 
-IMPORTS = [found for path in FILES if path != SOURCE / "__init__.py" for found in imports_of(path)]
+IMPORTS = [statement for path in FILES if path != SOURCE / "__init__.py" for statement in imports_of(path)]
 
 
 def package_of(file: str) -> str:
@@ -135,10 +135,10 @@ def files_imported(package: str) -> dict[str, set[str]]:
     """For each file of a package the files of it that it imports, inside functions and for type checkers, too."""
     prefix = f"lowtri.{package}."
     edges: dict[str, set[str]] = {}
-    for found in IMPORTS:
-        if found.file.startswith(f"{package}/") and f"{found.module}.".startswith(prefix):
-            module = f"lowtri.{found.file}".removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            edges.setdefault(module, set()).add(found.module)
+    for statement in IMPORTS:
+        if statement.file.startswith(f"{package}/") and f"{statement.module}.".startswith(prefix):
+            module = f"lowtri.{statement.file}".removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            edges.setdefault(module, set()).add(statement.module)
     return edges
 
 
@@ -171,10 +171,10 @@ def test_masks_know_numpy_only() -> None:
 def test_no_backend_imports_another() -> None:
     """A backend is a file or a folder that imports no other backend; only dispatch names them all."""
     wrong = []
-    for found in IMPORTS:
-        parts = found.file.removesuffix(".py").split("/")
-        if parts[0] == "backends" and parts[1] in BACKENDS and found.module.startswith("lowtri.backends."):
-            wrong += [str(found)] if found.module.split(".")[2] not in (parts[1], "base") else []
+    for statement in IMPORTS:
+        parts = statement.file.removesuffix(".py").split("/")
+        if parts[0] == "backends" and parts[1] in BACKENDS and statement.module.startswith("lowtri.backends."):
+            wrong += [str(statement)] if statement.module.split(".")[2] not in (parts[1], "base") else []
     assert wrong == []
     assert {path.stem for path in (SOURCE / "backends").iterdir()} >= {*BACKENDS, "base"}
 
@@ -182,13 +182,13 @@ def test_no_backend_imports_another() -> None:
 def test_packages_import_only_declared_names() -> None:
     """A name that another package imports is in the ``__all__`` of its file; private names stay in their file."""
     wrong = []
-    for found in IMPORTS:
-        if package_of(found.file) != found.module.split(".")[1] and found.name not in ("", "__version__"):
-            declared = found.name in importlib.import_module(found.module).__all__
+    for statement in IMPORTS:
+        if package_of(statement.file) != statement.module.split(".")[1] and statement.name not in ("", "__version__"):
+            declared = statement.name in importlib.import_module(statement.module).__all__
         else:
-            declared = not found.name.startswith("_") or found.name == "__version__"
+            declared = not statement.name.startswith("_") or statement.name == "__version__"
         if not declared:
-            wrong.append(str(found))
+            wrong.append(str(statement))
     assert wrong == []
 
 

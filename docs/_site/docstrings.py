@@ -17,10 +17,10 @@ TOGETHER = re.compile(
 class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            text = DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", obj.docstring.value)
-            text = ROLE.sub(lambda found: f"`{found[1]}`", text)
+            text = DOCTEST.sub(lambda match: f"{match[1]}```pycon\n{match[0]}\n{match[1]}```", obj.docstring.value)
+            text = ROLE.sub(lambda match: f"`{match[1]}`", text)
             obj.docstring.value = TOGETHER.sub(_apart, text)
 
 
-def _apart(found: re.Match[str]) -> str:
-    return "\n".join(f"    {name}: {found[2]}" for name in found[1].split(", "))
+def _apart(match: re.Match[str]) -> str:
+    return "\n".join(f"    {name}: {match[2]}" for name in match[1].split(", "))

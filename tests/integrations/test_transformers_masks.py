@@ -72,15 +72,15 @@ def test_every_function_gives_the_pairs_that_transformers_gives(fn: Callable[...
     sizes: dict[str, Any] = {"batch_size": ROWS, "q_length": nq, "kv_length": nk, "q_offset": q0, "kv_offset": k0}
     sizes |= {"mask_function": fn, "attention_mask": valid, "use_vmap": data.draw(st.booleans())}
     expected = theirs.sdpa_mask(**sizes, allow_is_causal_skip=False)
-    found = make_mask(**sizes)
-    assert isinstance(found, LazyMaskTensor) and found.dtype == torch.bool
-    assert found.shape == expected.shape
-    assert torch.equal(found.materialize(), expected)
-    assert found.lazy.nk == nk and found.lazy.nq == nq
-    trimmed = found.lazy.trimmed  # what was cut off was seen by nobody
+    tensor = make_mask(**sizes)
+    assert isinstance(tensor, LazyMaskTensor) and tensor.dtype == torch.bool
+    assert tensor.shape == expected.shape
+    assert torch.equal(tensor.materialize(), expected)
+    assert tensor.lazy.nk == nk and tensor.lazy.nq == nq
+    trimmed = tensor.lazy.trimmed  # what was cut off was seen by nobody
     assert (
-        not found.lazy.table()[..., : trimmed.k0 - k0].any()
-        and not found.lazy.table()[..., trimmed.k0 - k0 + trimmed.nk :].any()
+        not tensor.lazy.table()[..., : trimmed.k0 - k0].any()
+        and not tensor.lazy.table()[..., trimmed.k0 - k0 + trimmed.nk :].any()
     )
 
 
@@ -158,11 +158,11 @@ def test_unknown_functions_are_evaluated_only_in_tiles_that_other_masks_leave_op
         return (q + k) % 3 > 0
 
     mask = read_function(theirs.and_masks(theirs.sliding_window_causal_mask_function(64), own))
-    found = plan(mask, np.arange(1024), np.arange(1024))
+    planned = plan(mask, np.arange(1024), np.arange(1024))
     pairs = torch.cat([x.flatten(1) for x in asked], 1)
     assert pairs.shape[1] < 1024 * 1024 / 4  # the tiles along the diagonal, and no others
     q, k = np.arange(1024)[:, None], np.arange(1024)
-    assert np.array_equal(found.dense(), (k <= q) & (k > q - 64) & ((q + k) % 3 > 0))
+    assert np.array_equal(planned.dense(), (k <= q) & (k > q - 64) & ((q + k) % 3 > 0))
 
 
 def test_no_table_on_the_way() -> None:
@@ -216,9 +216,9 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], bool]] = {  # and whether it s
 def test_what_models_do_to_a_mask(name: str) -> None:
     operation, stays = OPERATIONS[name]
     tensor = LazyMaskTensor(SEEN, (2, 1, 4, 7), "cpu")
-    expected, found = operation(tensor.materialize()), operation(tensor)
-    assert isinstance(found, LazyMaskTensor) == stays
-    assert torch.equal(found.materialize() if stays else found, expected)
+    expected, result = operation(tensor.materialize()), operation(tensor)
+    assert isinstance(result, LazyMaskTensor) == stays
+    assert torch.equal(result.materialize() if stays else result, expected)
 
 
 def test_the_table_of_a_function_that_is_evaluated() -> None:
