@@ -1,8 +1,8 @@
 """torch's FBGEMM operators for linear layers with packed weights (x86 CPUs); torch registers them without documenting them.
 
 ``torch.ao.nn.quantized.dynamic.Linear``, the public module over them, scales the activations of a whole batch together, so that
-one row changes the others; these operators take the scale as an argument. ``.default`` skips torch's search among the overloads, which takes as long as a small
-product.
+one row changes the others; these operators take the scale as an argument. ``.default`` skips torch's search among the
+overloads, which takes as long as a small product.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ class QuantizedLinear(nn.Module):
         weights: ``"bf16"``, ``"float16"`` or ``"int8"``.
     """
 
+    bias: Tensor | None
+    _product: Product
+
     def __init__(self, linear: nn.Linear, weights: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.weights = linear.in_features, linear.out_features, weights
