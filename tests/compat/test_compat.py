@@ -113,6 +113,7 @@ def run(code: str) -> str:
     [
         ("torch_marks", {"numpy", "torch", "numba", "transformers"}),
         ("torch_private", {"numba", "transformers"}),
+        ("torch_quantized", {"numba", "transformers"}),
         ("numba_private", {"torch", "transformers"}),
         ("transformers_private", {"torch", "numba", "transformers"}),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Model, Threads, many, note, print_json, use_threads
+from lowtri.cli.options import Json, Model, Threads, Weights, many, note, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.evaluate import Evaluation
@@ -23,6 +23,7 @@ def command(
         int | None, typer.Option(min=1, help="Only the first so many tokens of each file.", show_default="all")
     ] = None,
     at_once: Annotated[bool, typer.Option("--at-once", help="Leave out the slow way, step by step.")] = False,
+    weights: Weights = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -40,7 +41,7 @@ def command(
 
     use_threads(threads)
     documents = read_files(files)
-    network, tokenizer, _ = load_named(model, note=note)
+    network, tokenizer, _ = load_named(model, weights=weights, note=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     texts = [encode(tokenizer, document.text)[:limit] for document in documents]

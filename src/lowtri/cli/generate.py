@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Model, Seed, Threads, many, note, print_json, use_threads
+from lowtri.cli.options import Json, Model, Seed, Threads, Weights, many, note, print_json, use_threads
 
 __all__ = ["command"]
 
@@ -49,13 +49,14 @@ def command(
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="as the weights are stored"),
     ] = None,
+    weights: Weights = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute the whole prefix for each token.")] = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """lowtri generate out/book "Once upon a time"
-    lowtri generate smollm2 --prompt-file question.txt --chat --max-new-tokens 80 --stats
+    lowtri generate smollm2 --prompt-file question.txt --chat --max-new-tokens 80 --stats --weights float16
 
     The prompt and what follows it go to stdout as they come; with --json the new text alone, at the end. A prompt from a
     file or from stdin is UTF-8, and a line break at its end is no part of it.
@@ -77,7 +78,7 @@ def command(
         raise DataError("the prompt, or --stop, is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
-    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, note=note)
+    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, weights=weights, note=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt

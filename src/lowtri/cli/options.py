@@ -19,6 +19,7 @@ __all__ = [
     "Out",
     "Seed",
     "Threads",
+    "Weights",
     "many",
     "note",
     "print_json",
@@ -45,6 +46,10 @@ Model = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads to compute with.", show_default="torch's own choice")
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Round the linear layers' weights to float16, int8 or bf16.", show_default="as they are stored"),
 ]
 Out = Annotated[
     Path | None,

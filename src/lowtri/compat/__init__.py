@@ -1,6 +1,7 @@
 """All private functions of torch, Numba and transformers that lowtri uses, under plain names, with a file for each library.
 
 torch_private         torch 2.6 and 2.13
+torch_quantized       torch 2.6 and 2.13: FBGEMM's linear layers
 torch_marks           attributes that torch.compile reads from our functions; does not load torch
 numba_private         Numba 0.62 and 0.68
 transformers_private  transformers 5.4 and 5.23

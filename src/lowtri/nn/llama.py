@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.nn.config import DecoderConfig
+from lowtri.nn.joined import joined
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.rotary import rotary_tables
 
@@ -79,9 +80,20 @@ class _SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(size, width, bias=bias)
         self.up_proj = nn.Linear(size, width, bias=bias)
         self.down_proj = nn.Linear(width, size, bias=bias)
+        self.gate_up_proj: nn.Linear | None = None  # the first two in one, after join_projections
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+    def join_projections(self) -> None:
+        """Replace the two projections of the input by one: fewer calls for a single token."""
+        if self.gate_up_proj is None:
+            self.gate_up_proj = joined(self.gate_proj, self.up_proj)
+            del self.gate_proj, self.up_proj
 
 
 def embed(ids: Tensor, table: nn.Embedding) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.nn.joined import joined
 from lowtri.nn.rotary import RopeScaling, apply_rotary, rotary_tables
 
 if TYPE_CHECKING:
@@ -92,10 +93,11 @@ class MultiHeadAttention(nn.Module):
                 f"MultiHeadAttention: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
                 "Fix: an even head_dim."
             )
-        source, width = context_size or d_model, self.num_kv_heads * self.head_dim
+        self.context_size, width = context_size or d_model, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(source, width, bias=bias)
-        self.v_proj = nn.Linear(source, width, bias=bias)
+        self.k_proj = nn.Linear(self.context_size, width, bias=bias)
+        self.v_proj = nn.Linear(self.context_size, width, bias=bias)
+        self.qkv_proj: nn.Linear | None = None  # the three in one, after join_projections
         self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
         self.q_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
         self.k_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
@@ -140,9 +142,7 @@ class MultiHeadAttention(nn.Module):
                 "Fix: KVCache(mask) with the same mask."
             )
         source = x if context is None else context
-        q = self._heads(self.q_proj(x), self.num_heads)  # (B, Hq, N, D)
-        k = self._heads(self.k_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
-        v = self._heads(self.v_proj(source), self.num_kv_heads)  # (B, Hkv, Nk, D)
+        q, k, v = self._projected(x, source)  # (B, Hq, N, D), (B, Hkv, Nk, D) twice
         q_positions = k_positions = positions  # None: 0 .. N-1
         if context is not None:
             q_positions = np.arange(x.shape[1]) if positions is None else positions
@@ -179,6 +179,20 @@ class MultiHeadAttention(nn.Module):
             return q, k
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary)
 
+    def join_projections(self) -> None:
+        """Replace the projections of queries, keys and values by one: fewer calls for a single token. For self-attention only."""
+        if self.qkv_proj is None:
+            self.qkv_proj = joined(self.q_proj, self.k_proj, self.v_proj)
+            del self.q_proj, self.k_proj, self.v_proj
+
+    def _projected(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.qkv_proj is None:
+            q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        else:
+            width = self.num_kv_heads * self.head_dim
+            q, k, v = self.qkv_proj(x).split([self.num_heads * self.head_dim, width, width], -1)
+        return self._heads(q, self.num_heads), self._heads(k, self.num_kv_heads), self._heads(v, self.num_kv_heads)
+
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.reshape(x.shape[0], x.shape[1], count, self.head_dim).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
 
@@ -188,16 +202,18 @@ class MultiHeadAttention(nn.Module):
                 f"MultiHeadAttention: x is {tuple(x.shape)}, expected (B, N, {self.d_model}) or (N, {self.d_model})."
             )
         if context is None:
-            if self.k_proj.in_features != self.d_model:
+            if self.context_size != self.d_model:
                 raise CallError(
-                    f"MultiHeadAttention: there is no context, but context_size is {self.k_proj.in_features}. "
+                    f"MultiHeadAttention: there is no context, but context_size is {self.context_size}. "
                     "Fix: pass context."
                 )
             return
-        if context.ndim != 3 or context.shape[2] != self.k_proj.in_features or context.shape[0] != x.shape[0]:
+        if self.qkv_proj is not None:
+            raise CallError("MultiHeadAttention: a context came, but its projections are joined, for self-attention.")
+        if context.ndim != 3 or context.shape[2] != self.context_size or context.shape[0] != x.shape[0]:
             raise CallError(
                 f"MultiHeadAttention: context is {tuple(context.shape)}, expected "
-                f"({x.shape[0]}, M, {self.k_proj.in_features}), with the batch of x."
+                f"({x.shape[0]}, M, {self.context_size}), with the batch of x."
             )
         if cache is not None or self.rope_theta is not None:
             extra, why = "a cache", "a context does not grow"

@@ -1,0 +1,79 @@
+"""torch's FBGEMM operators for linear layers with packed weights (x86 CPUs); torch registers them without documenting them.
+
+``torch.ao.nn.quantized.dynamic.Linear``, the public module over them, scales the activations of a whole batch together, so that
+one row changes the others; these operators take the scale as an argument. ``.default`` skips torch's search among the
+overloads, which takes as long as a small product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtri.errors import EngineError
+
+__all__ = ["linear_float16", "linear_int8", "pack_float16", "pack_int8", "why_missing"]
+
+_NAMES = (
+    "linear_prepack",
+    "linear_with_input_q_dq_qweight_dq_output_fp32",
+    "linear_prepack_fp16",
+    "linear_dynamic_fp16",
+)
+
+
+def why_missing() -> str | None:
+    """Why these operators cannot run here; None if they can."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return "this build of torch has no FBGEMM, which supports x86 CPUs only"
+    missing = [name for name in _NAMES if not hasattr(torch.ops.quantized, name)]
+    missing = [f"ops.quantized.{name}" for name in missing] + ["quantize_per_channel"] * (
+        not hasattr(torch, "quantize_per_channel")
+    )
+    return f"torch {torch.__version__} has no torch.{missing[0]}" if missing else None
+
+
+def pack_int8(weight: Tensor, scales: Tensor) -> Any:
+    """A weight (out, in), rounded to int8 multiples of the scale of its row, in FBGEMM's layout."""
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+
+    def pack() -> Any:
+        with warnings.catch_warnings():  # torch 2.13 announces that a later one removes these tensors; see why_missing
+            warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
+            quantized = torch.quantize_per_channel(weight.float(), scales.double(), zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(quantized, None)
+
+    return _packed(pack)
+
+
+def linear_int8(x: Tensor, packed: Any, scale: float, zero: int) -> Tensor:
+    """x (..., in) float32, rounded to uint8 with this scale and zero point, times a packed weight: (..., out) float32."""
+    output: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(x, scale, zero, packed)
+    return output
+
+
+def pack_float16(weight: Tensor) -> Any:
+    """A weight (out, in), rounded to float16, in FBGEMM's layout."""
+    return _packed(lambda: torch.ops.quantized.linear_prepack_fp16(weight.float(), None))
+
+
+def linear_float16(x: Tensor, packed: Any) -> Tensor:
+    """x (..., in) float32 times a packed weight, accumulated in float32: (..., out) float32."""
+    output: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, packed)
+    return output
+
+
+def _packed(pack: Callable[[], Any]) -> Any:
+    """Packing reads the engine from a global of torch; running a packed weight does not."""
+    if reason := why_missing():
+        raise EngineError(f"{reason}.\nFix: weights 'bf16', which run on any CPU.")
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        return pack()
+    finally:
+        torch.backends.quantized.engine = engine

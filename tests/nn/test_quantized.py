@@ -1,0 +1,211 @@
+"""Weights of 8 and 16 bits: errors within the bounds that rounding gives, tokens independent of one another, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtri
+from lowtri.cli.main import main
+from lowtri.compat import torch_quantized
+from lowtri.errors import CallError, DataError, EngineError
+from lowtri.nn import Decoder, DecoderConfig, GPT2Config, RecurrentConfig, RecurrentLM
+from lowtri.nn.checkpoint import save
+from lowtri.nn.multi_head import MultiHeadAttention
+from lowtri.nn.pretrained import load_named
+from lowtri.nn.quantized import WEIGHTS, QuantizedLinear
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+# Relative errors of a weight and of an input by rounding: half a unit over the number. int8 and its inputs have absolute units.
+FLOATS = {"bf16": (2.0**-9, 2.0**-9), "float16": (2.0**-11, 0.0)}
+
+
+def bound(linear: nn.Linear, x: torch.Tensor, weights: str) -> torch.Tensor:
+    """The greatest error of each output that rounding the weights and the inputs can cause, in float64."""
+    w, x = linear.weight.double().abs(), x.double().abs()
+    if weights == "int8":
+        of_w = (w.amax(1, keepdim=True) / 127 / 2).expand_as(w)
+        of_x = (x.amax(-1, keepdim=True) / 63 / 126 / 2).expand_as(x)
+    else:
+        of_w, of_x = w * FLOATS[weights][0], x * FLOATS[weights][1]
+    sums = 2.0**-20 * (x @ w.T)  # float32 sums
+    output = 2.0**-8 * (x @ w.T) if weights == "bf16" else 0  # torch's bf16 product rounds its output
+    denormal = 2.0**-24 * x.sum(-1, keepdim=True) if weights == "float16" else 0
+    return x @ of_w.T + of_x @ w.T + of_x @ of_w.T + sums + output + denormal
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("rows", "size", "width", "bias"), [(1, 24, 40, True), (37, 577, 33, False), (5, 1, 1, True)])
+@pytest.mark.parametrize("largest", [1.0, 1e3])
+def test_errors_are_within_the_bound_of_rounding(weights, rows, size, width, bias, largest):
+    generator = torch.Generator().manual_seed(rows)
+    linear = nn.Linear(size, width, bias=bias)
+    x = torch.randn(2, rows, size, generator=generator)
+    x[..., 0] *= largest  # language models have a few large inputs
+    with torch.no_grad():
+        expected = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
+        output = QuantizedLinear(linear, weights)(x)
+    assert output.shape == (2, rows, width)
+    assert output.dtype == x.dtype
+    error = (output.double() - expected).abs()
+    assert (error <= bound(linear, x, weights) + 2.0**-22 * expected.abs()).all()
+    # The bound holds for every case; at random the error is far below it, and weights of zero error would not be rounded.
+    assert size == 1 or 0 < error.mean() < 0.5 * bound(linear, x, weights).mean()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_row_does_not_change_another(weights):
+    torch.manual_seed(0)
+    layer = QuantizedLinear(nn.Linear(64, 48), weights)
+    x = torch.randn(6, 64)
+    with torch.no_grad():
+        alone = layer(x[:4])
+        x[4], x[5] = 1e6, torch.nan
+        output = layer(x)
+        assert torch.equal(output[:4], alone) or (output[:4] - alone).abs().max() <= 2.0**-7 * alone.abs().max()
+        if weights == "int8":
+            assert torch.equal(output[:4], alone)
+        assert output[5].isnan().all()
+        assert torch.equal(layer(torch.zeros(1, 64))[0], layer.bias)
+        assert layer(x[:0]).shape == (0, 48)
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+KINDS = {
+    "llama": DecoderConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen": DecoderConfig(**SIZES, qkv_bias=True, qk_norm=True, mlp_bias=True),
+    "gpt2": GPT2Config(**SIZES, max_position_embeddings=64),
+}
+
+
+def decoder(kind: str) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(KINDS[kind]).eval()
+    with torch.no_grad():  # larger weights than at the start of training, so that layers matter
+        for name, weight in model.named_parameters():
+            weight.mul_(4) if weight.ndim == 2 and "embed" not in name else weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_quantized_decoder_is_close_to_the_original(kind, weights):
+    model, ids = decoder(kind), torch.from_numpy(np.random.default_rng(0).integers(0, 61, (2, 20)))
+    with torch.no_grad():
+        expected = model(ids)
+    embedding = model.model.embed_tokens.weight
+    assert model.quantize(weights) is model
+    assert model.weights == weights
+    assert model.model.embed_tokens.weight is embedding
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+    output = model(ids)
+    relative = float((output - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    # Each layer adds its rounding: 2^-9 for bf16, 2^-12 for float16, and 1/127 of about three standard deviations for int8.
+    assert relative < {"bf16": 0.02, "float16": 2e-3, "int8": 0.04}[weights]
+    assert relative > 1e-6
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_cached_decoding_is_the_full_forward_and_later_tokens_change_nothing(weights):
+    model, ids = decoder("llama").quantize(weights), torch.from_numpy(np.random.default_rng(1).integers(0, 61, (2, 20)))
+    cache = model.make_cache(2)
+    whole = model(ids)
+    steps = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(20)], 1)
+    # The other order of sums can turn a rounding: by 2^-8 of an output in bf16, by 1/63/126 of a token's largest input in int8.
+    allowed = {"bf16": 0.05, "int8": 2e-3, "float16": 1e-5}[weights]
+    assert (steps - whole).abs().max() <= allowed * whole.abs().max()
+    changed = ids.clone()
+    changed[:, 12:] = (ids[:, 12:] + 7) % 61
+    assert torch.equal(model(changed)[:, :12], whole[:, :12])
+    if weights == "float16":  # the audit takes turned roundings for a difference
+        assert lowtri.audit(model, ids).ok
+
+
+def test_generate_runs_on_it_and_a_copy_is_independent():
+    model = decoder("llama").quantize("float16")
+    twin = copy.deepcopy(model)
+    assert list(lowtri.generate(model, [3, 1, 4], 8)) == list(lowtri.generate(twin, [3, 1, 4], 8))
+
+
+def test_every_dtype_of_the_rest():
+    for dtype in (torch.bfloat16, torch.float64):
+        model = decoder("qwen").to(dtype).quantize("int8")
+        assert model(torch.tensor([[1, 2, 3]])).dtype is dtype
+
+
+def test_it_refuses_training_and_saving(tmp_path: Path):
+    model = decoder("llama").quantize("int8")
+    for call in (model.state_dict, lambda: save(model, tmp_path), lambda: model.load_state_dict({})):
+        with pytest.raises(CallError, match=r"cannot be saved or loaded\.\nFix: save the original"):
+            call()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with pytest.raises(CallError, match=r"int8 weights cannot be trained. Fix: train the original"):
+        model.train()
+    assert not model.training
+    x = torch.randn(2, 64, requires_grad=True)
+    with pytest.raises(CallError, match=r"x requires gradients.*\nFix: train the original"):
+        model.lm_head(x)
+    with pytest.raises(CallError, match=r"int8 already\. Fix: load the original"):
+        model.quantize("bf16")
+    with pytest.raises(CallError, match=r"x is on meta.*Fix:"):
+        model.lm_head(torch.randn(2, 64, device="meta"))
+
+
+def test_arguments_that_do_not_fit():
+    with pytest.raises(CallError, match="weights is 'int3'; expected one of bf16, float16, int8"):
+        decoder("llama").quantize("int3")
+    for value, words in (
+        (1e5, r"beyond float16's range\. Fix: weights='bf16'"),
+        (torch.nan, r"NaN or infinity\. Fix:"),
+    ):
+        model = decoder("llama")
+        with torch.no_grad():
+            model.lm_head.weight[3, 5] = value
+        with pytest.raises(CallError, match=words):
+            model.quantize("float16")
+    joined = MultiHeadAttention(16, 2)
+    joined.join_projections()
+    joined.join_projections()  # once is enough
+    with pytest.raises(CallError, match="a context came"):
+        joined(torch.randn(2, 16), torch.randn(3, 16))
+
+
+def test_without_fbgemm_it_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_quantized, "why_missing", lambda: "this build of torch has no FBGEMM")
+    with pytest.raises(EngineError, match=r"no FBGEMM.*\nFix: weights 'bf16'"):
+        decoder("llama").quantize("int8")
+    assert decoder("llama").quantize("bf16")(torch.tensor([[1]])).isfinite().all()
+
+
+def test_the_engine_of_torch_is_left_as_it_was():
+    before = torch.backends.quantized.engine
+    decoder("llama").quantize("int8")
+    assert torch.backends.quantized.engine == before
+
+
+def test_the_command_line(tmp_path: Path, capsys: Any):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    save(decoder("llama"), tmp_path / "model", tokenizer)
+    (tmp_path / "text.txt").write_text("a b c a b c", encoding="utf-8")
+    model = str(tmp_path / "model")
+    for weights in WEIGHTS:
+        assert main(["generate", model, "a b", "--max-new-tokens", "3", "--weights", weights]) == 0
+    capsys.readouterr()
+    assert main(["eval", model, str(tmp_path / "text.txt"), "--weights", "int8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["at_once"]["perplexity"] > 1
+    assert main(["generate", model, "a b", "--weights", "int3"]) == 2
+    assert "Fix: bf16, float16, int8" in capsys.readouterr().err
+    save(RecurrentLM.from_config(RecurrentConfig(vocab_size=3)), tmp_path / "lstm", tokenizer)
+    with pytest.raises(DataError, match=r"RecurrentLM, which cannot be quantized. Fix:"):
+        load_named(tmp_path / "lstm", weights="int8")
