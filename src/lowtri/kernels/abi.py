@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
+__all__ = ["BACKWARD", "DECODE", "FORWARD", "FORWARD_TILES", "Abi", "COUNTER", "aligned"]
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
@@ -123,6 +123,17 @@ FORWARD = Abi(
     ("q", "k", "v", "o", "lse", "bias", "sinks"),
     {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
     ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
+)
+
+FORWARD_TILES = Abi(
+    "forward_tiles",
+    FORWARD.addresses,
+    FORWARD.fields,
+    (
+        *("queries", "scores", "pairs", "output", "shift", "total", "rows", "keys", "values", "value_pairs"),
+        *("packed_values", "finite_values", "zeros", "tile_configuration"),
+    ),
+    ("packed", "packed_states"),
 )
 
 # dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size), d_bias is (parts, ...): packed sums in the

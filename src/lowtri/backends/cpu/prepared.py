@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtri.backends.cpu.fields import Fields, address, broadcast, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
-from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD
+from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD, FORWARD_TILES
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
 __all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
@@ -135,11 +135,17 @@ class PreparedKernels:
         return of_call(self.call, q, k, v, self.bias_strides)
 
     def _prepare_forward(self, plan: Any) -> PreparedLaunch:
-        call, kernel, spec = self.call, kernel_file("forward"), self.spec
-        batch, heads, _, nq, _, d, dv = call.sizes
+        call, spec, threads = self.call, self.spec, self.call.threads
+        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
         fields = self._fields() | {"plan": of_plan(plan)}
         fields |= {"o_strides": strides(packed((batch, heads, nq, dv))), "tasks": batch * heads * plan.rows}
-        return PreparedLaunch(FORWARD, spec, fields, call.threads, kernel.scratch(spec, d, dv), keep=plan)
+        if spec.rows != "tiles":
+            return PreparedLaunch(
+                FORWARD, spec, fields, threads, kernel_file("forward").scratch(spec, d, dv), keep=plan
+            )
+        kernel = kernel_file("forward_tiles")
+        scratch, shared = kernel.scratch(spec, d, dv), kernel.shared_scratch(batch * kv_heads, nk, dv)
+        return PreparedLaunch(FORWARD_TILES, spec, fields, threads, scratch, shared, zeros="packed_states", keep=plan)
 
     def _launch_backward(self, d_output: Any, d_bias: Any) -> PreparedLaunch:
         d_strides = d_output.stride()
