@@ -20,11 +20,14 @@ tile_operands    rows of arrays as the operands of a product on tiles
 scores           passes over a tile: softcap, bias, mask
 softmax          online softmax
 tile_softmax     the same, with weights rounded to pairs of bf16
-shared_pack      packed tiles that all threads share
 non_finite       the path for NaN and inf
 ds               passes of the backward
 forward          attention, tile by tile of the plan
 backward         the gradients of attention
+tile_ds          passes of the backward on tiles
+backward_tiles   the gradients of attention in bf16 on tile registers
+shared_pack      transposed tiles of keys and values that all threads share
+tile_halves      the products on tiles, for each half of a tile's queries
 forward_tiles    attention in bf16 on tile registers
 decode           few queries against a cache
 compilation      compiling kernels, and the cache of compiled code

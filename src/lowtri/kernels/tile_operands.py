@@ -7,7 +7,6 @@ not do, since 0 * NaN is NaN.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
