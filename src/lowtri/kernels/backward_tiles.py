@@ -15,7 +15,6 @@ from lowtri.kernels.ds import (
     apply_softcap_derivative,
     load_lse_and_delta,
     softcap_derivative,
-    weights_and_ds,
 )
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.non_finite import add_non_finite_keys, add_non_finite_queries, input_rows_finite
@@ -24,11 +23,11 @@ from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by, transpose_in, transpose_out, widen_rows
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
 from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
-from lowtri.kernels.simd import as_number
+from lowtri.kernels.simd import as_number, load, store
 from lowtri.kernels.spec import QUERIES, KernelSpec
-from lowtri.kernels.tile_ds import copy_query_rows, pairs_of_rows, round_tile, weights_and_ds_pairs
+from lowtri.kernels.tile_ds import copy_query_rows, pairs_of_rows, round_tile, weights_and_ds_pairs, wide_weights_and_ds
 from lowtri.kernels.tile_halves import block_spans, extended, gradient_halves, pv_halves, score_halves
-from lowtri.kernels.tile_operands import copy_finite_rows, rows_for_a, whole, whole_16
+from lowtri.kernels.tile_operands import rows_for_a, whole, whole_16, zero_non_finite
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
 __all__ = ["backward_tiles", "key_rows", "padded", "scratch"]
@@ -73,7 +72,7 @@ def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     }
 
 
-@inline_device_function
+@device_function
 def load_queries(call, memory, b, h, r, n, spec):
     """The operands of one tile of queries: Q and dO, each as pairs along the head and as pairs of queries. Whether all are finite."""
     d, dv, offsets, q_step, do_step = call.d, call.dv, call.offsets, call.q_strides, call.d_output_strides
@@ -101,7 +100,9 @@ def add_non_finite(weights, mask_bits, keys, rows, n, size, target, memory, offs
     wide, finite_rows = memory + offsets.wide_rows, memory + offsets.finite_rows
     widen_rows(rows, whole(size), 1, QUERIES, whole(size), wide, spec)
     add_non_finite_queries(weights, mask_bits, keys, wide, n, whole(size), target, spec)
-    copy_finite_rows(rows, whole(size), 1, QUERIES, whole(size), finite_rows, spec)
+    for offset in range(0, 2 * QUERIES * whole(size), 64):
+        store(finite_rows + offset, load(rows + offset, spec))
+    zero_non_finite(finite_rows, n, size, spec)
     pairs_of_rows(finite_rows, size, memory + offsets.zeros, pairs, spec)
 
 
@@ -125,7 +126,7 @@ def backward_tile(call, memory, part, b, h, r, spec):
     places = tile_places(call, memory, head, whole_16(d))
     for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         key0, keys, mask_bits = extended(visible_key, visible_keys, visible_bits, nk)
-        spans = block_spans(mask_bits, keys)
+        spans = block_spans(mask_bits, keys, n)
         k_tile, v_tile = head_k + 2 * key0 * k_step.n, head_v + 2 * key0 * v_step.n
         for array in range(2):  # scores, then dP
             source, row_step, step, size, copy = k_tile, k_step.n, k_step.d, d, memory + offsets.keys
@@ -152,7 +153,7 @@ def backward_tile(call, memory, part, b, h, r, spec):
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
         non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
         if non_finite or softcap > 0 or call.d_bias:
-            weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec)
+            wide_weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec)
             if call.d_bias:
                 db_step = call.d_bias_strides
                 index = part * db_step.part + b * db_step.b + h * db_step.h + r * QUERIES * db_step.q + key0 * db_step.k

@@ -83,7 +83,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         key0, keys, mask_bits = extended(visible_key, visible_keys, visible_bits, nk)
         k = call.k + 2 * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
-        spans = block_spans(mask_bits, keys)
+        spans = block_spans(mask_bits, keys, n)
         k_rows, k_row = rows_for_a(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
         score_halves(k_rows, k_row, queries, scores, keys, whole(d) // 32, spans, spec)
         unit = scale

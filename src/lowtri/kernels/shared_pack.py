@@ -10,10 +10,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.device_function import device_function, inline_device_function
+from lowtri.kernels.device_function import device_function
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.simd import I64, pointer
-from lowtri.kernels.tile_operands import copy_finite_rows, pack_transposed, whole, whole_16
+from lowtri.kernels.tile_operands import copy_rows, pack_transposed, whole, whole_16, zero_non_finite
 
 __all__ = ["packing_scratch", "shared_scratch", "tile_places", "transposed_tile"]
 
@@ -73,7 +73,7 @@ def tile_places(call, memory, head, columns):
     return call.scratch + states, call.scratch + packed, own, copy, memory + offsets.row_pairs, memory + offsets.zeros
 
 
-@inline_device_function
+@device_function
 def transposed_tile(rows, step, size, nk, key0, keys, places, non_finite, spec):
     """The transposed rows from key0 on, in blocks of 32 keys: (keys / 32, whole_16(size), 32).
 
@@ -92,7 +92,8 @@ def transposed_tile(rows, step, size, nk, key0, keys, places, non_finite, spec):
         first, n = key0, keys
     source, row, number, row_size = rows + 2 * first * step.n, step.n, step.d, size
     if non_finite:
-        copy_finite_rows(source, row, number, keys, size, copy, spec)
+        copy_rows(source, row, number, keys, size, copy, keys, spec)
+        zero_non_finite(copy, keys, size, spec)
         source, row, number, row_size = copy, whole(size), 1, columns
     elif packs:
         claimed = claim(state)

@@ -26,7 +26,7 @@ from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_operands import copy_rows, whole, whole_16
 from lowtri.kernels.tile_softmax import exp2_bf16, pair
 
-__all__ = ["copy_query_rows", "pairs_of_rows", "round_tile", "weights_and_ds_pairs"]
+__all__ = ["copy_query_rows", "pairs_of_rows", "round_tile", "weights_and_ds_pairs", "wide_weights_and_ds"]
 
 
 @device_function
@@ -35,7 +35,7 @@ def copy_query_rows(source, row_step, step, n, size, lse, target, spec):
 
     Returns whether all of these numbers are finite.
     """
-    copy_rows(source, row_step, step, n, size, target, QUERIES, spec)
+    copy_rows(source, row_step, step, n, size, target, spec.row_bytes // 4, spec)
     finite, row = True, 2 * whole(size)
     for i in range(n):
         if read(lse + 4 * i, spec) == -np.inf:
@@ -91,6 +91,20 @@ def weight_and_ds(scores, ds, unit, word, lane, shift, delta, spec):
         weight = select_bits(word, np.uint64(lane), weight, zero)
         d_score = select_bits(word, np.uint64(lane), d_score, zero)
     return weight, d_score
+
+
+@device_function
+def wide_weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec):
+    """Scores and dP (keys, 64) become weights and dS in float32: the numbers that :func:`weights_and_ds_pairs` rounds."""
+    unit = splat(unit, spec)
+    for j in range(keys):
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
+        for lane in range(0, QUERIES, 16):
+            score, d_score = scores + spec.row_bytes * j + 4 * lane, ds + spec.row_bytes * j + 4 * lane
+            shifts, deltas = load(shift + 4 * lane, spec), load(delta + 4 * lane, spec)
+            weight, d_s = weight_and_ds(score, d_score, unit, word, lane, shifts, deltas, spec)
+            store(score, weight)
+            store(d_score, d_s)
 
 
 @device_function

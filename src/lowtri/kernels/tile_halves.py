@@ -42,12 +42,14 @@ def block_span(mask_bits, keys, queries):
 
 
 @device_function
-def block_spans(mask_bits, keys):
-    """The first key and one past the last that each 16 of the queries are computed for; both quarters of a half have the same."""
+def block_spans(mask_bits, keys, n):
+    """The first key and one past the last that each 16 of n queries are computed for; both quarters of a half have the same."""
+    (a, b), (c, d) = (0, keys), (0, keys)
     if mask_bits:
         (a, b), (c, d) = block_span(mask_bits, keys, LOW_HALF), block_span(mask_bits, keys, HIGH_HALF)
-        return a, b, a, b, c, d, c, d
-    return 0, keys, 0, keys, 0, keys, 0, keys
+    if 2 * n <= QUERIES:
+        c, d = 0, 0
+    return a, b, a, b, c, d, c, d
 
 
 @device_function
@@ -79,7 +81,8 @@ def pv_halves(values, pairs, output, columns, spans, spec):
         a, steps = values + 2 * start * columns, whole(stop - start) // 32
         if steps:
             b = pairs + spec.row_bytes * (start // 2) + lane
-            tile_product_add(a, 64, 64 * columns, b, output + lane, spec.row_bytes, columns, steps, queries, spec)
+            row = spec.row_bytes // 4
+            tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, columns, steps, queries, spec)
 
 
 @device_function

@@ -6,16 +6,15 @@ not do, since 0 * NaN is NaN.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.rows import fill, interleave_input_rows, transpose_in
-from lowtri.kernels.simd import I16, load, pointer, read_input, store
+from lowtri.kernels.simd import I16, all_lanes_finite, load, load_input, pointer, store
 
-__all__ = ["copy_finite_rows", "copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "whole", "whole_16"]
+__all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "whole", "whole_16", "zero_non_finite"]
 
 
 @intrinsic
@@ -100,13 +99,12 @@ def pack_transposed(source, row_step, step, n, size, copy, pairs, zeros, target,
 
 
 @device_function
-def copy_finite_rows(source, row_step, step, n, size, target, spec):
-    """The same copy as :func:`copy_rows` makes, with 0 in place of rows that are not finite."""
-    copy_rows(source, row_step, step, n, size, target, n, spec)
+def zero_non_finite(rows, n, size, spec):
+    """Set to 0 those of n rows of ``whole(size)`` numbers that are not all finite."""
     row = 2 * whole(size)
-    for i in range(n):
+    for address in range(rows, rows + n * row, row):
         finite = True
-        for d in range(size):
-            finite = finite and np.isfinite(read_input(target + i * row + 2 * d, spec))
+        for offset in range(0, row, 32):
+            finite = finite and all_lanes_finite(load_input(address + offset, spec))
         if not finite:
-            fill(target + i * row, row // 4, 0.0, spec)
+            fill(address, row // 4, 0.0, spec)

@@ -15,6 +15,8 @@ from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 __all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
 
 FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
+# The same with products on tile registers, estimated from the times of their pieces; to be measured on a CPU with AMX.
+FEW_QUERIES_TILES = 8
 
 
 class PreparedKernels:
@@ -220,9 +222,10 @@ _MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the 
 
 def is_decoded(call: Call) -> bool:
     """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    if call.q.shape[2] >= FEW_QUERIES:
+    spec = spec_of("forward", call)
+    if call.q.shape[2] >= (FEW_QUERIES_TILES if spec is not None and spec.rows == "tiles" else FEW_QUERIES):
         return False
-    cast = spec_of("forward", call) is None
+    cast = spec is None
     arrays = [_packed(x) if cast else x for x in (call.q, call.k, call.v)]
     return _spec("decode", "float32" if cast else call.dtype, [_packed(arrays[0]), *arrays[1:]]) is not None
 
