@@ -60,7 +60,7 @@ def test_amx_code_keeps_its_tiles_in_registers(family: str) -> None:
     asm = run("-c", textwrap.dedent(COMPILED), family, NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=FLAGS)
     assert len(re.findall(r"\tsttilecfg", asm)) == 1 and len(re.findall(r"\tldtilecfg", asm)) == 2
     assert len(re.findall(r"\ttilerelease", asm)) == 1
-    assert not re.findall(r"\ttile\w+\t.*\(%r[sb]p", asm), "a tile on the stack"
+    assert not re.findall(r"\ttile\w+\t.*\(%rsp", asm), "a tile on the stack"
     products = [body for body in loops(asm) if "tdpbf16ps" in body]
     blocks = [body for body in products if body.count("tdpbf16ps") == body.count("tileloadd")]
     assert blocks and all("tilestored" not in body and "zmm" not in body for body in products)

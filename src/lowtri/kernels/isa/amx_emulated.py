@@ -28,21 +28,11 @@ class AmxEmulated(Baseline):
 
     def exp2_bf16(self, b: Any, x: Any) -> Any:
         """2 ** x for x <= 127, to the precision of bf16; 0 where that is denormal, NaN for NaN."""
-        least = constant(x.type, -127.0)
-        x = b.select(b.fcmp_ordered(">", least, x), least, x)
-        whole = call(b, "llvm.floor.v16f32", x.type, [x])
-        fraction = exp2_of_fraction(b, b.fsub(x, whole), self)
-        kind = integers(x.type)
-        exponent = b.shl(b.fptosi(whole, kind), constant(kind, 23))
-        power = b.bitcast(b.add(b.bitcast(fraction, kind), exponent), x.type)
-        power = b.select(b.fcmp_ordered("<", x, constant(x.type, -126.0)), constant(x.type, 0.0), power)
-        return b.select(b.fcmp_unordered("uno", x, x), x, power)
+        return _call_once_defined(b, _exp2_bf16, [x], x.type)
 
     def pair(self, b: Any, low: Any, high: Any) -> Any:
         """16 pairs from two vectors of floats, rounded."""
-        kind = integers(low.type)
-        low_bits, high_bits = (b.zext(self.narrow(b, x, "bfloat16"), kind) for x in (low, high))
-        return b.bitcast(b.or_(low_bits, b.shl(high_bits, constant(kind, 16))), low.type)
+        return _call_once_defined(b, _pair, [low, high], low.type)
 
     def tile_registers(self, b: Any, count: int) -> list[Any]:
         return [alloca_once(b, _TILE) for _ in range(count)]
@@ -66,19 +56,37 @@ class AmxEmulated(Baseline):
         pass
 
 
-def _call_once_defined(b: Any, emit: Callable[..., None], arguments: list[Any]) -> None:
-    """Call a function that is defined once in a module and not inlined: a kernel has many tile operations, and compiles faster so."""
-    name = f"lowtri_tile{emit.__name__}"
+def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], result: Any = ir.VoidType()) -> Any:
+    """Call a function that is defined once in a module and not inlined: a kernel has many such operations, and compiles faster so."""
+    name = f"lowtri_emulated{emit.__name__}"
     function = b.module.globals.get(name)
     if function is None:
-        kind = ir.FunctionType(ir.VoidType(), [x.type for x in arguments])
+        kind = ir.FunctionType(result, [x.type for x in arguments])
         function = ir.Function(b.module, kind, name)
         function.linkage = "linkonce_odr"
         function.attributes.add("noinline")
         body = ir.IRBuilder(function.append_basic_block())
-        emit(body, *function.args)
-        body.ret_void()
-    b.call(function, arguments)
+        value = emit(body, *function.args)
+        body.ret_void() if value is None else body.ret(value)
+    return b.call(function, arguments)
+
+
+def _exp2_bf16(b: Any, x: Any) -> Any:
+    least = constant(x.type, -127.0)
+    x = b.select(b.fcmp_ordered(">", least, x), least, x)
+    whole = call(b, "llvm.floor.v16f32", x.type, [x])
+    fraction = exp2_of_fraction(b, b.fsub(x, whole), Baseline())
+    kind = integers(x.type)
+    exponent = b.shl(b.fptosi(whole, kind), constant(kind, 23))
+    power = b.bitcast(b.add(b.bitcast(fraction, kind), exponent), x.type)
+    power = b.select(b.fcmp_ordered("<", x, constant(x.type, -126.0)), constant(x.type, 0.0), power)
+    return b.select(b.fcmp_unordered("uno", x, x), x, power)
+
+
+def _pair(b: Any, low: Any, high: Any) -> Any:
+    kind = integers(low.type)
+    low_bits, high_bits = (b.zext(Baseline().narrow(b, x, "bfloat16"), kind) for x in (low, high))
+    return b.bitcast(b.or_(low_bits, b.shl(high_bits, constant(kind, 16))), low.type)
 
 
 def _zero(b: Any, tile: Any) -> None:
