@@ -23,6 +23,10 @@ from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
 from lowtri.kernels import abi, compilation, select
+from lowtri.kernels.isa.amx import Amx
+from lowtri.kernels.isa.amx_emulated import AmxEmulated
+from lowtri.kernels.isa.avx2 import Avx2
+from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
 from lowtri.kernels.target import ISA
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
@@ -343,11 +347,19 @@ def test_the_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_doctor_names_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for has, words in (
-        (False, "AMX (tiles of bf16) no\n"),
-        (True, "AMX (tiles of bf16) yes: the kernels do not use it"),
+    monkeypatch.delenv("LOWTRI_ISA", raising=False)
+    for has, isa, words in (
+        (False, Avx2(), "AMX (tiles of bf16) no\n"),
+        (
+            True,
+            Avx512Bf16(),
+            "AMX (tiles of bf16) yes: the kernels do not use it (the system refuses it) and torch does",
+        ),
+        (True, Amx(), "AMX (tiles of bf16) yes: the kernels use it\n"),
+        (False, AmxEmulated(), "AMX (tiles of bf16) no: the kernels emulate it"),
     ):
         monkeypatch.setattr("lowtri.kernels.target.HAS_AMX", has)
+        monkeypatch.setattr("lowtri.kernels.target.ISA", isa)
         assert main(["doctor", "--no-measure"]) == 0
         assert words in capsys.readouterr().out
 
@@ -396,6 +408,7 @@ def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
 
 def test_the_doctor_knows_every_kernel() -> None:
     families = {name.lower() for name, one in vars(abi).items() if isinstance(one, abi.Abi)}
-    assert families == {family for family, _ in select.KERNELS}
+    tiles = {"forward_tiles", "backward_tiles"}  # on CPUs with AMX
+    assert families == {family for family, _ in select.KERNELS} | tiles
     for family in families:
         assert callable(getattr(importlib.import_module(f"lowtri.kernels.{family}"), family))

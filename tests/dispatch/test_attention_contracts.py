@@ -18,6 +18,8 @@ import lowtri
 from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.kernels import target
+from lowtri.kernels.isa.amx import Amx
+from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
 
 NAN, INF = float("nan"), float("inf")
 
@@ -567,6 +569,7 @@ def test_auto_takes_no_kernel_that_is_slower_than_torchs(monkeypatch):
 
     for amx in (False, True):
         monkeypatch.setattr(target, "HAS_AMX", amx)
+        monkeypatch.setattr(target, "ISA", Avx512Bf16())
         expected = "sdpa" if amx else "cpu"
         assert chosen(prompt, "causal") == chosen(prompt, "full") == expected
         assert chosen(token, "causal") == "cpu"
@@ -583,6 +586,10 @@ def test_auto_takes_no_kernel_that_is_slower_than_torchs(monkeypatch):
         assert chosen(broken, "causal") == "cpu"
     costs = lowtri.which_engine(*prompt, "causal").costs
     assert costs["sdpa"] < costs["cpu"] < costs["formula"]
+    # Kernels on tile registers take dense bf16, except short full attention.
+    monkeypatch.setattr(target, "ISA", Amx())
+    assert chosen(prompt, "causal") == chosen(prompt, "full") == "cpu"
+    assert chosen([x[:, :, :512] for x in prompt], "full") == "sdpa"
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES[2:]])

@@ -24,7 +24,7 @@ from lowtri.kernels import abi, compilation, select, target, threads
 from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
-RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
+RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE, abi.FORWARD_TILES, abi.BACKWARD_TILES]
 FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bf16"})
 
 
@@ -123,7 +123,7 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
 
 def test_an_unsupported_instruction_set_raises() -> None:
     has = frozenset({"avx2", "fma"})
-    with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline\."):
+    with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline, amx-emulated\."):
         target.instruction_set("avx512", has, "x86_64")
     with pytest.raises(EngineError, match="LOWTRI_ISA is 'avx3', which is no instruction set"):
         target.instruction_set("avx3", has, "x86_64")

@@ -19,7 +19,6 @@ from lowtri.errors import EngineError
 
 __all__ = ["as_text", "checkup"]
 
-_TORCH = ": the kernels do not use it and torch does, so dense bf16 runs there"
 _ROUNDS = 7
 _READ_BYTES = 2**27
 
@@ -70,6 +69,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "fma": isa.has_fma,
         "bf16_pairs": isa.has_pairs,
         "amx": target.HAS_AMX,
+        "tiles": isa.has_tiles,
         "float16": target.HAS_FLOAT16,
         "features": sorted(target.features()),
     }
@@ -173,7 +173,7 @@ def as_text(report: dict[str, Any]) -> str:
         lines += [
             ("target", f"{kernels['target']}{source}: {tile}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
-            ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_TORCH if kernels['amx'] else ''}"),
+            ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]
     if cache is not None:
         lines += [
@@ -199,3 +199,13 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
+
+
+def _amx_use(kernels: dict[str, Any]) -> str:
+    """Who uses AMX's tiles, where the CPU has them."""
+    if kernels["tiles"]:
+        return ": the kernels use it" if kernels["amx"] else ": the kernels emulate it, slowly"
+    if not kernels["amx"]:
+        return ""
+    reason = "LOWTRI_ISA names another instruction set" if os.environ.get("LOWTRI_ISA") else "the system refuses it"
+    return f": the kernels do not use it ({reason}) and torch does, so dense bf16 runs there"

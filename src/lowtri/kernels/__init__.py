@@ -12,15 +12,23 @@ lanes            operations across lanes
 bf16             pairs of bf16
 exponent         2 ** x of a vector
 product          the register-tiled matrix product
+tiles            the product of bf16 on AMX's tile registers
 gemv             matrix times vector, the product for few queries
 plan_walk        the key tiles of a query tile
 rows             rows of arrays as the operands of a product
+tile_operands    rows of arrays as the operands of a product on tiles
 scores           passes over a tile: softcap, bias, mask
 softmax          online softmax
+tile_softmax     the same, with weights rounded to pairs of bf16
 non_finite       the path for NaN and inf
 ds               passes of the backward
 forward          attention, tile by tile of the plan
 backward         the gradients of attention
+tile_ds          passes of the backward on tiles
+backward_tiles   the gradients of attention in bf16 on tile registers
+shared_pack      transposed tiles of keys and values that all threads share
+tile_halves      the products on tiles, for each half of a tile's queries
+forward_tiles    attention in bf16 on tile registers
 decode           few queries against a cache
 compilation      compiling kernels, and the cache of compiled code
 threads          running a kernel on a team of threads

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
+__all__ = ["BACKWARD", "BACKWARD_TILES", "DECODE", "FORWARD", "FORWARD_TILES", "Abi", "COUNTER", "aligned"]
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
@@ -125,6 +125,17 @@ FORWARD = Abi(
     ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
 )
 
+FORWARD_TILES = Abi(
+    "forward_tiles",
+    FORWARD.addresses,
+    FORWARD.fields,
+    (
+        *("queries", "scores", "pairs", "output", "shift", "total", "rows", "keys", "finite_values"),
+        *("packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
+    ),
+    ("packed", "packed_states"),
+)
+
 # dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size), d_bias is (parts, ...): packed sums in the
 # compute dtype.
 BACKWARD = Abi(
@@ -136,6 +147,31 @@ BACKWARD = Abi(
         *("queries", "d_output", "dq", "scores", "ds", "d_softcap", "shift", "delta", "q_rows", "d_output_rows"),
         *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros"),
     ),
+)
+
+# The rows of dk and dv_sums are here Nk rounded up to whole tiles of 16.
+BACKWARD_TILES = Abi(
+    "backward_tiles",
+    BACKWARD.addresses,
+    BACKWARD.fields,
+    (
+        *(
+            "queries",
+            "d_output",
+            "dq",
+            "scores",
+            "ds",
+            "ds_pairs",
+            "d_softcap",
+            "shift",
+            "delta",
+            "q_rows",
+            "d_output_rows",
+        ),
+        *("q_pairs", "d_output_pairs", "finite_rows", "finite_q_pairs", "finite_d_output_pairs", "wide_rows"),
+        *("keys", "values", "packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
+    ),
+    ("packed", "packed_states"),
 )
 
 # visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.

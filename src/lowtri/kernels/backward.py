@@ -50,12 +50,17 @@ from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
 from lowtri.kernels.simd import as_number
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
-__all__ = ["backward", "padded", "scratch"]
+__all__ = ["backward", "key_rows", "padded", "scratch"]
 
 
 def padded(spec: KernelSpec, size: int) -> int:
     """A head size rounded up to whole vectors: what a packed row of Q, dO, dK or dV takes."""
     return -(-size // spec.lanes) * spec.lanes
+
+
+def key_rows(spec: KernelSpec, nk: int) -> int:
+    """The rows of dK and dV."""
+    return nk
 
 
 def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:

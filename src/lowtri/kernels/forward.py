@@ -37,7 +37,7 @@ from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater,
 from lowtri.kernels.softmax import softmax_tile
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
-__all__ = ["KEYS", "forward", "scratch"]
+__all__ = ["KEYS", "forward", "scratch", "store_tile"]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
 
@@ -138,17 +138,10 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
 
 
 @inline_device_function
-def forward_tile(call, memory, b, h, r, spec):
-    """One tile of queries: its output and log-sum-exp, written to the arrays."""
+def store_tile(call, memory, b, h, r, n, spec):
+    """The output and the log-sum-exp of a tile of n queries, written to the arrays."""
     dv, offsets, o_step, number_bytes = call.dv, call.offsets, call.o_strides, spec.number_bytes
     output, m, l = memory + offsets.output, memory + offsets.shift, memory + offsets.total
-    non_finite = False
-    while True:
-        n = attend_tile(call, memory, b, h, r, non_finite, spec)
-        if non_finite or all_finite(output, QUERIES * dv, spec):
-            break
-        # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
-        non_finite = True
     zero, one = splat(0.0, spec), splat(1.0, spec)
     for lane in range(0, spec.row_bytes, 64):
         total = load(l + lane, spec)
@@ -167,6 +160,20 @@ def forward_tile(call, memory, b, h, r, spec):
             if total_i != 0:
                 lse_i = read(m + number_bytes * i, spec) * as_number(LN2, spec) + np.log(total_i)
             write(lse + number_bytes * i, lse_i, spec)
+
+
+@inline_device_function
+def forward_tile(call, memory, b, h, r, spec):
+    """One tile of queries: its output and log-sum-exp, written to the arrays."""
+    dv, output = call.dv, memory + call.offsets.output
+    non_finite = False
+    while True:
+        n = attend_tile(call, memory, b, h, r, non_finite, spec)
+        if non_finite or all_finite(output, QUERIES * dv, spec):
+            break
+        # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
+        non_finite = True
+    store_tile(call, memory, b, h, r, n, spec)
 
 
 def forward(call):

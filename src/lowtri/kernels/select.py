@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lowtri.kernels.isa.amx_emulated import AmxEmulated
 from lowtri.kernels.spec import KernelSpec
 from lowtri.kernels.target import HAS_FLOAT16, ISA
 
@@ -54,6 +55,7 @@ class Variant(NamedTuple):
 _VARIANTS = (
     Variant("forward", "float32", "direct", _any),
     Variant("forward", "float64", "direct", _any),
+    Variant("forward", "bfloat16", "tiles", _any, ISA.has_tiles),
     Variant("forward", "bfloat16", "pairs", _in_pairs, ISA.has_pairs),
     Variant("forward", "bfloat16", "widened", _any),
     Variant("forward", "float16", "widened", _any, HAS_FLOAT16),
@@ -62,14 +64,21 @@ _VARIANTS = (
     Variant("decode", "bfloat16", "widened", _packed_rows),
     Variant("decode", "float16", "widened", _packed_rows, HAS_FLOAT16),
 )
-SPECS = {variant[:3]: KernelSpec(variant.dtype, variant.rows, ISA) for variant in _VARIANTS}
+# Tests enable variants that this CPU does not use; tiles are then emulated.
+_TILES = ISA if ISA.has_tiles else AmxEmulated()
+SPECS = {
+    variant[:3]: KernelSpec(variant.dtype, variant.rows, _TILES if variant.rows == "tiles" else ISA)
+    for variant in _VARIANTS
+}
 
-# The kernels that calls may use on this CPU: family and spec.
+_FAMILIES = {"forward": ("forward", "backward"), "decode": ("decode",)}
+
+# The kernels that calls may use on this CPU: family (a kernel's name) and spec.
 KERNELS = tuple(
-    (family, SPECS[variant[:3]])
+    (f"{family}_tiles" if variant.rows == "tiles" else family, SPECS[variant[:3]])
     for variant in _VARIANTS
     if variant.enabled
-    for family in (("forward", "backward") if variant.family == "forward" else ("decode",))
+    for family in _FAMILIES[variant.family]
 )
 
 

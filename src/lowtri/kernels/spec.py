@@ -8,6 +8,7 @@ type, and Numba's cache on disk finds a kernel by that type.
     direct      read from the array
     pairs       read from the array, two neighbours in a 32-bit word; accumulated in float32
     widened     a tile's rows are converted to float32 in scratch memory
+    tiles       pairs in tile registers, in kernel families of their own; accumulated in float32
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class KernelSpec:
     """What a kernel is compiled for."""
 
     dtype: str  # of the arrays
-    rows: str  # direct, pairs, widened
+    rows: str  # direct, pairs, widened, tiles
     isa: Baseline
 
     @property

@@ -20,6 +20,7 @@ name = "cpu"
 _FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core
 _LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, more than the CPU's caches hold
+_SHORT = 512  # keys, of full attention on tile registers; to be measured on a CPU with AMX
 _NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
 
 
@@ -58,9 +59,11 @@ def cost(call: Call) -> float:
 
 
 def _torch_is_faster(call: Call, numbers: int) -> bool:
-    """Whether torch's function was measured faster: dense bf16 on a CPU with AMX, and float16 caches that have to be cast.
+    """Whether torch's function is faster: dense bf16 where torch uses AMX, and float16 caches that have to be cast.
 
-    Windows, documents and other masks that hide much stay with the kernel, since torch computes hidden pairs.
+    Windows, documents and other masks that hide much stay with the kernel, since torch computes hidden pairs. Kernels on tile
+    registers take dense bf16 as well, except short full attention: its share of fixed costs is the largest, and no such call of
+    theirs has been measured yet.
     """
     if call.is_numpy or call.dtype not in ("bfloat16", "float16") or _numba_missing():
         return False
@@ -68,7 +71,8 @@ def _torch_is_faster(call: Call, numbers: int) -> bool:
 
     if call.q.shape[2] >= FEW_QUERIES:
         dense = call.shows_all or (call.mask == causal() and not call.positions_given)
-        return target.HAS_AMX and call.dtype == "bfloat16" and dense
+        short = call.shows_all and call.k.shape[2] <= _SHORT
+        return target.HAS_AMX and call.dtype == "bfloat16" and dense and (short or not target.ISA.has_tiles)
     return call.dtype == "float16" and not target.HAS_FLOAT16 and call.group == 1 and numbers >= _LARGE_CAST
 
 

@@ -9,12 +9,14 @@ import numpy as np
 
 from lowtri.backends.cpu.fields import Fields, address, broadcast, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
-from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD
+from lowtri.kernels import abi
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
 __all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
 
 FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
+# The same with products on tile registers, estimated from the times of their pieces; to be measured on a CPU with AMX.
+FEW_QUERIES_TILES = 8
 
 
 class PreparedKernels:
@@ -80,7 +82,8 @@ class PreparedKernels:
             d_output = d_output.contiguous()
         dq = lse.new_empty((batch, heads, nq, d))
         parts = self.parts
-        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, nk, size)) for size in self._padded)
+        rows, *sizes = self._padded
+        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, rows, size)) for size in sizes)
         d_bias = None
         if call.bias is not None and call.bias.requires_grad:
             d_bias = lse.new_zeros((parts, batch, heads, *bias.shape[2:]))
@@ -97,7 +100,7 @@ class PreparedKernels:
             dv_sums=address(dv_sums),
             d_bias=address(d_bias),
         )
-        dk, d_values = (x[0] if parts == 1 else x.sum(0) for x in (dk, dv_sums))
+        dk, d_values = ((x[0] if parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv_sums))
         to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
         to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
         to_sinks = None
@@ -112,11 +115,27 @@ class PreparedKernels:
         return _spec("forward", "float32" if self.cast else self.call.dtype, self.arrays)
 
     @cached_property
-    def _padded(self) -> tuple[int, int]:
-        """The head sizes of the buffers of dk and dv."""
-        *_, d, dv = self.call.sizes
-        padded = kernel_file("backward").padded
-        return padded(self.spec, d), padded(self.spec, dv)
+    def _padded(self) -> tuple[int, int, int]:
+        """The rows of the buffers of dk and dv, and their head sizes."""
+        *_, nk, d, dv = self.call.sizes
+        kernel, spec = self._kernel("backward"), self.spec
+        return kernel.key_rows(spec, nk), kernel.padded(spec, d), kernel.padded(spec, dv)
+
+    def _kernel(self, family: str) -> Any:
+        """The file of the kernel of this family."""
+        return kernel_file(f"{family}_tiles" if self.spec.rows == "tiles" else family)
+
+    def _launch(self, family: str, fields: Fields, plan: Any) -> PreparedLaunch:
+        """The launch of the forward kernel or of its gradients."""
+        call, spec, kernel = self.call, self.spec, self._kernel(family)
+        batch, _, kv_heads, _, nk, d, dv = call.sizes
+        scratch = kernel.scratch(spec, d, dv)
+        if spec.rows != "tiles":
+            return PreparedLaunch(getattr(abi, family.upper()), spec, fields, call.threads, scratch, keep=plan)
+        # The forward transposes V, the backward K.
+        shared = kernel_file("shared_pack").shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
+        record = getattr(abi, f"{family.upper()}_TILES")
+        return PreparedLaunch(record, spec, fields, call.threads, scratch, shared, zeros="packed_states", keep=plan)
 
     @cached_property
     def parts(self) -> int:
@@ -135,18 +154,17 @@ class PreparedKernels:
         return of_call(self.call, q, k, v, self.bias_strides)
 
     def _prepare_forward(self, plan: Any) -> PreparedLaunch:
-        call, kernel, spec = self.call, kernel_file("forward"), self.spec
-        batch, heads, _, nq, _, d, dv = call.sizes
+        batch, heads, _, nq, _, _, dv = self.call.sizes
         fields = self._fields() | {"plan": of_plan(plan)}
         fields |= {"o_strides": strides(packed((batch, heads, nq, dv))), "tasks": batch * heads * plan.rows}
-        return PreparedLaunch(FORWARD, spec, fields, call.threads, kernel.scratch(spec, d, dv), keep=plan)
+        return self._launch("forward", fields, plan)
 
     def _launch_backward(self, d_output: Any, d_bias: Any) -> PreparedLaunch:
         d_strides = d_output.stride()
         launch = self._backward.get(d_strides)
         if launch is None:
-            call, kernel, spec, plan = self.call, kernel_file("backward"), self.spec, self._planned()
-            batch, _, kv_heads, *_, d, dv = call.sizes
+            plan = self._planned()
+            batch, _, kv_heads, *_ = self.call.sizes
             fields = self._fields() | {"plan": of_plan(plan)}
             fields |= {
                 "parts": self.parts,
@@ -155,8 +173,7 @@ class PreparedKernels:
             }
             shape, steps = (None, ()) if d_bias is None else (d_bias.shape, d_bias.stride())
             fields["d_bias_strides"] = broadcast(shape, steps, ("part", "b", "h", "q", "k"))
-            scratch = kernel.scratch(spec, d, dv)
-            launch = PreparedLaunch(BACKWARD, spec, fields, call.threads, scratch, keep=plan)
+            launch = self._launch("backward", fields, plan)
             if len(self._backward) >= _MOST_LAYOUTS:
                 self._backward.clear()
             self._backward[d_strides] = launch
@@ -183,7 +200,7 @@ class PreparedKernels:
             by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
             fields["visible_strides"] = {"b": by_row, "h": by_head}
         scratch, shared = kernel.scratch(spec, queries, d, dv), kernel.shared_scratch(groups, parts, queries, dv)
-        return PreparedLaunch(DECODE, spec, fields, call.threads, scratch, shared, zeros="joined", keep=visible)
+        return PreparedLaunch(abi.DECODE, spec, fields, call.threads, scratch, shared, zeros="joined", keep=visible)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype
@@ -205,9 +222,10 @@ _MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the 
 
 def is_decoded(call: Call) -> bool:
     """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    if call.q.shape[2] >= FEW_QUERIES:
+    spec = spec_of("forward", call)
+    if call.q.shape[2] >= (FEW_QUERIES_TILES if spec is not None and spec.rows == "tiles" else FEW_QUERIES):
         return False
-    cast = spec_of("forward", call) is None
+    cast = spec is None
     arrays = [_packed(x) if cast else x for x in (call.q, call.k, call.v)]
     return _spec("decode", "float32" if cast else call.dtype, [_packed(arrays[0]), *arrays[1:]]) is not None
 

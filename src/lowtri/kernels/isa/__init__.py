@@ -5,6 +5,8 @@ An instruction set is a class; it inherits the operations of the one that it ext
 
 from __future__ import annotations
 
+from lowtri.kernels.isa.amx import Amx
+from lowtri.kernels.isa.amx_emulated import AmxEmulated
 from lowtri.kernels.isa.avx2 import Avx2
 from lowtri.kernels.isa.avx512 import Avx512
 from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
@@ -13,4 +15,4 @@ from lowtri.kernels.isa.neon import Neon
 
 __all__ = ["ALL", "Baseline"]
 
-ALL: tuple[Baseline, ...] = (Avx512Bf16(), Avx512(), Avx2(), Neon(), Baseline())
+ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), Neon(), Baseline(), AmxEmulated())

@@ -12,15 +12,15 @@ from llvmlite import ir
 from lowtri.kernels.isa.avx512 import Avx512
 from lowtri.kernels.isa.baseline import call
 
-__all__ = ["Avx512Bf16"]
+__all__ = ["Avx512Bf16", "BFloat"]
 
 
-class _BFloat(ir.Type):
+class BFloat(ir.Type):
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
         return hash("bfloat")
@@ -32,12 +32,12 @@ class Avx512Bf16(Avx512):
     has_pairs = True
 
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
-        kind = ir.VectorType(_BFloat(), 2 * z.type.count)
+        kind = ir.VectorType(BFloat(), 2 * z.type.count)
         return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", z.type, [z, b.bitcast(x, kind), b.bitcast(y, kind)])
 
     def narrow(self, b: Any, x: Any, dtype: str) -> Any:
         if dtype != "bfloat16" or x.type.count != 16:  # the instruction rounds a whole vector
             return super().narrow(b, x, dtype)
-        kind = ir.VectorType(_BFloat(), x.type.count)
+        kind = ir.VectorType(BFloat(), x.type.count)
         rounded = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", kind, [x])
         return b.bitcast(rounded, ir.VectorType(ir.IntType(16), x.type.count))

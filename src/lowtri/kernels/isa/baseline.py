@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["Baseline", "call", "constant", "integers"]
+__all__ = ["Baseline", "call", "constant", "halves_of_pairs", "integers"]
 
 
 class Baseline:
@@ -16,6 +16,7 @@ class Baseline:
     features: frozenset[str] = frozenset()  # required of the CPU
     has_fma = False  # without the instruction llvm.fma is a slow library call
     has_pairs = False  # one instruction for a dot product of pairs of bf16
+    has_tiles = False  # one instruction for a product of tiles of bf16
     has_scale = False  # one instruction for x * 2 ** n
     # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
@@ -40,7 +41,7 @@ class Baseline:
 
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         """z plus, in each lane, the dot product of two pairs of bf16: each pair is widened in registers."""
-        low, high = zip(_halves_of_pairs(b, x), _halves_of_pairs(b, y), strict=True)
+        low, high = zip(halves_of_pairs(b, x), halves_of_pairs(b, y), strict=True)
         return self.fma(b, *high, self.fma(b, *low, z))
 
     def widen(self, b: Any, x: Any, dtype: str) -> Any:
@@ -67,7 +68,7 @@ def _floats(count: int) -> Any:
     return ir.VectorType(ir.FloatType(), count)
 
 
-def _halves_of_pairs(b: Any, x: Any) -> tuple[Any, Any]:
+def halves_of_pairs(b: Any, x: Any) -> tuple[Any, Any]:
     """The lower and the upper number of each pair, as floats."""
     kind = integers(x.type)
     bits = b.bitcast(x, kind)

@@ -1,0 +1,129 @@
+"""AMX's tile product on vectors, instruction by instruction, for tests on CPUs without AMX. It is slow, and used only by name.
+
+Tile registers are memory on the stack. The product of two bf16 numbers is exact in float32, so sums are rounded as on AMX, with or
+without fused multiply-add; denormal numbers, which AMX counts as 0, keep their value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from lowtri.compat.numba_private import alloca_once, for_range
+from lowtri.kernels.isa.amx import TILE_ROWS, exp2_of_fraction
+from lowtri.kernels.isa.baseline import Baseline, call, constant, halves_of_pairs, integers
+
+__all__ = ["AmxEmulated"]
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_ROW = ir.VectorType(ir.FloatType(), 16)  # a tile's row, of numbers or of pairs
+_TILE = ir.ArrayType(_ROW, TILE_ROWS)
+
+
+class AmxEmulated(Baseline):
+    name = "amx-emulated"
+    has_tiles = True
+
+    def exp2_bf16(self, b: Any, x: Any) -> Any:
+        """2 ** x for x <= 127, to the precision of bf16; 0 where that is denormal, NaN for NaN."""
+        return _call_once_defined(b, _exp2_bf16, [x], x.type)
+
+    def pair(self, b: Any, low: Any, high: Any) -> Any:
+        """16 pairs from two vectors of floats, rounded."""
+        return _call_once_defined(b, _pair, [low, high], low.type)
+
+    def tile_registers(self, b: Any, count: int) -> list[Any]:
+        return [alloca_once(b, _TILE) for _ in range(count)]
+
+    def tile_zero(self, b: Any, tile: Any) -> None:
+        _call_once_defined(b, _zero, [tile])
+
+    def tile_load(self, b: Any, tile: Any, address: Any, row_step: Any) -> None:
+        _call_once_defined(b, _load, [tile, address, row_step])
+
+    def tile_store(self, b: Any, tile: Any, address: Any, row_step: Any) -> None:
+        _call_once_defined(b, _store, [tile, address, row_step])
+
+    def tile_dot(self, b: Any, tile: Any, x: Any, y: Any) -> None:
+        _call_once_defined(b, _dot, [tile, x, y])
+
+    def tile_configure(self, b: Any, memory: Any) -> None:
+        pass
+
+    def tile_restore(self, b: Any, memory: Any) -> None:
+        pass
+
+
+def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], result: Any = ir.VoidType()) -> Any:
+    """Call a function that is defined once in a module and not inlined: a kernel has many such operations, and compiles faster so."""
+    name = f"lowtri_emulated{emit.__name__}"
+    function = b.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(result, [x.type for x in arguments])
+        function = ir.Function(b.module, kind, name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        body = ir.IRBuilder(function.append_basic_block())
+        value = emit(body, *function.args)
+        body.ret_void() if value is None else body.ret(value)
+    return b.call(function, arguments)
+
+
+def _exp2_bf16(b: Any, x: Any) -> Any:
+    least = constant(x.type, -127.0)
+    x = b.select(b.fcmp_ordered(">", least, x), least, x)
+    whole = call(b, "llvm.floor.v16f32", x.type, [x])
+    fraction = exp2_of_fraction(b, b.fsub(x, whole), Baseline())
+    kind = integers(x.type)
+    exponent = b.shl(b.fptosi(whole, kind), constant(kind, 23))
+    power = b.bitcast(b.add(b.bitcast(fraction, kind), exponent), x.type)
+    power = b.select(b.fcmp_ordered("<", x, constant(x.type, -126.0)), constant(x.type, 0.0), power)
+    return b.select(b.fcmp_unordered("uno", x, x), x, power)
+
+
+def _pair(b: Any, low: Any, high: Any) -> Any:
+    kind = integers(low.type)
+    low_bits, high_bits = (b.zext(Baseline().narrow(b, x, "bfloat16"), kind) for x in (low, high))
+    return b.bitcast(b.or_(low_bits, b.shl(high_bits, constant(kind, 16))), low.type)
+
+
+def _zero(b: Any, tile: Any) -> None:
+    with for_range(b, ir.Constant(_I64, TILE_ROWS)) as loop:
+        b.store(ir.Constant(_ROW, None), _row(b, tile, loop.index))
+
+
+def _load(b: Any, tile: Any, address: Any, row_step: Any) -> None:
+    with for_range(b, ir.Constant(_I64, TILE_ROWS)) as loop:
+        source = b.inttoptr(b.add(address, b.mul(loop.index, row_step)), _ROW.as_pointer())
+        b.store(b.load(source, align=2), _row(b, tile, loop.index))
+
+
+def _store(b: Any, tile: Any, address: Any, row_step: Any) -> None:
+    with for_range(b, ir.Constant(_I64, TILE_ROWS)) as loop:
+        target = b.inttoptr(b.add(address, b.mul(loop.index, row_step)), _ROW.as_pointer())
+        b.store(b.load(_row(b, tile, loop.index)), target, align=4)
+
+
+def _dot(b: Any, tile: Any, x: Any, y: Any) -> None:
+    sums = [alloca_once(b, _ROW) for _ in range(2)]  # of the even and of the odd numbers of the depth
+    fma = Baseline().fma
+    with for_range(b, ir.Constant(_I64, TILE_ROWS)) as rows:
+        for total in sums:
+            b.store(ir.Constant(_ROW, None), total)
+        words = b.bitcast(_row(b, x, rows.index), ir.FloatType().as_pointer())
+        with for_range(b, ir.Constant(_I64, 16)) as depth:
+            word = b.load(b.gep(words, [depth.index]))
+            lanes = b.insert_element(ir.Constant(_ROW, ir.Undefined), word, ir.Constant(_I32, 0))
+            lanes = b.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(_I32, 16), None))
+            others = halves_of_pairs(b, b.load(_row(b, y, depth.index)))
+            for one, other, total in zip(halves_of_pairs(b, lanes), others, sums, strict=True):
+                b.store(fma(b, one, other, b.load(total)), total)
+        target = _row(b, tile, rows.index)
+        b.store(b.fadd(b.load(target), b.fadd(*(b.load(total) for total in sums))), target)
+
+
+def _row(b: Any, tile: Any, row: Any) -> Any:
+    """A pointer to a tile's row."""
+    return b.gep(tile, [ir.Constant(_I64, 0), row])

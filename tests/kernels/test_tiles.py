@@ -1,0 +1,278 @@
+"""Attention in bf16 on tile registers: on AMX where this CPU has it, else on its emulation; the code for AMX is compiled either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.dispatch.prepared import PREPARED
+from lowtri.errors import EngineError
+from lowtri.kernels import compilation, select, target, threads
+from lowtri.kernels.abi import Abi
+from lowtri.kernels.isa.amx import PERMISSION
+from lowtri.kernels.tiles import configure_tiles, restore_tiles, tile_product, tile_product_add
+from lowtri.ops.describe import describe
+
+SPEC = select.SPECS["forward", "bfloat16", "tiles"]
+AMX = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16"})
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """bf16 is computed on tiles, whichever way this CPU would choose."""
+    variants = [
+        variant._replace(enabled=variant.enabled or variant.rows == "tiles")
+        for variant in select._VARIANTS
+        if (variant.family, variant.dtype) != ("forward", "bfloat16") or variant.rows == "tiles"
+    ]
+    monkeypatch.setattr(select, "_VARIANTS", variants)
+    PREPARED.clear()
+    yield
+    PREPARED.clear()
+
+
+# The product.
+
+
+def bf16(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def tdpbf16ps(c: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The instruction: c (16, 16), a (16, 32), and b (16, 16, 2), all float32; even and odd numbers are summed separately."""
+    sums = np.zeros((2, 16, 16), np.float32)
+    for k in range(16):
+        for parity in range(2):
+            sums[parity] += a[:, 2 * k + parity, None] * b[k, None, :, parity]
+    return c + (sums[0] + sums[1])
+
+
+PRODUCT = Abi(
+    "product", ("a", "b", "c", "memory"), {name: np.int64 for name in ("rows", "steps", "columns", "a_row", "add")}
+)
+
+
+def multiply(call: Any) -> None:
+    configure_tiles(call.memory, call.spec)
+    row = 4 * call.columns
+    if call.add:
+        tile_product_add(call.a, call.a_row, 64, call.b, call.c, row, call.rows, call.steps, call.columns, call.spec)
+    else:
+        tile_product(call.a, call.a_row, 64, call.b, call.c, row, call.rows, call.steps, call.columns, call.spec)
+    restore_tiles(call.memory, call.spec)
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "columns", "add"), [(16, 1, 32, 0), (40, 2, 64, 0), (31, 1, 64, 0), (80, 3, 32, 1)]
+)
+def test_the_product_meets_the_same_pairs_in_the_same_order_as_the_instruction(rows, steps, columns, add) -> None:
+    a, b = bf16((rows, 32 * steps + 8)), bf16((16 * steps, columns, 2), 1)  # rows of a lie apart
+    c = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
+    before, expected = c.numpy().copy(), np.empty((rows, columns), np.float32)
+    wide_a, wide_b = a.float().numpy(), b.float().numpy()
+    for i in (min(first, rows - 16) for first in range(0, rows, 16)):
+        for j in range(0, columns, 16):
+            block = before[i : i + 16, j : j + 16] if add else np.zeros((16, 16), np.float32)
+            for n in range(steps):
+                block = tdpbf16ps(block, wide_a[i : i + 16, 32 * n :][:, :32], wide_b[16 * n :][:16, j : j + 16])
+            expected[i : i + 16, j : j + 16] = block
+    record, memory = np.zeros(1, PRODUCT.dtype), np.zeros(16, np.int64)
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        record[name] = x.data_ptr()
+    record["memory"], record["a_row"] = memory.ctypes.data, 2 * a.shape[1]
+    record["rows"], record["steps"], record["columns"], record["add"] = rows, steps, columns, add
+    code = compilation.compiled(multiply, PRODUCT, SPEC)
+    threads.run_team(code, record.ctypes.data, 1)
+    np.testing.assert_allclose(c.numpy(), expected, rtol=1e-5, atol=1e-5)
+    if SPEC.isa.name == "amx-emulated":
+        assert (c.numpy() == expected).all()
+
+
+# Attention.
+
+
+def inputs(shape: tuple[int, int, int, int], seed: int = 0) -> list[torch.Tensor]:
+    """q (2, 4, Nq, D), k and v (2, 2, Nk, D and Dv), and the gradient of the output."""
+    nq, nk, d, dv = shape
+    shapes = ((2, 4, nq, d), (2, 2, nk, d), (2, 2, nk, dv), (2, 4, nq, dv))
+    return [bf16(x, seed + i) for i, x in enumerate(shapes)]
+
+
+def results(
+    tensors: list[torch.Tensor], mask: Any, engine: str, dtype: Any = torch.bfloat16, **options: Any
+) -> list[torch.Tensor]:
+    """The output and the gradients of all tensors, in float64. Bias and sinks are at least float32."""
+    *leaves, d_output = (x.detach().to(dtype) for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    wide = torch.promote_types(dtype, torch.float32)
+    given = {name: x.to(wide).requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
+    output = lowtri.attention(*leaves, mask, engine=engine, **{**options, **given})
+    return [x.detach().double() for x in (output, *torch.autograd.grad(output, [*leaves, *given.values()], d_output))]
+
+
+def compare(tensors: list[torch.Tensor], mask: Any, **options: Any) -> None:
+    """Twice the plain formula's error in bf16, and a few units of rounding."""
+    exact = results(tensors, mask, "formula", torch.float64, **options)
+    plain, actual = (results(tensors, mask, engine, **options) for engine in ("formula", "cpu"))
+    for number, (expected, usual, ours) in enumerate(zip(exact, plain, actual, strict=True)):
+        allowed = 2 * (usual - expected).abs().max() + 4 * 2**-8 * max(1.0, float(expected.abs().max()))
+        assert (ours - expected).abs().max() <= allowed, number
+
+
+SHAPES = [  # Nq, Nk, D, Dv
+    *((130, 130, 64, 64), (33, 70, 1, 16), (97, 100, 31, 32), (65, 5, 80, 130)),
+    *((20, 300, 128, 128), (200, 200, 32, 48), (9, 113, 130, 1)),
+]
+MASKS = {
+    "full": "full",
+    "window": "causal & window(40)",
+    "sinks": "causal & (window(9) | first(3))",
+    "by head": lowtri.heads([lowtri.causal(), lowtri.full(), lowtri.window(5), lowtri.mask("~causal")]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_and_gradients_of_every_layout(tiles: None, shape: tuple[int, int, int, int]) -> None:
+    compare(inputs(shape), "causal & window(90)" if shape[1] > 64 else "full")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask(tiles: None, mask: str) -> None:
+    compare(inputs((131, 131, 64, 32)), MASKS[mask])
+
+
+def test_rows_that_see_nothing_softcap_bias_and_sinks(tiles: None) -> None:
+    empty = lowtri.causal() & lowtri.keys(np.arange(150) >= 70)
+    bias, sinks = torch.randn(1, 4, 150, 150, generator=torch.Generator().manual_seed(3)), torch.ones(4)
+    compare(inputs((150, 150, 32, 32)), empty)
+    compare(inputs((150, 150, 32, 32)), empty, softcap=3.0, bias=bias, sinks=sinks)
+    compare(inputs((150, 150, 32, 32)), "causal", scale=-0.2)
+
+
+def test_inputs_that_lie_apart(tiles: None) -> None:
+    """Heads last, rows of an odd number of elements, neighbours apart, and a gradient that is one number everywhere."""
+    tensors = inputs((97, 97, 64, 64))
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    odd = [torch.nn.functional.pad(x, (0, 1))[..., :-1] for x in tensors]
+    columns = [x.mT.contiguous().mT for x in tensors]
+    expected = lowtri.attention(*tensors[:3], "causal", engine="cpu")
+    for other in (apart, odd, columns):
+        assert torch.equal(lowtri.attention(*other[:3], "causal", engine="cpu"), expected)
+        compare(other, "causal")
+    tensors[3] = torch.ones((), dtype=torch.bfloat16).expand(tensors[3].shape)
+    compare(tensors, "causal")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "gradient"])
+def test_hidden_values_that_are_not_finite_change_no_bit(tiles: None, place: int, value: float) -> None:
+    mask = lowtri.causal() & lowtri.documents(lengths=[70, 60])
+    good = inputs((130, 130, 64, 80))
+    bad = [x.clone() for x in good]
+    bad[place][0, 0, 100, 0] = value
+    before, after = (results(x, mask, "cpu") for x in (good, bad))
+    for expected, actual in zip(before, after, strict=True):
+        assert torch.equal(expected[:, :, :70], actual[:, :, :70]) and torch.equal(expected[1], actual[1])
+    assert not all(x.isfinite().all() for x in after), "what is visible must come out"
+
+
+def test_huge_scores_select_the_greatest(tiles: None) -> None:
+    q, k, v, _ = inputs((70, 100, 32, 32))
+    k[...] = 0
+    k[..., 0] = torch.linspace(-1, 1, 100)
+    q[...] = 0
+    q[..., 0] = 2e38  # in units of log 2 the greatest float32
+    for sign, best in ((1, 99), (-1, 0)):
+        output = lowtri.attention(sign * q, k, v, "full", scale=1.0, engine="cpu")
+        expected = v[:, :, best].repeat_interleave(2, 1)[:, :, None]
+        assert (output - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def test_the_log_sum_exp_has_the_precision_of_the_exponential(tiles: None) -> None:
+    q, k, v, _ = inputs((100, 500, 64, 64))
+    lse = lowtri.attention(q, k, v, "full", return_lse=True, engine="cpu")[1]
+    exact = lowtri.attention(*(x.double() for x in (q, k, v)), "full", return_lse=True, engine="reference")[1]
+    assert (lse.double() - exact).abs().max() <= 2e-4
+
+
+def test_threads_change_nothing_and_pack_each_tile_once(tiles: None) -> None:
+    tensors, before, runs = inputs((400, 400, 64, 64)), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            runs.append(results(tensors, "causal & window(150)", "cpu"))
+    finally:
+        torch.set_num_threads(before)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def test_a_window_over_many_queries_takes_one_copy_of_the_values_at_most(tiles: None) -> None:
+    n, d = 65_536, 16
+    q, k, v = (bf16((1, 1, n, d), seed) for seed in range(3))
+    call, _ = describe(q, k, v, "causal & window(64)")
+    copies = PreparedKernels(call).launch._bytes - 2 * n * d
+    assert 0 <= copies <= 2**18 * call.threads + n  # a thread's memory; less than 8 bytes for each 96 keys
+    output = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
+    last = lowtri.attention(q[:, :, -8:], k[:, :, -128:], v[:, :, -128:], "causal & window(64)", engine="reference")
+    assert (output[:, :, -8:].double() - last.double()).abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("nq", [7, 8, 15])
+def test_few_queries_go_to_the_kernel_that_is_faster(tiles: None, nq: int) -> None:
+    q, k, v, _ = inputs((nq, 300, 64, 64))
+    assert PreparedKernels(describe(q, k, v, "causal")[0]).decodes == (nq < 8)
+    exact = lowtri.attention(*(x.double() for x in (q, k, v)), "causal", engine="reference")
+    plain, actual = (lowtri.attention(q, k, v, "causal", engine=engine) for engine in ("formula", "cpu"))
+    assert (actual - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2**-7
+
+
+# The instruction set.
+
+
+def test_amx_is_chosen_where_the_system_grants_it() -> None:
+    def name(*arguments: Any) -> str:
+        return target.instruction_set(*arguments).name
+
+    assert name(None, AMX | {PERMISSION}, "x86_64") == "amx"
+    assert name(None, AMX, "x86_64") == "avx512-bf16"
+    assert name("avx512", AMX | {PERMISSION}, "x86_64") == "avx512"
+    assert name("amx-emulated", frozenset(), "aarch64") == "amx-emulated"
+    with pytest.raises(EngineError, match=r"'amx', which the operating system refuses\. It has: avx512-bf16, "):
+        target.instruction_set("amx", AMX, "x86_64")
+    with pytest.raises(EngineError, match=r"'amx', which this CPU does not have\."):
+        target.instruction_set("amx", AMX - {"amx-bf16"}, "x86_64")
+
+
+@pytest.mark.parametrize(("wanted", "asks"), [(None, True), ("amx", True), ("avx512", False), ("amx-emulated", False)])
+def test_tile_data_is_requested_only_if_amx_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, asks: bool
+) -> None:
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", ",".join(f"+{flag}" for flag in sorted(AMX)))
+    monkeypatch.setenv("LOWTRI_ISA", wanted) if wanted else monkeypatch.delenv("LOWTRI_ISA", raising=False)
+    requests = []
+    monkeypatch.setattr(target, "_amx_permission", lambda: requests.append(1) or True)
+    assert (PERMISSION in target.features()) == asks == bool(requests)
+    monkeypatch.setattr(target, "_amx_permission", lambda: False)
+    assert target.features() == AMX
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    monkeypatch.setattr(target, "_amx_permission", lambda: pytest.fail("this CPU has no AMX"))
+    assert target.features() == {"avx2", "fma"}
+
+
+def test_the_cache_folder_depends_on_the_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
+    folders = set()
+    for features in (AMX, AMX | {PERMISSION}):
+        monkeypatch.setattr(target, "features", lambda features=features: features)
+        compilation.cache_folder.cache_clear()
+        folders.add(compilation.cache_folder())
+    compilation.cache_folder.cache_clear()
+    assert len(folders) == 2

@@ -1,0 +1,111 @@
+"""The machine code for AMX, which is compiled on any CPU and read, not run; and the sweeps of the emulation."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+FLAGS = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16,+amx-tile,+amx-bf16"
+COMPILED = """
+    import sys
+    from importlib import import_module
+    from numba import cfunc, types
+    from lowtri.kernels import abi, tiles
+    from lowtri.kernels.device_function import NUMBA_OPTIONS
+    from lowtri.kernels.isa.amx import Amx
+    from lowtri.kernels.record import RecordType
+    from lowtri.kernels.spec import KernelSpec
+
+    def product(call):
+        tiles.configure_tiles(call.scratch, call.spec)
+        tiles.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, call.nk, call.d, 64, call.spec)
+        tiles.restore_tiles(call.scratch, call.spec)
+
+    family = sys.argv[1]
+    record = getattr(abi, "FORWARD_TILES" if family == "product" else family.upper())
+    kernel = product if family == "product" else getattr(import_module(f"lowtri.kernels.{family}"), family)
+    kind = RecordType(record.dtype, KernelSpec("bfloat16", "tiles", Amx()))
+    print(cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)._library.get_asm_str())
+"""
+CODE = ["product", *(pytest.param(family, marks=pytest.mark.sweep) for family in ("forward_tiles", "backward_tiles"))]
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def loops(asm: str) -> list[str]:
+    """The bodies of innermost loops."""
+    found = re.findall(r"^(\.L\w+):[^\n]*\n((?:(?!\.L\w+:).*\n)*?\tj\w+\t\1\n)", asm, re.M)
+    return [body for _, body in found]
+
+
+@pytest.mark.parametrize("family", CODE)
+def test_amx_code_keeps_its_tiles_in_registers(family: str) -> None:
+    """A block of 2 x 2 tiles: four loads and four products for each depth of 32, and no store inside of the loop."""
+    asm = run("-c", textwrap.dedent(COMPILED), family, NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=FLAGS)
+    assert len(re.findall(r"\tsttilecfg", asm)) == 1 and len(re.findall(r"\tldtilecfg", asm)) == 2
+    assert len(re.findall(r"\ttilerelease", asm)) == 1
+    assert not re.findall(r"\ttile\w+\t.*\(%rsp", asm), "a tile on the stack"
+    products = [body for body in loops(asm) if "tdpbf16ps" in body]
+    blocks = [body for body in products if body.count("tdpbf16ps") == body.count("tileloadd")]
+    assert blocks and all("tilestored" not in body and "zmm" not in body for body in products)
+    assert all(2 * body.count("tileloadd") <= 3 * body.count("tdpbf16ps") for body in products)  # a single row of tiles
+    if family != "product":
+        assert "vscalefps" in asm and "vreduceps" in asm and "vcvtne2ps2bf16" in asm
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("file", ["test_kernels_gradients.py", "test_kernels.py", "test_kernels_robust.py"])
+def test_the_other_tests_of_bf16_hold_on_the_emulation(file: str) -> None:
+    here = str(Path(__file__).parent / file)
+    names = "bfloat16 or threads or huge or keys_of_other" if file != "test_kernels_robust.py" else "threads or loader"
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, here, LOWTRI_ISA="amx-emulated")
+
+
+GUARDED = """
+    import ctypes, mmap, torch, lowtri
+    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
+    kept = []
+
+    def at_the_end(x):
+        # A copy whose last number is the last before a page that must not be read.
+        size = -(-x.nbytes // page) * page
+        memory = mmap.mmap(-1, size + page)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert libc.mprotect(ctypes.c_void_p(start + size), page, 0) == 0
+        bits = torch.frombuffer(memory, dtype=torch.int16, count=x.numel(), offset=size - x.nbytes)
+        kept.append(memory)
+        return bits.view(torch.bfloat16).view(x.shape).copy_(x)
+
+    torch.manual_seed(0)
+    for nq, nk, d, dv in ((70, 5, 32, 32), (64, 17, 64, 64), (100, 97, 31, 33), (1, 130, 16, 48), (65, 110, 96, 80), (13, 95, 1, 1)):
+        x = [torch.randn(1, 2, n, size).bfloat16() for n, size in ((nq, d), (nk, d), (nk, dv), (nq, dv))]
+        results = []
+        for tensors in (x, [at_the_end(y) for y in x]):
+            leaves = [y.detach().requires_grad_() for y in tensors[:3]]
+            output = lowtri.attention(*leaves, "full", engine="cpu")
+            results.append([output, *torch.autograd.grad(output, leaves, tensors[3])])
+        assert all(torch.equal(a, b) for a, b in zip(*results)), (nq, nk, d, dv)
+    print("nothing was read behind an array")
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
+def test_nothing_is_read_behind_an_array() -> None:
+    assert "nothing was read" in run("-c", textwrap.dedent(GUARDED), LOWTRI_ISA="amx-emulated")
