@@ -101,7 +101,7 @@ class _Program:
             number = int(name.endswith("ones"))
             return Range(number, number)
         if name in ("scalar_tensor", "_to_copy", "alias", "clone", "detach", "lift_fresh_copy"):
-            if node.kwargs.get("dtype") in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            if node.kwargs.get("dtype") not in (None, torch.int32, torch.int64) or not isinstance(arguments[0], Range):
                 raise _UnknownError
             return arguments[0]
         if name == "div" and node.kwargs.get("rounding_mode") == "floor":

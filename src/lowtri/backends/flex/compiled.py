@@ -73,23 +73,26 @@ def attend(
     want_lse: bool,
 ) -> tuple[Tensor, Any]:
     """The output, and the log-sum-exp or None, by compiled FlexAttention."""
-    function, has_request = _compiled()
+    function, request = _compiled(q.is_cpu)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": group > 1}
     if not want_lse:
         return function(q, k, v, score_mod, block_mask, **options), None
-    if has_request is None:
+    if request is None:
         output, lse = function(q, k, v, score_mod, block_mask, return_lse=True, **options)
         return output, lse
-    output, auxiliary = function(q, k, v, score_mod, block_mask, return_aux=has_request(lse=True), **options)
+    output, auxiliary = function(q, k, v, score_mod, block_mask, return_aux=request(lse=True), **options)
     return output, auxiliary.lse
 
 
 @cache
-def _compiled() -> tuple[Callable[..., Any], Any]:
-    """torch's function, compiled, and its class of auxiliary results (None in versions that have ``return_lse`` only)."""
+def _compiled(on_cpu: bool) -> tuple[Callable[..., Any], Any]:
+    """torch's function, compiled, and its class of auxiliary results (None in versions that have ``return_lse`` only).
+
+    torch's C++ code for CPUs, which tests run, does not compile with sizes that vary; on a GPU they save compilations.
+    """
     from torch.nn.attention import flex_attention as module
 
-    return torch.compile(module.flex_attention), getattr(module, "AuxRequest", None)
+    return torch.compile(module.flex_attention, dynamic=False if on_cpu else None), getattr(module, "AuxRequest", None)
 
 
 def score_mod_of(softcap: float | None, bias: Tensor | None) -> Callable[..., Tensor] | None:
@@ -115,7 +118,10 @@ def _unused(plan: Plan, group: int) -> tuple[NDArray[np.bool_] | None, NDArray[n
     The shapes are (B|1, H|1, Nq, 1) and (B|1, Hkv|1, Nk, 1).
     """
     sees = queries_that_see(plan)[plan.mask_index]  # (B|1, H|1, Nq)
-    seen = keys_seen(plan)[plan.mask_index]  # (B|1, H|1, Nk)
+    seen: NDArray[np.bool_] = keys_seen(plan)[plan.mask_index]  # (B|1, H|1, Nk)
     if seen.shape[1] > 1:
-        seen = seen.reshape(len(seen), -1, group, seen.shape[2]).any(axis=2)
-    return None if sees.all() else ~sees[..., None], None if seen.all() else ~seen[..., None]
+        seen = np.any(seen.reshape(len(seen), -1, group, seen.shape[2]), axis=2)
+    return (
+        None if sees.all() else np.logical_not(sees[..., None]),
+        None if seen.all() else np.logical_not(seen[..., None]),
+    )

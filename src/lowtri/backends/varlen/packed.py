@@ -26,9 +26,7 @@ class Packed:
     def __init__(self, call: Call, function: Callable[..., Any] | None = None) -> None:
         found = segments_of(call)
         assert isinstance(found, Segments), found  # supports() has said so
-        if function is None:
-            from torch.nn.attention.varlen import varlen_attn as function
-        self.function = function
+        self.function = _torchs() if function is None else function
         edges = [torch.from_numpy(x.astype(np.int32)).to(call.device) for x in (found.queries, found.keys)]
         longest = [int(np.diff(x).max()) for x in (found.queries, found.keys)]
         self.arguments: tuple[Any, ...] = (*edges, *longest)
@@ -38,9 +36,15 @@ class Packed:
         self.nbytes = 1024 + sum(x.nbytes for x in edges)
 
     def run(self, inputs: Inputs) -> Result:
-        batch, heads, nq, _ = inputs.q.shape
+        batch, nq = inputs.q.shape[0], inputs.q.shape[2]
         output = self.function(*map(_packed, inputs[:3]), *self.arguments, **self.options)  # (B * Nq, Hq, Dv)
         return Result(output.unflatten(0, (batch, nq)).transpose(1, 2))
+
+
+def _torchs() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def _packed(x: Tensor) -> Tensor:
