@@ -1,4 +1,4 @@
-"""FlexAttention's mask functions as masks: pairs as torch evaluates them, tile answers that are never wrong, block masks there and back."""
+"""FlexAttention's mask functions as masks: pairs as torch evaluates them, tile answers that are never wrong, block masks."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_a_function_is_traced_again_when_a_variable_changes() -> None:
         return (lambda n: (q - k).abs() < n + reach)(own)
 
     global reach
-    for own, of_module in ((3, 4), (3, 40), (30, 40)):
-        reach = of_module
+    for of_function, of_module in ((3, 4), (3, 40), (30, 40)):
+        own, reach = of_function, of_module
         expected = create_mask(near, 1, 1, N, N, device="cpu")[0, 0]
         np.testing.assert_array_equal(function_mask(near, (1, 1, N, N), "cpu").dense(N), expected)
         assert trace(near, "cpu", of_score=False) is trace(near, "cpu", of_score=False)

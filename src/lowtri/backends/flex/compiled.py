@@ -16,7 +16,7 @@ from lowtri.masks.plan import Plan
 from lowtri.masks.ranges import keys_seen, queries_that_see
 from lowtri.ops.call import Call, Inputs, Result
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "score_mod_of", "with_sinks"]
 
 _BLOCK = 128  # queries and keys: what the kernels take
 
@@ -54,10 +54,8 @@ class Compiled:
             group=call.group,
             want_lse=call.return_lse or sinks is not None,
         )
-        if sinks is not None:  # one more score in the softmax, without a value
-            with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            output = (output * torch.exp(lse - with_sinks)[..., None]).to(q.dtype)
-            lse = with_sinks
+        if sinks is not None:
+            output, lse = with_sinks(output, lse, sinks)
         return Result(output, None, lse)
 
 
@@ -93,6 +91,12 @@ def _compiled(on_cpu: bool) -> tuple[Callable[..., Any], Any]:
     from torch.nn.attention import flex_attention as module
 
     return torch.compile(module.flex_attention, dynamic=False if on_cpu else None), getattr(module, "AuxRequest", None)
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (B, Hq, Nq) with one more score in each softmax, (Hq,), which has no value."""
+    together = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return (output * torch.exp(lse - together)[..., None]).to(output.dtype), together
 
 
 def score_mod_of(softcap: float | None, bias: Tensor | None) -> Callable[..., Tensor] | None:
