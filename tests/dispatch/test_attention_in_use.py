@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtri
-from attention_cases import ENGINES, EPS, able, draw, near, with_gradients
+from attention_cases import EPS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, keys, window
 from lowtri.backends import BACKENDS
 from lowtri.backends.formula import tiles
