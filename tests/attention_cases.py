@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.backends import BACKENDS as ENGINES
+from lowtri.backends import BACKENDS
 
+ENGINES = tuple(name for name in BACKENDS if name not in ("varlen", "flex"))  # those two run on a GPU only
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TRACELESS = tuple(
     name for name in ENGINES if name != "sdpa"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config
@@ -28,7 +29,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import lowtri
 from lowtri.errors import CallError, MaskError
-from lowtri.masks import band, causal, full, hidden, keys, table, where, window
+from lowtri.integrations import flex as lowtri_flex
+from lowtri.masks import band, causal, full, heads, hidden, keys, table, where, window
 
 N = 6
 TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
@@ -46,12 +48,21 @@ def same(left: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod=None, score_mod=None) -> Tensor:
-    """FlexAttention as its plain formula, on CPU."""
-    blocks = None if mask_mod is None else create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it is not compiled
-        return flex_attention(q, k, v, block_mask=blocks, score_mod=score_mod)
+def torchs_flex(*arguments, **options):
+    """torch's FlexAttention without its compiler, which takes seconds for each call."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # return_lse will be removed
+        patch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        return flex_attention(*arguments, **options)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod=None, score_mod=None, **options) -> Tensor:
+    """torch's FlexAttention as its plain formula, on CPU; lowtri's function of the same name gives the same."""
+    made_for = (None, q.shape[1], q.shape[2], k.shape[2])
+    blocks = None if mask_mod is None else create_block_mask(mask_mod, *made_for, device="cpu")
+    theirs = torchs_flex(q, k, v, block_mask=blocks, score_mod=score_mod, **options)
+    same(theirs, lowtri_flex.flex_attention(q, k, v, score_mod, blocks, **options))
+    return theirs
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> tuple[Tensor, Tensor]:
@@ -113,6 +124,12 @@ def test_window_in_lowtri() -> None:
 
 def test_window_as_a_torch_table() -> None:
     np.testing.assert_array_equal(torch.ones(9, 9).tril().triu(-3 + 1).numpy() == 1, window(3).dense(9))
+
+
+def test_window_in_flex_attention() -> None:
+    q, k, v = qkv()
+    theirs = flex(q, k, v, lambda b, h, i, j: (i >= j) & (i - j <= 3))
+    same(theirs, lowtri.attention(q, k, v, window(3 + 1)))
 
 
 def test_window_in_transformers() -> None:
@@ -300,6 +317,47 @@ def test_softcap_in_transformers() -> None:
     ours, our_weights = lowtri.attention(q, k, v, "causal", softcap=1.5, return_weights=True)
     torch.testing.assert_close(output, ours)
     torch.testing.assert_close(weights, our_weights)
+
+
+def test_alignment_in_flex_attention() -> None:
+    """Of two new queries the first sees key 0 alone; a block mask of a lowtri mask aligns the last query with the last key."""
+    q, k, v = qkv()
+    theirs = flex(q[:, :, -2:], k, v, lambda b, h, i, j: j <= i)
+    same(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
+    ours = lowtri_flex.flex_attention(q[:, :, -2:], k, v, block_mask=lowtri_flex.block_mask("causal", 2, N))
+    same(ours, lowtri.attention(q[:, :, -2:], k, v, "causal"))
+
+
+def test_empty_rows_in_flex_attention() -> None:
+    """Queries 0 and 1 see nothing."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    blocks = create_block_mask(lambda b, h, i, j: i > j + 1, None, None, N, N, device="cpu")
+    theirs, their_lse = torchs_flex(*(x.detach() for x in (q, k, v)), block_mask=blocks, return_lse=True)
+    output, lse = lowtri_flex.flex_attention(q, k, v, block_mask=blocks, return_lse=True)
+    for out, of_row in ((theirs, their_lse), (output, lse)):
+        assert not out[:, :, :2].any() and (of_row[:, :, :2] == -math.inf).all()
+    same(output, theirs)
+    assert not torch.autograd.grad(output.sum(), q)[0][:, :, :2].any()
+
+
+def test_hidden_scores_in_flex_attention() -> None:
+    q, k, v = qkv()
+    theirs = flex(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(j <= i, s, -math.inf))
+    same(theirs, lowtri.attention(q, k, v, "causal"))
+
+
+def test_scale_in_flex_attention() -> None:
+    q, k, v = qkv()
+    for scale, factor in ((None, 8**-0.5), (0.3, 0.3)):
+        theirs = flex(q, k, v, lambda b, h, i, j: j <= i, lambda s, b, h, i, j: 1.5 * torch.tanh(s / 1.5), scale=scale)
+        same(theirs, lowtri.attention(q, k, v, "causal", scale=factor, softcap=1.5))
+
+
+def test_grouped_heads_in_flex_attention() -> None:
+    q, k, v = qkv(heads=4, kv_heads=2)
+    reach = torch.tensor([1, 2, 3, 4])
+    theirs = flex(q, k, v, lambda b, h, i, j: (j <= i) & (i - j < reach[h]), enable_gqa=True)
+    same(theirs, lowtri.attention(q, k, v, heads([window(n) for n in (1, 2, 3, 4)])))
 
 
 # Positions.

@@ -7,6 +7,12 @@ transformers_functions  mask functions that are not recognised, evaluated pair b
 transformers_lazy       lazy masks: a mask and its positions as a tensor subclass without a table
 transformers_dense      dense masks, boolean or additive, as lazy masks and biases
 transformers_traced     the same attention under torch.compile and torch.export
+flex                    torch's FlexAttention on CPU, with gradients; its BlockMask from a lowtri mask
+flex_trace              mask_mod and score_mod as graphs of torch operations
+flex_bounds             tile answers from the graph of a mask_mod
+flex_masks              a mask_mod, and the blocks of a BlockMask, as a lowtri mask
+flex_block_masks        BlockMasks from masks and from mask_mods, and back
+flex_scores             what of a score_mod the kernels compute
 onnx                    the Attention operator of the ONNX standard, as a function
 onnx_positions          the operator's masks: indices, lengths and offsets as a lowtri mask and positions
 onnx_arrays             the operator's heads, past keys and values, scores and dtypes, for NumPy and torch alike

@@ -16,6 +16,7 @@ custom_masks    where (a function of the user's), heads (a mask for each query h
 serialisation   a mask as a text and a list of arrays
 patterns        the bits of partial tiles, each distinct pattern stored once
 plan            what kernels read: runs of tiles, and the bits of the partial ones
+ranges          the ranges of keys that each query sees, from a plan
 counts          the number of visible pairs, and whether a mask is causal
 labels          labels of pictures, and how a text is split into tokens
 panels          the content of a picture: cells, labels, headings

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,17 +15,26 @@ from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.guards import transformation
 
-__all__ = ["Tiles"]
+__all__ = ["Tile", "Tiles"]
+
+Tile: TypeAlias = tuple[int, int, int, int]  # first query, one past the last, and the same of the keys
 
 _TABLE_BYTES = 2**20  # the largest table that is kept
 _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
 
 
 class Tiles:
-    """The tiles of queries, each with the range of keys that any of its queries sees."""
+    """The tiles of queries, each with the range of keys that any of its queries sees.
 
-    def __init__(self, call: Call) -> None:
-        self.call, self._table = call, None
+    Args:
+        call: the call.
+        score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
+            of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
+            0, and its result is not used.
+    """
+
+    def __init__(self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None) -> None:
+        self.call, self.score_mod, self._table = call, score_mod, None
         batch, heads, _, nq, nk, *_ = call.sizes
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
@@ -38,7 +48,7 @@ class Tiles:
                 self._table = torch.from_numpy(call.visible()).to(call.device)
         self.nbytes = 4096 + (0 if self._table is None else self._table.nbytes)
 
-    def visible(self, tile: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    def visible(self, tile: Tile, device: torch.device) -> Tensor:
         """The table of a tile, (B|1, Hq|1, n, Nk)."""
         if self._table is not None:
             return self._table.to(device)
@@ -86,7 +96,7 @@ def _slices(inputs: Inputs, q0: int, q1: int, k0: int, k1: int) -> Inputs:
 
 def _attend(
     prepared: Tiles,
-    tile: tuple[int, int, int, int],
+    tile: Tile,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -113,6 +123,8 @@ def _attend(
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
         s = s + bias.to(wide)
+    if prepared.score_mod is not None:
+        s = prepared.score_mod(s, tile).to(wide)
     s = s.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.to(wide)[None, :, None, None].expand(*s.shape[:3], 1)], dim=3)
@@ -125,7 +137,7 @@ def _attend(
     else:
         lse, weights = s.new_full(s.shape[:3], -torch.inf), s.to(dtype)
     used = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
-    if bias is not None:  # a row whose bias is -inf everywhere sees nothing
+    if bias is not None or prepared.score_mod is not None:  # a row whose scores are -inf everywhere sees nothing
         hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
         shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
     output = heads(VisibleSum.apply(rows(used.to(wide)), v.to(wide), shown)).to(dtype)

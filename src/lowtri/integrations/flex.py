@@ -1,0 +1,177 @@
+"""FlexAttention on CPU: torch's ``flex_attention`` and ``create_block_mask`` with torch's arguments, forward and backward.
+
+    from lowtri.integrations.flex import create_block_mask, flex_attention
+
+torch's own function does not train on a CPU: it raises for tensors that require gradients. :func:`block_mask` makes torch's BlockMask
+from a lowtri mask, also for torch's own function on a GPU.
+
+flex_trace        mask_mod and score_mod as graphs of torch operations
+flex_bounds       tile answers from the graph of a mask_mod
+flex_masks        a mask_mod, and the blocks of a BlockMask, as a lowtri mask
+flex_block_masks  BlockMasks from masks and from mask_mods, and back
+flex_scores       what of a score_mod the kernels compute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from lowtri.backends.formula.tiles import Tiles
+from lowtri.dispatch.attend import attention
+from lowtri.dispatch.eager import cast_for_autocast, without_autocast
+from lowtri.errors import CallError
+from lowtri.integrations.flex_block_masks import block_mask, create_block_mask, mask_of
+from lowtri.integrations.flex_scores import read_score_mod, tile_function
+from lowtri.masks.formulas import full
+from lowtri.masks.mask import Mask
+from lowtri.ops.call import CallOptions
+from lowtri.ops.describe import describe
+
+__all__ = ["block_mask", "create_block_mask", "flex_attention"]
+
+_NAME = "flex_attention"
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch's ``flex_attention`` with torch's arguments and meanings, with gradients on CPU.
+
+    >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    >>> output = flex_attention(q, q, q, lambda score, b, h, q, k: score + slopes[h] * (k - q), blocks)
+    >>> output.square().sum().backward()
+    >>> q.grad.shape, slopes.grad.shape
+    (torch.Size([1, 2, 300, 16]), torch.Size([2]))
+
+    Args:
+        query: (B, Hq, L, E).  key: (B, Hkv, S, E).  value: (B, Hkv, S, Ev).
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score. Soft caps, factors and conditions that give -inf run in the
+            kernels. Any other function is applied in torch, one tile of scores at a time; tensors that it captures get gradients.
+        block_mask: torch's BlockMask, from either create_block_mask, from :func:`block_mask`, or from ``BlockMask.from_kv_blocks``.
+        scale: factor on the scores; 1 / sqrt(E) by default.
+        enable_gqa: whether neighbouring query heads may share a key/value head.
+        return_lse: also return the log-sum-exp (B, Hq, L).
+        kernel_options: ignored; they set up torch's GPU kernels.
+        return_aux: torch's ``AuxRequest``; ``lse`` only.
+
+    Returns:
+        the output (B, Hq, L, Ev); with ``return_lse`` a tuple of output and log-sum-exp, with ``return_aux`` of output and
+        ``AuxOutput``. A query that sees no key gives 0 and -inf.
+
+    Tensors on an accelerator are passed to torch's own function, compiled. Inside ``torch.compile`` a call runs outside of the graph.
+
+    Raises:
+        CallError: where torch also raises, and for ``AuxRequest(max_scores=True)``. It is a ValueError and a RuntimeError, as in torch.
+
+    Source: Dong et al. 2024, Flex Attention; the documentation of torch.nn.attention.flex_attention.
+    """
+    auxiliary = {} if return_aux is None else {"return_aux": return_aux}
+    return _outside(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **auxiliary
+    )
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Any,
+    return_aux: Any = None,
+) -> Any:
+    _check(query, key, value, block_mask, enable_gqa)
+    if return_aux is not None and (return_lse or return_aux.max_scores):
+        trouble = "return_lse and return_aux exclude each other" if return_lse else "max_scores is not computed"
+        raise CallError(f"{_NAME}: {trouble}. Fix: return_aux=AuxRequest(lse=True).")
+    want_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if query.device.type != "cpu":
+        options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
+        options |= {"return_lse": True} if return_lse else {"return_aux": return_aux} if return_aux is not None else {}
+        return _torchs()(query, key, value, score_mod, block_mask, **options)
+    output, lse = _attend(query, key, value, score_mod, block_mask, scale, want_lse)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return output, AuxOutput(lse=lse, max_scores=None)
+    return (output, lse) if return_lse else output
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(_flex_attention)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | None, scale: float | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    (batch, heads, nq, size), nk = q.shape, k.shape[2]
+    if k.shape[0] != batch:
+        k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
+    shape = (batch, heads, nq, nk)
+    mask: Mask = full() if blocks is None else mask_of(blocks, shape)
+    scores = read_score_mod(score_mod, shape, q.device)
+    if scores.mask is not None:
+        mask = mask & scores.mask if blocks is not None else scores.mask
+    # FlexAttention's q and k are indices from 0.
+    positions: dict[str, Any] = {} if nq == nk else {"q_positions": range(nq), "k_positions": range(nk)}
+    if scores.in_kernel:
+        factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
+        options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, **positions}
+        if want_lse:
+            return attention(q, k, v, mask, return_lse=True, **options)
+        return attention(q, k, v, mask, **options), None
+    device, q, k, v = cast_for_autocast(q, k, v)
+    call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
+    with without_autocast(device):
+        result = Tiles(call, tile_function(score_mod)).run(inputs)
+    return result.output, result.lse if want_lse else None
+
+
+def _check(q: Any, k: Any, v: Any, blocks: Any, enable_gqa: bool) -> None:
+    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v)):
+        shapes = ", ".join(
+            f"{n} {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+            for n, x in zip(("query", "key", "value"), (q, k, v), strict=True)
+        )
+        raise CallError(f"{_NAME}: {shapes}; all are tensors (B, H, N, D). Fix: x[None] adds a dimension.")
+    if blocks is not None and not isinstance(blocks, BlockMask):
+        raise CallError(
+            f"{_NAME}: block_mask is {type(blocks).__name__}, but it takes a BlockMask.\n"
+            "Fix: create_block_mask for a mask_mod; lowtri.integrations.flex.block_mask for a mask of lowtri."
+        )
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise CallError(
+            f"{_NAME}: {q.shape[1]} query heads and {k.shape[1]} key heads. Fix: enable_gqa=True if they are shared."
+        )
+    if q.shape[0] != k.shape[0] and (k.shape[0] != 1 or blocks is None):
+        raise CallError(
+            f"{_NAME}: query has {q.shape[0]} batch rows and key {k.shape[0]}. Fix: as many, or one row of keys with a block_mask."
+        )
+
+
+@cache
+def _torchs() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention as torchs
+
+    compiled: Callable[..., Any] = torch.compile(torchs)
+    return compiled

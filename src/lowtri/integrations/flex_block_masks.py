@@ -1,0 +1,220 @@
+"""Block masks for FlexAttention: from a lowtri mask, from a mask_mod, and back to a lowtri mask."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
+from lowtri.compat.torch_private import version_of
+from lowtri.errors import CallError, MaskError
+from lowtri.integrations.flex_masks import Blocks, function_mask
+from lowtri.integrations.flex_trace import trace
+from lowtri.masks.arrays import positions_in_numpy
+from lowtri.masks.formulas import full
+from lowtri.masks.mask import Mask
+from lowtri.masks.plan import TILE_Q, plan
+from lowtri.masks.positions import check_count
+from lowtri.masks.text import as_mask
+from lowtri.masks.tile import FULL, PARTIAL, default_positions
+
+__all__ = ["block_mask", "create_block_mask", "mask_of"]
+
+_NO_BLOCKS = 1 << 30  # the block size of a BlockMask that stands for no mask
+_PAIRS_AT_ONCE = 2**22
+
+Bools = NDArray[np.bool_]
+
+
+def block_mask(
+    mask: Mask | str,
+    nq: int,
+    nk: int | None = None,
+    *,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    block: int = 128,
+    device: Any = "cpu",
+) -> BlockMask:
+    """torch's BlockMask of a lowtri mask, in time that grows with the blocks and not with the pairs.
+
+    >>> from lowtri import causal, window
+    >>> blocks = block_mask(causal() & window(256), 16384)
+    >>> blocks.kv_num_blocks[0, 0, :4].tolist(), blocks.full_kv_num_blocks[0, 0, :4].tolist()
+    ([1, 1, 2, 2], [0, 1, 1, 1])
+
+    It is the BlockMask that torch's ``create_block_mask`` makes of the mask's table of all pairs. Its ``mask_mod`` reads tensors only:
+    a compiled ``flex_attention`` serves all masks whose queries see at most two ranges of keys with one program.
+
+    Args:
+        mask: a mask or its text.
+        nq, nk: the number of queries and keys; ``nk`` defaults to ``nq``.
+        q_positions, k_positions: (N,) or (B, N) as in :func:`lowtri.attention`: by default keys are at 0 .. nk-1 and queries at the
+            last nq of these; -1 means no token.
+        block: queries and keys in a block, a multiple of 64; compiled FlexAttention takes 128.
+        device: of the tensors.
+
+    Returns:
+        a BlockMask for (B|1, H|1), as the mask or the positions differ, with the lists for the gradients.
+
+    Raises:
+        MaskError: if block is not a multiple of 64, or there are more queries than keys and no positions.
+        CallError: if the positions do not fit.
+
+    Source: Dong et al. 2024, Flex Attention.
+    """
+    mask = as_mask(mask, "block_mask: mask")
+    nq = check_count("block_mask", "nq", nq)
+    nk = nq if nk is None else check_count("block_mask", "nk", nk)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % TILE_Q:
+        raise MaskError(f"block_mask: block is {block!r}, but it is a multiple of {TILE_Q}. Fix: block=128.")
+    if nq < 1 or nk < 1:
+        raise MaskError(f"block_mask: {nq} queries and {nk} keys: there are no blocks. Fix: at least one of each.")
+    q, k = _positions("q_positions", q_positions, nq), _positions("k_positions", k_positions, nk)
+    if q is None:
+        q = default_positions(mask, nq, nk)[0] if k is None or nq > nk else k[..., nk - nq :]
+    return block_mask_of(plan(mask, q, np.arange(nk) if k is None else k, tile_k=block), block, device)
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """torch's ``create_block_mask`` with torch's arguments: the same BlockMask, without the table of all pairs.
+
+    >>> blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 65536, 65536, device="cpu")
+    >>> blocks.shape, round(blocks.sparsity(), 1)
+    ((1, 1, 65536, 65536), 49.9)
+
+    Where ``mask_mod`` consists of comparisons and integer arithmetic of indices and of captured integer tensors, blocks are decided by
+    interval arithmetic, and the time grows with the boundary of the mask. Other functions are evaluated for every pair, tile by tile.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q, k)``, True = may see. q and k are indices: query 0 and key 0 are the first ones.
+        B, H: batch rows and query heads; None means 1.
+        Q_LEN, KV_LEN: the number of queries and keys.
+        device: where mask_mod is evaluated; by default the accelerator, else the CPU.
+        BLOCK_SIZE: queries and keys in a block.
+        separate_full_blocks: whether blocks without a hidden pair are listed separately.
+        _compile, dq_kv_order: ignored.
+
+    Raises:
+        CallError: with ``compute_dq_write_order=True``, which only torch's own function computes.
+        MaskError: if mask_mod does not give bools.
+
+    Source: the documentation of torch.nn.attention.flex_attention.create_block_mask.
+    """
+    if compute_dq_write_order:
+        raise CallError(
+            "create_block_mask: compute_dq_write_order=True is not computed here. "
+            "Fix: torch.nn.attention.flex_attention.create_block_mask."
+        )
+    device = _accelerator() if device is None else device
+    rows, heads = (1 if x is None else check_count("create_block_mask", name, x, 1) for name, x in (("B", B), ("H", H)))
+    nq, nk = check_count("create_block_mask", "Q_LEN", Q_LEN, 1), check_count("create_block_mask", "KV_LEN", KV_LEN, 1)
+    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    mask = function_mask(mask_mod, (rows, heads, nq, nk), device)
+    if size[0] % TILE_Q == 0:
+        seen, whole = blocks_of_plan(plan(mask, np.arange(nq), np.arange(nk), tile_k=size[1]), size[0])
+    else:
+        seen, whole = _blocks_by_pairs(mask, nq, nk, size)
+    seen, whole = (np.broadcast_to(x, (rows, heads, *x.shape[2:])) for x in (seen, whole))
+    return block_mask_of_blocks(seen, whole if separate_full_blocks else None, (nq, nk), size, mask_mod, device)
+
+
+def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
+    """A BlockMask as a mask whose positions are indices; ``shape`` is B, Hq, Nq, Nk of the call.
+
+    As in FlexAttention's kernels the lists decide which blocks are visible, and mask_mod decides within those that are not full. It is
+    read again where its lists, or tensors that its mask_mod captures, have changed in place.
+
+    Raises:
+        CallError: if it was made for other sizes.
+    """
+    if blocks.BLOCK_SIZE == (_NO_BLOCKS, _NO_BLOCKS):
+        return full()
+    (rows, heads), (nq, nk) = blocks.kv_num_blocks.shape[:2], shape[2:]
+    if tuple(blocks.seq_lengths) != (nq, nk) or rows not in (1, shape[0]) or heads not in (1, shape[1]):
+        made_for = (rows, heads, *blocks.seq_lengths)
+        raise CallError(
+            f"flex_attention: block_mask was made for (B, H, Q_LEN, KV_LEN) = {made_for}, but the call has {shape}.\n"
+            "Fix: create_block_mask with these sizes (B or H of 1 or None stand for any)."
+        )
+    fn, device = blocks.mask_mod, blocks.kv_num_blocks.device
+    traced = trace(fn, device, of_score=False)
+    lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    versions = [None if x is None else (id(x), version_of(x)) for x in lists]
+    key = shape, fn, *versions, None if traced is None else (traced, traced.versions())
+    kept = _MASKS.setdefault(blocks, {})
+    if key not in kept:
+        kept.clear()
+        kept[key] = function_mask(
+            fn, shape, device, blocks=Blocks(_answers(blocks), *blocks.BLOCK_SIZE), traced=(traced, None)
+        )
+    return kept[key]
+
+
+_MASKS: weakref.WeakKeyDictionary[BlockMask, dict[Any, Mask]] = weakref.WeakKeyDictionary()
+
+
+def _answers(blocks: BlockMask) -> NDArray[np.int8]:
+    """(B, H, rows, columns): the answer for each block, from the lists."""
+    columns = -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])
+    answers = np.zeros((*blocks.kv_num_blocks.shape, columns), np.int8)
+    listed: list[tuple[Tensor | None, Tensor | None, int]] = [
+        (blocks.kv_num_blocks, blocks.kv_indices, PARTIAL),
+        (blocks.full_kv_num_blocks, blocks.full_kv_indices, FULL),
+    ]
+    for counts, indices, answer in listed:
+        if counts is not None and indices is not None:
+            number, column = counts.cpu().numpy(), indices.cpu().numpy()
+            b, h, row, place = np.nonzero(np.arange(column.shape[3]) < number[..., None])
+            answers[b, h, row, column[b, h, row, place]] = answer
+    return answers
+
+
+def _blocks_by_pairs(mask: Mask, nq: int, nk: int, size: tuple[int, int]) -> tuple[Bools, Bools]:
+    """The blocks with a visible pair and those with no hidden one, for blocks of any number of queries."""
+    rows, columns = -(-nq // size[0]), -(-nk // size[1])
+    batch = (*mask.batch, 1, 1)[:2]
+    counts = np.zeros((*batch, rows, columns), np.int64)
+    strip = max(1, _PAIRS_AT_ONCE // (nk * size[0]))
+    for first in range(0, rows, strip):
+        q = np.arange(first * size[0], min((first + strip) * size[0], nq))
+        for b, h in np.ndindex(*batch):
+            visible = mask.at(b, h)(q[:, None], np.arange(nk)[None, :])
+            by_row = np.add.reduceat(visible, np.arange(0, len(q), size[0]), axis=0, dtype=np.int64)
+            counts[b, h, first : first + strip] = np.add.reduceat(by_row, np.arange(0, nk, size[1]), axis=1)
+    return counts > 0, counts == size[0] * size[1]
+
+
+def _positions(name: str, positions: Any, n: int) -> NDArray[np.int64] | None:
+    if positions is None:
+        return None
+    array = positions_in_numpy(f"block_mask: {name}", positions, f"({n},) or (B, {n})")
+    if array.shape[-1:] != (n,) or array.ndim > 2:
+        raise CallError(
+            f"block_mask: {name} is {array.shape}, but it holds the positions of {n} tokens: ({n},) or (B, {n})."
+        )
+    return array
+
+
+def _accelerator() -> Any:
+    current = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return current or ("cuda" if torch.cuda.is_available() else "cpu")
