@@ -56,12 +56,12 @@ class AmxEmulated(Baseline):
         pass
 
 
-def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], result: Any = ir.VoidType()) -> Any:
+def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], result: Any = None) -> Any:
     """Call a function that is defined once in a module and not inlined: a kernel has many such operations, and compiles faster so."""
     name = f"lowtri_emulated{emit.__name__}"
     function = b.module.globals.get(name)
     if function is None:
-        kind = ir.FunctionType(result, [x.type for x in arguments])
+        kind = ir.FunctionType(result or ir.VoidType(), [x.type for x in arguments])
         function = ir.Function(b.module, kind, name)
         function.linkage = "linkonce_odr"
         function.attributes.add("noinline")
