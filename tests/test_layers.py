@@ -47,6 +47,11 @@ MANY_PARAMETERS = {
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
     *("integrations/onnx.py:attention", "integrations/transformers_attend.py:attend"),
+    *(
+        "integrations/flash_attn/varlen.py:flash_attn_varlen_func",
+        "integrations/flash_attn/kvcache.py:flash_attn_with_kvcache",
+    ),
+    "integrations/flash_attn/varlen.py:flash_attn_varlen_kvpacked_func",
 }
 
 FILES = sorted(SOURCE.rglob("*.py"))
