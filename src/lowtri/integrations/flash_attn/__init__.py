@@ -6,7 +6,6 @@ kvcache       flash_attn_with_kvcache: a cache that is written in place
 rotary        rotary embedding of the new tokens, interleaved or in halves
 bert_padding  unpad_input, pad_input, index_first_axis
 settings      the arguments that all functions share, as a mask and options of lowtri.attention
-alibi         linear biases without a table of all pairs
 install       makes ``import flash_attn`` find these functions; ``python -m lowtri.integrations.flash_attn script.py``
 
 The masks are those of flash-attn: aligned to the bottom right corner, windows (left, right) that exclude the query's own position from

@@ -10,6 +10,9 @@ from lowtri.errors import LowtriError
 from lowtri.integrations.flash_attn.install import install
 
 
+__all__ = ["main"]
+
+
 def main() -> int:
     """Run the script named by the first argument; 2 if there is none, or the real package is installed."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn.alibi import alibi_attention
 from lowtri.masks import POSITION_MAX, Mask, band, causal, full, window
+from lowtri.ops.distance_bias import alibi
 
 __all__ = ["Positions", "Settings", "aligned", "check_tensor", "seen"]
 
@@ -49,8 +49,13 @@ class Settings:
             "q_positions": at.q,
             "k_positions": at.k,
         }
-        if self.alibi_slopes is not None:
-            return alibi_attention(q, k, v, mask, self.alibi_slopes, options)
+        if (slopes := self.alibi_slopes) is not None:
+            batch, heads = q.shape[:2]
+            if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+                raise CallError(
+                    f"alibi_slopes is {tuple(slopes.shape)}. Fix: ({heads},) or ({batch}, {heads}), one per query head."
+                )
+            options["bias"] = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
         result: Any = attention(q, k, v, mask, **options)
         output, *rest = result if isinstance(result, tuple) else (result,)
         none = q.new_empty(0)
