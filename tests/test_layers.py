@@ -47,6 +47,11 @@ MANY_PARAMETERS = {
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
     *("integrations/onnx.py:attention", "integrations/transformers_attend.py:attend"),
+    *(
+        "integrations/flash_attn/varlen.py:flash_attn_varlen_func",
+        "integrations/flash_attn/kvcache.py:flash_attn_with_kvcache",
+    ),
+    "integrations/flash_attn/varlen.py:flash_attn_varlen_kvpacked_func",
 }
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -227,9 +232,10 @@ def test_all_is_exact(path: Path) -> None:
 def test_the_public_names() -> None:
     """One list, so that no name is added or removed by accident."""
     masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
+    biases = "alibi distance_bias DistanceBias"
     calls = "attention merge scaled_dot_product_attention which_engine KVCache generate audit assert_causal AuditReport explain"
     errors = "LowtriError MaskError CallError EngineError DataError LeakError UndecidedError"
-    expected = {*masks.split(), *calls.split(), *errors.split(), "nn", "plain", "__version__"}
+    expected = {*masks.split(), *biases.split(), *calls.split(), *errors.split(), "nn", "plain", "__version__"}
     assert set(lowtri.__all__) == expected
     assert set(dir(lowtri)) == expected
     for name in lowtri.__all__:

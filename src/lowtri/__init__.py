@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
         MaskError as MaskError,
         UndecidedError as UndecidedError,
     )
+    from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
     from lowtri.explaining.steps import explain as explain
     from lowtri.masks import (
         Mask as Mask,
@@ -77,6 +78,7 @@ _NAMES = {
     ),
     "lowtri.dispatch.attend": ("attention", "which_engine"),
     "lowtri.dispatch.merge": ("merge",),
+    "lowtri.ops.distance_bias": ("DistanceBias", "alibi", "distance_bias"),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.generation.cache": ("KVCache",),
     "lowtri.generation.generate": ("generate",),

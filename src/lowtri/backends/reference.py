@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.distance_bias import of_pairs, sum_pairs
 from lowtri.ops.reference import attend, gradients
 
 __all__ = ["cost", "name", "prepare", "supports"]
@@ -48,6 +49,8 @@ class _Prepared:
         """Results in the dtype of q, log-sum-exp in float64 or float32; and every intermediate step."""
         call = self.call
         q, k, v, bias, sinks = map(_wide, inputs)
+        if call.distance_low is not None:
+            bias = of_pairs(call, bias)
         steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
         like = inputs.q
         if call.is_numpy:
@@ -67,6 +70,8 @@ class _Prepared:
         d_results = map(_wide, (d_result.output, d_result.weights, d_result.lse))
         d_q, d_k, d_v, d_bias, d_sinks = gradients(steps, *d_results, sinks=_wide(sinks))
         d_k, d_v = (d.reshape(*k.shape[:2], self.call.group, *d.shape[2:]).sum(axis=2) for d in (d_k, d_v))
+        if self.call.distance_low is not None:
+            d_bias = sum_pairs(self.call, d_bias, bias.shape[3])
         to_bias = None if bias is None else torch.from_numpy(d_bias).sum_to_size(bias.shape).to(bias)
         to_sinks = None if sinks is None else torch.from_numpy(np.asarray(d_sinks)).to(sinks)
         to_q, to_k, to_v = (torch.from_numpy(d).to(x) for d, x in ((d_q, q), (d_k, k), (d_v, v)))

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
 from lowtri.dispatch.prepared import prepare
+from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
+from lowtri.ops.distance_bias import DistanceBias
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -90,7 +92,7 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: Tensor | NDArray[Any] | None = None,
+    bias: Tensor | NDArray[Any] | DistanceBias | None = None,
     sinks: Tensor | NDArray[Any] | None = None,
     dropout: float = 0.0,
     q_positions: Tensor | ArrayLike | None = None,
@@ -116,7 +118,8 @@ def attention(
         mask: a mask or its text; required.
         scale: factor on the scores; 1 / sqrt(D) by default.
         softcap: c > 0 caps the scaled scores at c * tanh(score / c).
-        bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); ignored where hidden.
+        bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); ignored where hidden. Or
+            :func:`lowtri.alibi` or :func:`lowtri.distance_bias`, which need memory for the distances only.
         sinks: (Hq,), one logit per head that takes part in the softmax and has no value vector.
         dropout: the probability with which a weight is dropped.
         q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
@@ -146,6 +149,11 @@ def attention(
     )
     if not is_traced():
         return run_eagerly(q, k, v, mask, options)
+    if isinstance(bias, DistanceBias):
+        raise CallError(
+            "attention: a bias over distances is not an operator of torch.compile.\n"
+            "Fix: call attention outside of the compiled region, or pass a bias tensor."
+        )
     from lowtri.dispatch.programs import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)

@@ -16,6 +16,7 @@ import numpy as np
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import whole_strides
 from lowtri.ops.call import CallOptions
+from lowtri.ops.distance_bias import DistanceBias
 from lowtri.ops.threads import thread_count
 
 __all__ = ["signature"]
@@ -30,6 +31,9 @@ def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashab
         return None
     if type(engine) is not str or not (type(mask) is str or isinstance(mask, Mask)):
         return None
+    by_distance = None
+    if isinstance(bias, DistanceBias):
+        bias, by_distance = bias.values, bias.kind
     of_arrays = _of_numpy if isinstance(q, np.ndarray) else _of_tensors()
     arrays = of_arrays and of_arrays(q, k, v, bias, sinks)
     if arrays is None:
@@ -39,7 +43,7 @@ def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashab
         positions = _of_positions(q_positions), _of_positions(k_positions)
         if None in positions:
             return None
-    return arrays, mask, engine, scale, softcap, dropout, positions, bool(return_weights), bool(return_lse)
+    return arrays, by_distance, mask, engine, scale, softcap, dropout, positions, bool(return_weights), bool(return_lse)
 
 
 def _of_numpy(*arrays: Any) -> Hashable | None:

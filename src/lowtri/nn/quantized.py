@@ -75,8 +75,9 @@ def quantize(model: nn.Module, weights: str) -> None:
     if weights not in WEIGHTS:
         raise CallError(f"quantize: weights is {weights!r:.60}; expected one of {', '.join(WEIGHTS)}.")
     for module in list(model.modules()):
-        if hasattr(module, "join_projections"):
-            module.join_projections()
+        join: Callable[[], None] | None = getattr(module, "join_projections", None)
+        if join is not None:
+            join()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):

@@ -90,6 +90,7 @@ class Call:
     transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
     lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
+    distance_low: int | None = None  # of a bias over distances, see ops.distance_bias: the distance of its first number
 
     @property
     def dtype(self) -> str:

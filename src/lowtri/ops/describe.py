@@ -27,6 +27,7 @@ from lowtri.ops.arguments import (
 )
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs
 from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
+from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.ops.memory_limit import check_weights
 from lowtri.ops.threads import thread_count
 
@@ -55,7 +56,8 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     check_batch(mask, rank, rows, heads)
-    if bias is not None:
+    by_distance = isinstance(bias, DistanceBias)
+    if bias is not None and not by_distance:
         bias = check_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
     if sinks is not None:
         sinks = check_sinks(plain_array("sinks", sinks), q, heads)
@@ -75,6 +77,10 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         ]  # the positions of the last nq keys, also where they are shifted, padded or differ by row
     else:
         queries = _consecutive(start, start + nq)
+    distance_low = None
+    if by_distance:
+        distance_low, bias = distances_of(bias, queries, keys)
+        bias = check_bias(plain_array("bias", bias), q, (rows, heads, 1, bias.shape[3]), ())
     if diagonal is not None:
         if given:
             raise CallError(
@@ -111,6 +117,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         transformation=None if is_numpy else _transformation(),
         lead=lead,
         rank=rank,
+        distance_low=distance_low,
     )
     return call, inputs
 
@@ -120,7 +127,11 @@ def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs
     rank, lead = call.rank, call.lead
     if rank != 4:
         q, k, v = (_as_rows(x, rank, lead) for x in (q, k, v))
-    bias = None if bias is None else bias_in_four(bias, lead)
+    if isinstance(bias, DistanceBias):
+        assert call.bias is not None and call.distance_low is not None
+        bias = bias.along(call.distance_low, call.bias.shape[3])
+    else:
+        bias = None if bias is None else bias_in_four(bias, lead)
     return Inputs(q, k, v, bias, None if sinks is None else packed(sinks))
 
 

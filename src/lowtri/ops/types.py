@@ -7,6 +7,8 @@ from typing import Any, TypedDict, TypeVar
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from lowtri.ops.distance_bias import DistanceBias
+
 __all__ = ["Array", "Options"]
 
 Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call come from one library, and so do its results
@@ -17,7 +19,7 @@ class Options(TypedDict, total=False):
 
     scale: float | None
     softcap: float | None
-    bias: Tensor | NDArray[Any] | None
+    bias: Tensor | NDArray[Any] | DistanceBias | None
     sinks: Tensor | NDArray[Any] | None
     dropout: float
     q_positions: Tensor | ArrayLike | None

@@ -12,6 +12,7 @@ from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.prepared import FEW_QUERIES, PreparedKernels
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
+from lowtri.ops.distance_bias import first_pair
 
 __all__ = ["cost", "name", "prepare", "supports"]
 
@@ -35,6 +36,8 @@ def supports(call: Call) -> str | None:
         return "it does not drop weights"
     if call.return_weights:
         return "it does not return weights"
+    if call.distance_low is not None and first_pair(call) is None:
+        return "it reads a bias over distances at consecutive positions only"
     if 0 in call.q.shape or 0 in call.v.shape:
         return "there is nothing to attend to"
     return None

@@ -10,7 +10,7 @@ import numpy as np
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import Call
 
-__all__ = ["Fields", "address", "broadcast", "of_call", "of_plan", "packed", "strides"]
+__all__ = ["Fields", "address", "broadcast", "of_bias", "of_call", "of_plan", "packed", "strides"]
 
 Fields: TypeAlias = dict[str, Any]
 Strides: TypeAlias = tuple[int, ...]  # in elements
@@ -22,7 +22,7 @@ def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fi
     return {
         **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
         **{"q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v)},
-        "bias_strides": broadcast(None if call.bias is None else call.bias.shape, bias),
+        "bias_strides": of_bias(call, None if call.bias is None else call.bias.shape, bias),
         "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
     }
 
@@ -60,6 +60,14 @@ def broadcast(shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "b
     if shape is None:
         return dict.fromkeys(axes, 0)
     return {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
+
+
+def of_bias(call: Call, shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
+    """The strides of a bias of this call, or of its gradient; one over distances q - k ascends with q and descends with k."""
+    fields = broadcast(shape, of, axes)
+    if shape is not None and call.distance_low is not None:
+        fields |= {"q": of[-1], "k": -of[-1]}
+    return fields
 
 
 def address(x: Any) -> int:

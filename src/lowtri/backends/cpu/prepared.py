@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.backends.cpu.fields import Fields, address, broadcast, of_call, of_plan, packed, strides
+from lowtri.backends.cpu.fields import Fields, address, of_bias, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.kernels import abi
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
+from lowtri.ops.distance_bias import first_pair
 
 __all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
 
@@ -63,7 +64,7 @@ class PreparedKernels:
             v=address(v),
             o=address(output),
             lse=address(lse),
-            bias=address(bias),
+            bias=self._first_pair(bias, self.bias_strides),
             sinks=address(sinks),
         )
         return (_to(output, self.call.dtype) if self.cast else output), lse
@@ -91,14 +92,14 @@ class PreparedKernels:
             q=address(q),
             k=address(k),
             v=address(v),
-            bias=address(bias),
+            bias=self._first_pair(bias, self.bias_strides),
             lse=address(lse),
             delta=address(delta),
             d_output=address(d_output),
             dq=address(dq),
             dk=address(dk),
             dv_sums=address(dv_sums),
-            d_bias=address(d_bias),
+            d_bias=self._first_pair(d_bias, (1,)),
         )
         dk, d_values = ((x[0] if parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv_sums))
         to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
@@ -172,7 +173,7 @@ class PreparedKernels:
                 "d_output_strides": strides(d_strides),
             }
             shape, steps = (None, ()) if d_bias is None else (d_bias.shape, d_bias.stride())
-            fields["d_bias_strides"] = broadcast(shape, steps, ("part", "b", "h", "q", "k"))
+            fields["d_bias_strides"] = of_bias(self.call, shape, steps, ("part", "b", "h", "q", "k"))
             launch = self._launch("backward", fields, plan)
             if len(self._backward) >= _MOST_LAYOUTS:
                 self._backward.clear()
@@ -201,6 +202,14 @@ class PreparedKernels:
             fields["visible_strides"] = {"b": by_row, "h": by_head}
         scratch, shared = kernel.scratch(spec, queries, d, dv), kernel.shared_scratch(groups, parts, queries, dv)
         return PreparedLaunch(abi.DECODE, spec, fields, call.threads, scratch, shared, zeros="joined", keep=visible)
+
+    def _first_pair(self, bias: Any, steps: tuple[int, ...]) -> int:
+        """The address of the bias, or of its gradient, of the first query and the first key."""
+        if bias is None or self.call.distance_low is None:
+            return address(bias)
+        start = first_pair(self.call)
+        assert start is not None, "supports() has rejected other positions"
+        return address(bias) + start * steps[-1] * (8 if self.compute_dtype == "float64" else 4)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtri.backends.formula.visible_products import VisibleScores, VisibleSum
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.distance_bias import of_pairs
 from lowtri.ops.guards import transformation
 
 __all__ = ["Tile", "Tiles"]
@@ -67,7 +68,7 @@ class Tiles:
         parts = []
         # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):
-            arguments: Any = (self, tile, *_slices(inputs, *tile))
+            arguments: Any = (self, tile, *_slices(inputs, self.call.distance_low is None, *tile))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
         outputs, weights, lses = zip(*parts[::-1], strict=True)
         all_weights = torch.cat(weights, 2) if self.call.return_weights else None
@@ -86,9 +87,9 @@ def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
     return (first, min(last, plan.nk)) if last else (0, 0)
 
 
-def _slices(inputs: Inputs, q0: int, q1: int, k0: int, k1: int) -> Inputs:
+def _slices(inputs: Inputs, by_pairs: bool, q0: int, q1: int, k0: int, k1: int) -> Inputs:
     q, k, v, bias, sinks = inputs
-    if bias is not None:
+    if bias is not None and by_pairs:
         bias = bias[:, :, q0:q1] if bias.shape[2] > 1 else bias
         bias = bias[..., k0:k1] if bias.shape[3] > 1 else bias
     return Inputs(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], bias, sinks)
@@ -122,7 +123,7 @@ def _attend(
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
-        s = s + bias.to(wide)
+        s = s + (bias if call.distance_low is None else of_pairs(call, bias, *tile)).to(wide)
     if prepared.score_mod is not None:
         s = prepared.score_mod(s, tile).to(wide)
     s = s.masked_fill(~visible, -torch.inf)

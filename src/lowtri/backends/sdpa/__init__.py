@@ -29,6 +29,7 @@ def supports(call: Call) -> str | None:
         f"{call.transformation}, which it does not have": call.transformation == "inside forward-mode differentiation",
         "it has no softcap": call.softcap is not None,
         "it has no sinks": call.sinks is not None,
+        "it takes a bias of all pairs, not of distances": call.distance_low is not None,
         "it does not return weights": call.return_weights,
         "it does not return log-sum-exp": call.return_lse,
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),

@@ -1,0 +1,36 @@
+"""The functions of the package flash-attn on lowtri's engines: the same names, signatures and layouts, also on a CPU.
+
+dense         flash_attn_func and its packed forms: (B, N, H, D)
+varlen        flash_attn_varlen_func and its packed forms: sequences packed one after the other, (total, H, D)
+kvcache       flash_attn_with_kvcache: a cache that is written in place
+rotary        rotary embedding of the new tokens, interleaved or in halves
+bert_padding  unpad_input, pad_input, index_first_axis
+settings      the arguments that all functions share, as a mask and options of lowtri.attention
+install       makes ``import flash_attn`` find these functions; ``python -m lowtri.integrations.flash_attn script.py``
+
+The masks are those of flash-attn: aligned to the bottom right corner, windows (left, right) that exclude the query's own position from
+the count. Any float dtype and head size is accepted. Gradients flow to q, k and v. Differences: ``deterministic`` changes nothing,
+since lowtri always is; returned probabilities are those before dropout; a CUDA tensor goes to the real package where it is installed.
+
+Source: flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
+"""
+
+from lowtri.integrations.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from lowtri.integrations.flash_attn.install import install
+from lowtri.integrations.flash_attn.kvcache import flash_attn_with_kvcache
+from lowtri.integrations.flash_attn.varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "install",
+]

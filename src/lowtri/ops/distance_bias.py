@@ -1,0 +1,159 @@
+"""Biases that depend on the head and on the distance between query and key only: one number for each distance, not for each pair.
+
+A call stores the numbers of all its distances, ``q - k`` from the least to the greatest, in the place of a bias: (B|1, Hq|1, 1, L).
+Backends either read them with a step of +1 along the queries and -1 along the keys, or look pairs up with :func:`of_pairs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.masks.arrays import is_tensor
+from lowtri.ops.call import Call
+
+__all__ = ["DistanceBias", "alibi", "distance_bias", "distances_of", "first_pair", "of_pairs", "sum_pairs"]
+
+_MOST = 2**27  # distances of a call
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceBias:
+    """A bias over distances, made by :func:`alibi` or :func:`distance_bias`.
+
+    Attributes:
+        values: the array or tensor that it is made from, which receives the gradient.
+        kind: what it is, with its parameters; equal for biases that differ in their values only.
+    """
+
+    values: Any
+    kind: tuple[Any, ...]
+    function: Callable[[Any, NDArray[np.int64]], Any]  # (values, distances (L,)) -> (..., L)
+
+    def along(self, low: int, count: int) -> Any:
+        """The numbers of ``count`` distances from ``low`` on, (B|1, H|1, 1, L)."""
+        numbers = self.function(self.values, np.arange(low, low + count))
+        return numbers[(None,) * (3 - numbers.ndim)][:, :, None]
+
+
+def alibi(slopes: Any) -> DistanceBias:
+    """Linear biases: ``-slope * |q - k|`` is added to the scores of each head.
+
+    >>> import numpy as np, lowtri
+    >>> x = np.zeros((1, 3, 2))
+    >>> lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(np.array([1.0])), return_weights=True)[1].round(2)[0]
+    array([[1.  , 0.  , 0.  ],
+           [0.27, 0.73, 0.  ],
+           [0.09, 0.24, 0.67]])
+
+    Args:
+        slopes: floats, (Hq,) or (B, Hq), an array or a tensor like q. Gradients flow to it.
+
+    Positions count, so the bias is the same with a cache, a window, or packed documents. Memory grows with the number of distances.
+
+    Source: Press et al. 2022.
+    """
+    _check("alibi", "slopes", slopes, (1, 2), "(Hq,) or (B, Hq)")
+    return DistanceBias(slopes, ("alibi",), lambda s, d: -s[..., None] * _like(np.abs(d).astype(np.float64), s))
+
+
+def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
+    """A number for each head and distance: ``table[h, q - k - first]`` is added to the score, the nearest entry where there is none.
+
+    >>> import numpy as np, lowtri
+    >>> x = np.zeros((1, 3, 2))
+    >>> bias = lowtri.distance_bias(np.log([[1.0, 3.0]]), first=0)  # one position back, and further: three times the weight
+    >>> lowtri.attention(x, x, x, "causal", bias=bias, return_weights=True)[1].round(2)[0]
+    array([[1.  , 0.  , 0.  ],
+           [0.75, 0.25, 0.  ],
+           [0.43, 0.43, 0.14]])
+
+    Args:
+        table: floats, (L,), (Hq, L) or (B, Hq, L), an array or a tensor like q. Gradients flow to it. T5's buckets are a table
+            ``weights[bucket(distances)].T``.
+        first: the distance q - k of the first entry; default ``-(L // 2)``, so that the middle of an odd table is distance 0.
+
+    Source: Shaw et al. 2018; Raffel et al. 2020.
+    """
+    _check("distance_bias", "table", table, (1, 2, 3), "(L,), (Hq, L) or (B, Hq, L)")
+    n = int(table.shape[-1])
+    start = -(n // 2) if first is None else int(first)
+
+    def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
+        return values[..., _like(np.clip(distances - start, 0, n - 1), values, keep=True)]
+
+    return DistanceBias(table, ("distance_bias", start), look_up)
+
+
+def distances_of(bias: DistanceBias, q: NDArray[np.int64], k: NDArray[np.int64]) -> tuple[int, Any]:
+    """The least distance between queries and keys at these positions, and the bias of all distances from it on."""
+    q, k = q[q >= 0], k[k >= 0]
+    if not (q.size and k.size):
+        return 0, bias.along(0, 1)
+    low, high = int(q.min()) - int(k.max()), int(q.max()) - int(k.min())
+    if high - low >= _MOST:
+        raise CallError(
+            f"attention: bias has {high - low + 1:,} distances at these positions, at most {_MOST:,} are stored.\n"
+            "Fix: positions that begin near 0."
+        )
+    return low, bias.along(low, high - low + 1)
+
+
+def first_pair(call: Call) -> int | None:
+    """The index of the first query's distance to the first key, if the positions of both are consecutive; else None."""
+    assert call.distance_low is not None
+    for x in (call.q_positions, call.k_positions):
+        if len(x) != 1 or x[0, 0] < 0 or np.any(np.diff(x[0]) != 1):
+            return None
+    return int(call.q_positions[0, 0] - call.k_positions[0, 0]) - call.distance_low
+
+
+def of_pairs(call: Call, bias: Any, q0: int = 0, q1: int | None = None, k0: int = 0, k1: int | None = None) -> Any:
+    """The bias of pairs, (B|1, Hq|1, n, nk), of the queries ``q0 .. q1`` and the keys ``k0 .. k1``; any number at hidden ones."""
+    index = _indices(call, bias.shape[3], q0, q1, k0, k1)
+    rows = bias[:, :, 0]  # (B|1, H|1, L)
+    if len(index) == 1:
+        return rows[:, :, _like(index[0], bias, keep=True)]
+    parts = [rows[b % len(rows)][:, _like(index[b], bias, keep=True)] for b in range(len(index))]
+    if isinstance(bias, np.ndarray):
+        return np.stack(parts)
+    import torch
+
+    return torch.stack(parts)
+
+
+def sum_pairs(call: Call, d_pairs: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """The gradient of the distances (B, Hq, 1, L) from that of the pairs (B, Hq, Nq, Nk), 0 at hidden ones."""
+    index = _indices(call, length, 0, None, 0, None)
+    sums = np.zeros((*d_pairs.shape[:2], 1, length))
+    for b, h in np.ndindex(d_pairs.shape[:2]):
+        sums[b, h, 0] = np.bincount(index[b % len(index)].ravel(), d_pairs[b, h].ravel(), length)
+    return sums
+
+
+def _indices(call: Call, length: int, q0: int, q1: int | None, k0: int, k1: int | None) -> NDArray[np.int64]:
+    assert call.distance_low is not None
+    index = call.q_positions[:, q0:q1, None] - call.k_positions[:, None, k0:k1] - call.distance_low
+    return np.clip(index, 0, length - 1)  # padding has other distances, and is hidden
+
+
+def _like(numbers: NDArray[Any], like: Any, keep: bool = False) -> Any:
+    """NumPy numbers as an array or a tensor where ``like`` is one, in its dtype (at least float32) or their own."""
+    if isinstance(like, np.ndarray):
+        return numbers if keep else numbers.astype(np.promote_types(like.dtype, np.float32))
+    import torch
+
+    dtype = None if keep else torch.promote_types(like.dtype, torch.float32)
+    return torch.from_numpy(numbers).to(like.device, dtype)
+
+
+def _check(function: str, name: str, x: Any, ranks: tuple[int, ...], layout: str) -> None:
+    fits = (isinstance(x, np.ndarray) or is_tensor(x)) and x.ndim in ranks and "float" in str(x.dtype)
+    if not fits or x.shape[-1] == 0:
+        came = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        raise CallError(f"{function}: {name} is {came}. Fix: an array or tensor of floats, {layout}.")
