@@ -12,7 +12,7 @@ from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
-__all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
+__all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "kernel_spec", "spec_of"]
 
 FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
 
@@ -32,6 +32,7 @@ class PreparedKernels:
         self.call = call
         self.cast = spec_of("forward", call) is None
         self.compute_dtype = "float64" if call.dtype == "float64" else "float32"
+        self.read_dtype = "float32" if self.cast else call.dtype  # of the arrays that the kernels get
         self.arrays = [_packed(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         bias = call.bias
         self.bias_strides = () if bias is None else _packed(bias).strides if self._casts(bias) else bias.strides
@@ -40,6 +41,10 @@ class PreparedKernels:
         self.plan = None if self.decodes else call.plan(kernel_file("forward").KEYS)
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
+        # Tensors that the kernel reads as they are; few queries must be contiguous.
+        self.as_they_are = not (call.is_numpy or self.cast or call.bias or call.sinks)
+        self.as_they_are &= not self.decodes or call.q.strides == packed(call.q.shape)
+        self.output_shape = (*call.q.shape[:3], call.v.shape[3])
 
     def run(self, inputs: Inputs) -> Result:
         output, lse = self._forward(inputs, self.call.return_lse)
@@ -52,6 +57,14 @@ class PreparedKernels:
 
     def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
         """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) if requested."""
+        if self.as_they_are:  # the shortest way, since small calls take microseconds
+            q, k, v, _, _ = inputs
+            output, lse, at_lse = q.new_empty(self.output_shape), None, 0
+            if want_lse:
+                lse = _empty(q, self.output_shape[:3], self.compute_dtype)
+                at_lse = lse.data_ptr()
+            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), at_lse, 0, 0)
+            return output, lse
         q, k, v, bias, sinks = self._readable(inputs)
         output = _empty(q, (*q.shape[:3], v.shape[3]))
         lse = _empty(q, q.shape[:3], self.compute_dtype) if want_lse else None
@@ -70,41 +83,55 @@ class PreparedKernels:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
         import torch
 
-        call, (q, k, v, bias, sinks) = self.call, self._readable(inputs)
+        call = self.call
+        q, k, v, bias, sinks = inputs if self.as_they_are else self._readable(inputs)
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-        lse, d_lse, d_output = result.lse, d_result.lse, d_result.output.to(q.dtype)
-        nothing = lse == -torch.inf
-        delta = (d_output.to(lse.dtype) * result.output.to(lse.dtype)).sum(-1)
-        delta = (delta if d_lse is None else delta - d_lse).masked_fill_(nothing, 0)
+        lse, d_lse, d_output = result.lse, d_result.lse, _to(d_result.output, self.read_dtype)
+        delta = (_to(d_output, self.compute_dtype) * _to(result.output, self.compute_dtype)).sum(-1)
+        if d_lse is not None:
+            delta -= d_lse
         if self.spec.rows == "pairs" and not kernel_file("select").Array(d_output.stride(), dv).even:
             d_output = d_output.contiguous()
         dq = lse.new_empty((batch, heads, nq, d))
-        parts = self.parts
-        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, nk, size)) for size in self._padded)
+        # The kernel adds to dk and dv, (parts, B, Hkv, Nk, padded size) each, in one block of zeros.
+        parts, (d_row, dv_row) = self.parts, self._padded
+        rows = batch * kv_heads * nk
+        sums = lse.new_zeros(parts * rows * (d_row + dv_row))
         d_bias = None
         if call.bias is not None and call.bias.requires_grad:
             d_bias = lse.new_zeros((parts, batch, heads, *bias.shape[2:]))
-        self._launch_backward(d_output, d_bias).run(
-            q=address(q),
-            k=address(k),
-            v=address(v),
-            bias=address(bias),
-            lse=address(lse),
-            delta=address(delta),
-            d_output=address(d_output),
-            dq=address(dq),
-            dk=address(dk),
-            dv_sums=address(dv_sums),
-            d_bias=address(d_bias),
+        dk_address = sums.data_ptr()
+        self._launch_backward(d_output, d_bias).run_at(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            address(bias),
+            lse.data_ptr(),
+            delta.data_ptr(),
+            d_output.data_ptr(),
+            dq.data_ptr(),
+            dk_address,
+            dk_address + sums.element_size() * parts * rows * d_row,  # dv_sums
+            address(d_bias),
         )
-        dk, d_values = (x[0] if parts == 1 else x.sum(0) for x in (dk, dv_sums))
-        to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
+        dk = self._summed(sums, 0, d, d_row).mul_(call.scale)
+        d_values = self._summed(sums, parts * rows * d_row, dv, dv_row)
+        to_q, to_k, to_v = (_to(x, call.dtype) for x in (dq, dk, d_values))
         to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
         to_sinks = None
-        if sinks is not None:  # d_sink = -sum over rows of P_sink * delta
+        if sinks is not None:  # d_sink = -sum over rows of P_sink * delta, without the rows that see nothing
+            nothing = lse == -torch.inf
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
-            to_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
+            to_sinks = -(share * delta.masked_fill_(nothing, 0)).sum((0, 2)).to(inputs.sinks.dtype)
         return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
+
+    def _summed(self, sums: Any, start: int, size: int, row: int) -> Any:
+        """The gradient (B, Hkv, Nk, size) of K or V: the sums of all parts, each row without its padding."""
+        batch, _, kv_heads, _, nk, *_ = self.call.sizes
+        steps = (kv_heads * nk * row, nk * row, row, 1)
+        if self.parts == 1:
+            return sums.as_strided((batch, kv_heads, nk, size), steps, start)
+        return sums.as_strided((self.parts, batch, kv_heads, nk, size), (batch * steps[0], *steps), start).sum(0)
 
     @cached_property
     def spec(self) -> Any:
@@ -205,16 +232,21 @@ _MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the 
 
 def is_decoded(call: Call) -> bool:
     """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    if call.q.shape[2] >= FEW_QUERIES:
-        return False
-    cast = spec_of("forward", call) is None
-    arrays = [_packed(x) if cast else x for x in (call.q, call.k, call.v)]
-    return _spec("decode", "float32" if cast else call.dtype, [_packed(arrays[0]), *arrays[1:]]) is not None
+    return call.q.shape[2] < FEW_QUERIES and kernel_spec("decode", call) is not None
 
 
 def spec_of(family: str, call: Call) -> Any:
     """The spec of the kernel that reads the call's arrays without a cast, or None."""
     return _spec(family, call.dtype, [call.q, call.k, call.v])
+
+
+def kernel_spec(family: str, call: Call) -> Any:
+    """The spec of the kernel that runs the call: the one that reads its arrays, or that of float32 after a cast."""
+    spec = spec_of("forward", call)
+    if family == "forward":
+        return spec or _spec("forward", "float32", [_packed(x) for x in (call.q, call.k, call.v)])
+    arrays = [_packed(x) if spec is None else x for x in (call.q, call.k, call.v)]
+    return _spec(family, "float32" if spec is None else call.dtype, [_packed(arrays[0]), *arrays[1:]])
 
 
 def _spec(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
