@@ -1,4 +1,4 @@
-"""Atomic writes: at any moment a file has its complete old content or its complete new content."""
+"""Atomic writes: at any moment a file has its complete old content or its complete new content. And where compiled code is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["write_atomically", "write_text"]
+__all__ = ["MARKER", "cache_root", "write_atomically", "write_text"]
+
+MARKER = ".compiled"  # the suffix of the empty files that mark compiled kernels in the folders of the cache
+
+
+def cache_root() -> Path:
+    """The folder for compiled kernels: below ``LOWTRI_CACHE``, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "lowtri"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -397,10 +397,13 @@ def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for family, spec in select.KERNELS[:3]:
-        (tmp_path / spec.name / "kernels_1").mkdir(parents=True, exist_ok=True)
-        (tmp_path / spec.name / "kernels_1" / f"{family}.{family}-217.py311.nbi").touch()
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
+    for family, spec in select.KERNELS[:3]:
+        marker = compilation._marker(
+            tmp_path, getattr(importlib.import_module(f"lowtri.kernels.{family}"), family), spec
+        )
+        marker.parent.mkdir(exist_ok=True)
+        marker.touch()
     found = checkup._cache([])
     names = [f"{family} {spec.dtype}" for family, spec in select.KERNELS]
     assert (found["compiled"], found["not_yet"]) == (names[:3], names[3:])

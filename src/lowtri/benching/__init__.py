@@ -6,5 +6,8 @@ cases     the table of cases
 peers     the implementations of one case: lowtri's, torch's, the plain formula
 measure   timing in turns, in one process; medians
 show      table, JSON, picture
+grid      the calls of `lowtri bench --never-slower`
+never_slower  times them against torch, and lists those that are slower
+compiling compiles the kernels ahead of the first call
 checkup   the report of `lowtri doctor`
 """

@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
 
 def _cache(trouble: list[str]) -> dict[str, Any]:
     """The folder of compiled code, and which of the kernels that calls choose lie in it."""
-    from lowtri.kernels.compilation import cache_folder
+    from lowtri.kernels.compilation import cache_folder, is_compiled
     from lowtri.kernels.select import KERNELS
 
     folder = cache_folder()
@@ -100,8 +101,8 @@ def _cache(trouble: list[str]) -> dict[str, Any]:
     compiled: list[str] = []
     not_yet: list[str] = []
     for family, spec in KERNELS:
-        is_compiled = folder is not None and any((folder / spec.name).rglob(f"{family}.{family}-*.nbi"))
-        (compiled if is_compiled else not_yet).append(f"{family} {spec.dtype}")
+        kernel = getattr(import_module(f"lowtri.kernels.{family}"), family)
+        (compiled if is_compiled(kernel, spec) else not_yet).append(f"{family} {spec.dtype}")
     return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": not_yet}
 
 
@@ -183,6 +184,10 @@ def as_text(report: dict[str, Any]) -> str:
                 f"compiled: {', '.join(cache['compiled']) or 'nothing'}; at first use: {', '.join(cache['not_yet']) or 'nothing'}",
             ),
         ]
+        if cache["not_yet"]:
+            lines.append(
+                ("", "small calls of these run on torch until lowtri doctor --compile, or a large call, compiles them")
+            )
     if speed is not None:
         bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
         share = speed["attention"] / speed["multiply"]

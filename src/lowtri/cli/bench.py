@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,15 +25,25 @@ def command(
     ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table there, too.")] = None,
+    never_slower: Annotated[
+        bool,
+        typer.Option(
+            "--never-slower", help="Instead, a grid of calls by turns with torch; lists those that are slower."
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --never-slower: a few small calls only.")] = False,
     json: Json = False,
 ) -> None:
     """lowtri bench
-    lowtri bench --case "decode" --case "window bf16" --plot bench.png
+    lowtri bench --never-slower
 
     How fast masked attention is on this machine: lowtri's kernels, torch's attention and the plain formula in turns, in one
     process, medians; compared with the most that the CPU can do. The short table takes under two minutes on an idle machine.
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
+
+    --never-slower compiles the kernels, then times every dtype, size and kind of mask as engine="auto" runs it, forward, with
+    gradients and in decoding, on one thread and on two. Exit code 1: a call takes over 20 us and over a twentieth more than torch's.
     """
     from importlib.util import find_spec
 
@@ -53,6 +63,9 @@ def command(
     from lowtri.benching.peers import FLEX, FORMULA, SDPA
     from lowtri.benching.show import as_json, as_text, check_plot, draw, headline
 
+    if never_slower:
+        _never_slower(quick, facts(1), json)
+        return
     if threads > cpus():
         raise DataError(
             f"bench: --threads is {threads}, but this process may use {cpus()} CPUs. Fix: at most {cpus()}."
@@ -68,3 +81,19 @@ def command(
         draw(rows, machine, plot)
         note(f"wrote {plot}")
     print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))
+
+
+def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
+    from lowtri.benching.compiling import compile_kernels, shown
+    from lowtri.benching.grid import grid
+    from lowtri.benching.machine import cpus
+    from lowtri.benching.never_slower import as_json, as_text, compare
+    from lowtri.benching.show import headline
+
+    note(headline(machine))
+    with shown() as progress:  # before the first call decides which kernels are ready
+        compile_kernels(progress)
+    found = list(compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), say=note))
+    print_json(as_json(found, machine)) if json else print(as_text(found, headline(machine)))
+    if any(one.is_slower for one in found):
+        raise typer.Exit(1)

@@ -23,11 +23,12 @@ __all__ = ["differentiable"]
 
 def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    return Result(*_Differentiable.apply(prepared, call, *inputs))
+    results = _Differentiable.apply(prepared, call, *inputs)
+    return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
 class _Differentiable(torch.autograd.Function):
-    """Output, weights and log-sum-exp of a prepared call, the latter two None where there are none."""
+    """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them."""
 
     @staticmethod
     def forward(ctx: Any, prepared: Differentiates, call: Call, *inputs: Tensor | None) -> Any:
@@ -35,7 +36,9 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         ctx.save_for_backward(*inputs, result.output, result.weights, result.lse)
-        return result.output, result.weights, result.lse
+        if call.return_weights or call.return_lse:
+            return result.output, result.weights, result.lse
+        return result.output  # alone: each further result takes microseconds
 
     @staticmethod
     @one_by_one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
@@ -24,18 +24,21 @@ class Choice:
         weighed: why it was chosen.
         answers: for each engine "yes", or "no: " and the reason.
         costs: estimated microseconds of the engines that can run the call.
+        remarks: what the estimate includes besides computing, for some engines.
     """
 
     engine: str
     weighed: str
     answers: dict[str, str]
     costs: dict[str, float]
+    remarks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.engine} runs: {self.weighed}"]
         for name, answer in self.answers.items():
             cost = f", estimated {_duration(self.costs[name])}" if name in self.costs else ""
-            lines.append(f"{name:<10} {answer}{cost}")
+            remark = f" ({self.remarks[name]})" if name in self.remarks else ""
+            lines.append(f"{name:<10} {answer}{cost}{remark}")
         return "\n".join(lines)
 
 
@@ -69,11 +72,15 @@ def weigh(call: Call, name: str, instead_of: str | None, by_name: bool) -> Choic
     if instead_of is not None:
         trouble = "an input holds NaN, infinity or huge numbers, which it may spread to other queries or drop"
         weighed = f"{instead_of} is cheaper, but {trouble}"
-    return Choice(name, weighed, answers, costs)
+    # A backend may have the function remark(call) -> str | None.
+    remarks = {one: getattr(load(one), "remark", lambda call: None)(call) for one in costs}
+    return Choice(name, weighed, answers, costs, {one: words for one, words in remarks.items() if words})
 
 
 def _duration(microseconds: float) -> str:
-    return "a last resort" if microseconds >= 1e9 else f"{microseconds / 1000:.3g} ms"
+    if microseconds >= 1e9:
+        return "a last resort"
+    return f"{microseconds / 1000:.3g} ms"
 
 
 def _answers(call: Call) -> dict[str, str]:

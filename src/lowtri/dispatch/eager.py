@@ -17,10 +17,15 @@ _UNCHANGED = nullcontext()
 
 def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """:func:`lowtri.attention` outside of a trace."""
-    device, q, k, v = cast_for_autocast(q, k, v)
+    device = autocast_device(q)
+    if device is not None:
+        _, q, k, v = cast_for_autocast(q, k, v)
     ready, inputs = prepared_call(q, k, v, mask, options)
-    with without_autocast(device):
+    if device is None:
         result = ready.run(inputs)
+    else:
+        with without_autocast(device):
+            result = ready.run(inputs)
     restore = ready.call.restore
     if not (options.return_weights or options.return_lse):
         return restore(result.output)

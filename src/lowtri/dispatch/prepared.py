@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtri.backends.base import Differentiates, Prepared, Selective
 from lowtri.dispatch.choose import choose, load
-from lowtri.dispatch.signature import signature
+from lowtri.dispatch.signature import may_be_cached, signature
 from lowtri.ops.call import Call, CallOptions, Inputs, Result
 from lowtri.ops.describe import arrange, describe
 
@@ -29,6 +29,7 @@ class PreparedCall:
     # Found once: a check against a protocol takes longer than a small call.
     selective: bool
     differentiates: bool
+    is_four: bool  # the user's q, k and v have four dimensions, and there is no other array
 
     def instead(self, inputs: Inputs) -> PreparedCall | None:
         """The cheapest other backend, prepared, if the inputs rule this one out; else None."""
@@ -37,9 +38,10 @@ class PreparedCall:
         return prepare(self.call, choose(self.call, "auto", but=self.backend))
 
     def run(self, inputs: Inputs) -> Result:
-        other = self.instead(inputs)
-        if other is not None:
-            return other.run(inputs)
+        if self.selective:
+            other = self.instead(inputs)
+            if other is not None:
+                return other.run(inputs)
         if self.differentiates:
             return _differentiable()(self.prepared, self.call, inputs)
         return self.prepared.run(inputs)
@@ -51,7 +53,8 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     prepared = load(name).prepare(call)
     selective = call.opaque is None and isinstance(prepared, Selective)  # opaque data is not inspected
     differentiates = call.needs_grad and isinstance(prepared, Differentiates) and prepared.computes_gradients
-    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates)
+    is_four = call.rank == 4 and call.bias is None and call.sinks is None
+    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates, is_four)
 
 
 @cache
@@ -65,12 +68,18 @@ def _differentiable() -> Callable[..., Result]:
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[PreparedCall, Inputs]:
     """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
     key = signature(q, k, v, mask, options)
-    ready = None if key is None else PREPARED.get(key)
-    if ready is not None:
-        return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
+    if key is not None:
+        try:
+            ready = PREPARED.get(key)
+        except TypeError:  # an unhashable argument, which is rejected below
+            key = ready = None
+        if ready is not None:
+            if ready.is_four:
+                return ready, Inputs(q, k, v, None, None)
+            return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
     call, inputs = describe(q, k, v, mask, options)
     ready = prepare(call, options.engine)
-    if key is not None:
+    if key is not None and may_be_cached(mask, options):
         PREPARED.put(key, ready)
     return ready, inputs
 

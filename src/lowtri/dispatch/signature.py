@@ -1,7 +1,7 @@
 """The signature of a call: everything that its checks, its backend and its preparation depend on, which is all except the data.
 
 Calls with equal signatures pass the same checks and run on the same backend, so the cache is searched before anything is checked.
-Calls with unusual arguments (tensor subclasses, options that are not plain numbers) have no signature and are checked each time.
+Calls with unusual arguments (tensor subclasses, options that are not plain numbers) are not cached, and are checked each time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lowtri.ops.call import CallOptions
 from lowtri.ops.distance_bias import DistanceBias
 from lowtri.ops.threads import thread_count
 
-__all__ = ["signature"]
+__all__ = ["may_be_cached", "signature"]
 
 _NUMBERS = (float, int, type(None))
 
 
 def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashable | None:
-    """A hashable signature, or None for a call with unusual arguments."""
-    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine = options
-    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(dropout) not in _NUMBERS:
-        return None
-    if type(engine) is not str or not (type(mask) is str or isinstance(mask, Mask)):
-        return None
+    """A signature, or None for a call with unusual arrays or positions.
+
+    Its hash may raise a TypeError, and it may be cached only if the other arguments are usual, too (:func:`may_be_cached`): small
+    calls take microseconds, so what a call that was found in the cache needs no check of is checked for the others alone.
+    """
+    _, _, bias, sinks, _, q_positions, k_positions, *_ = options
     by_distance = None
     if isinstance(bias, DistanceBias):
         bias, by_distance = bias.values, bias.kind
@@ -38,12 +38,27 @@ def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashab
     arrays = of_arrays and of_arrays(q, k, v, bias, sinks)
     if arrays is None:
         return None
+    if bias is None and sinks is None and q_positions is None and k_positions is None:
+        return arrays, mask, options
     positions = None
     if q_positions is not None or k_positions is not None:
         positions = _of_positions(q_positions), _of_positions(k_positions)
         if None in positions:
             return None
-    return arrays, by_distance, mask, engine, scale, softcap, dropout, positions, bool(return_weights), bool(return_lse)
+    others = options._replace(bias=by_distance, sinks=None, q_positions=None, k_positions=None)
+    return arrays, mask, positions, others
+
+
+def may_be_cached(mask: Any, options: CallOptions) -> bool:
+    """Whether the mask is one, and the options are plain numbers: equal ones then mean equal calls."""
+    numbers = options.scale, options.softcap, options.dropout
+    flags = options.return_weights, options.return_lse
+    return (
+        all(type(x) in _NUMBERS for x in numbers)
+        and all(type(x) is bool for x in flags)
+        and type(options.engine) is str
+        and (type(mask) is str or isinstance(mask, Mask))
+    )
 
 
 def _of_numpy(*arrays: Any) -> Hashable | None:

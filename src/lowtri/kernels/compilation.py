@@ -1,4 +1,10 @@
-"""Compiling kernels, and the cache of compiled code."""
+"""Compiling kernels, and the cache of compiled code.
+
+A kernel that lies in the cache has a marker beside it: an empty file, named by the kernel and by its source file (path, time of change
+and size, by which Numba finds its own files). So it takes no compiler to know what need not be compiled.
+
+Processes that need the same kernel at once take turns under a lock: the first compiles it, and the others load its code.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +24,16 @@ import numba
 from numba import cfunc, types
 
 from lowtri.compat import numba_private
+from lowtri.files import MARKER, cache_root
 from lowtri.kernels import target
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device_function import NUMBA_OPTIONS
 from lowtri.kernels.record import RecordType
 from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["Code", "cache_folder", "compiled"]
+__all__ = ["Code", "cache_folder", "compiled", "is_compiled"]
+
+_LONGEST_WAIT = 120.0  # seconds for another process to compile one kernel
 
 
 @cache
@@ -37,8 +47,7 @@ def cache_folder() -> Path | None:
         digest.update(file.read_bytes())
     facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
     digest.update(repr(facts).encode())
-    root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(root) / "lowtri" / digest.hexdigest()[:16]
+    folder = cache_root() / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{os.getpid()}"
@@ -65,5 +74,49 @@ def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
     if folder is not None:
         # A cache that is full, truncated or of another user raises various classes.
         with suppress(Exception), numba_private.cache_directory(str(folder / spec.name)):
-            return Code(cfunc(signature, cache=True, **NUMBA_OPTIONS)(kernel))
+            marker = _marker(folder, kernel, spec)
+            with nullcontext() if marker.exists() else _turn(marker.with_suffix(".lock")):
+                code = Code(cfunc(signature, cache=True, **NUMBA_OPTIONS)(kernel))
+            with suppress(OSError):
+                marker.touch()
+            return code
     return Code(cfunc(signature, **NUMBA_OPTIONS)(kernel))
+
+
+def is_compiled(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
+    """Whether the kernel's code lies in the cache folder."""
+    folder = cache_folder()
+    return folder is not None and _marker(folder, kernel, spec).exists()
+
+
+def _marker(folder: Path, kernel: Callable[[Any], None], spec: KernelSpec) -> Path:
+    source = Path(kernel.__code__.co_filename)
+    facts = source.stat()
+    stamp = hashlib.sha256(repr((str(source), facts.st_mtime_ns, facts.st_size)).encode()).hexdigest()[:16]
+    return folder / spec.name / f"{kernel.__name__}-{stamp}{MARKER}"
+
+
+@contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Wait until no other process compiles the kernel; the lock of a process that ends is released by the system.
+
+    The wait is limited, for a process that was stopped or a folder on a network that cannot lock: then both compile, and Numba
+    replaces its files atomically.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with open(lock, "wb") as file:
+        end = time.monotonic() + _LONGEST_WAIT
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield

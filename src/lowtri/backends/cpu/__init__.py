@@ -9,20 +9,32 @@ from functools import cache
 from importlib.util import find_spec
 
 from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.prepared import FEW_QUERIES, PreparedKernels
+from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.backends.cpu.ready import compiled_before
+from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_name, kernel_spec
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
 
-__all__ = ["cost", "name", "prepare", "supports"]
+__all__ = ["cost", "name", "prepare", "remark", "supports"]
 
 name = "cpu"
 
+_QUERIES = 64  # in a tile
+
 _FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
-_MULTIPLICATIONS = 2**25  # about a millisecond on one core
+_MULTIPLICATIONS = 2**25  # about a millisecond on one core: from here on a call may wait for it
+_NUMBERS = 2**20  # the same of keys and values, for few queries: 4 MB in float32
 _LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, more than the CPU's caches hold
 _SHORT = 512  # keys, of full attention on tile registers; to be measured on a CPU with AMX
-_NUMBERS = 2**20  # of keys and values, for few queries: 4 MB in float32
+
+# Microseconds for a call, and for a million multiplications; for few queries for a million numbers of K and V. Fitted by
+# benchmarks/costs.py on one core of an AMD EPYC (Zen 3, AVX2), 22 November 2026, together with those of the backend sdpa. Kernels take
+# about the same time in all dtypes of 32 and 16 bits.
+_FORWARD = 20, 41
+_WITH_GRADIENTS = 600, 140
+_FEW_QUERIES = 18, 220
+_TORCH_FASTER = 5  # a factor where torch was measured faster: its rate is then the lower one
 
 
 def supports(call: Call) -> str | None:
@@ -44,21 +56,54 @@ def supports(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """The keys and values to read for few queries, else the multiplications; small calls go to backends without a compiler."""
+    """The keys and values to read for few queries, else the multiplications; and the compiler where a small call would wait for it."""
+    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+    few, numbers = nq < FEW_QUERIES and not call.needs_grad, batch * kv_heads * nk * (d + dv)
+    multiplications = batch * heads * nq * nk * (d + dv)
+    whole = _whole_vectors(call)
+    if few:
+        fixed, rate = _FEW_QUERIES
+        rated: float = numbers if whole else 4 * numbers
+    else:
+        fixed, rate = _WITH_GRADIENTS if call.needs_grad else _FORWARD
+        rated = multiplications / max(nq, 1) * -(-nq // _QUERIES) * _QUERIES  # a tile of queries is computed whole
+        rated = rated / 2 if call.mask == causal() else rated
+    if _torch_is_faster(call, numbers):
+        rate *= _TORCH_FASTER
+    return fixed + rated * rate / 1e6 + (_FIRST_COMPILE if _waits(call) else 0)
+
+
+def remark(call: Call) -> str | None:
+    """What the cost includes besides computing."""
+    if call.is_numpy or not _waits(call):
+        return None
+    return "a kernel is not compiled yet, and a small call does not wait for it: lowtri doctor --compile"
+
+
+def _waits(call: Call) -> bool:
+    """Whether a small call would wait for Numba to compile a kernel, or to be imported for NumPy arrays."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     if nq < FEW_QUERIES:
-        numbers = batch * kv_heads * nk * (d + dv)
-        whole = d % 32 == 0 and dv % 16 == 0
-        small = not whole or numbers < _NUMBERS
-        if small:
-            return 50 + _FIRST_COMPILE
-        return 50 + numbers / (500 if _torch_is_faster(call, numbers) else 3_000)
-    multiplications = batch * heads * nq * nk * (d + dv)
-    if multiplications < _MULTIPLICATIONS:
-        return 100 + _FIRST_COMPILE
-    if call.mask == causal():
-        multiplications //= 2
-    return 100 + multiplications / (10_000 if _torch_is_faster(call, 0) else 50_000)
+        small = not _whole_vectors(call) or batch * kv_heads * nk * (d + dv) < _NUMBERS
+    else:
+        small = batch * heads * nq * nk * (d + dv) < _MULTIPLICATIONS
+    return small and (call.is_numpy or not _is_ready(call))
+
+
+def _whole_vectors(call: Call) -> bool:
+    """Whether the decode kernel can read the rows in whole vectors."""
+    *_, d, dv = call.sizes
+    return d % 32 == 0 and dv % 16 == 0
+
+
+def _is_ready(call: Call) -> bool:
+    """Whether every kernel that the call needs was compiled before this process needed one."""
+    before = compiled_before()
+    if not before or _numba_missing():
+        return False
+    families = ("forward", "backward") if call.needs_grad else ("decode",) if is_decoded(call) else ("forward",)
+    spec = kernel_spec(families[0], call)
+    return all((kernel_name(family, spec), spec.name) in before for family in families)
 
 
 def _torch_is_faster(call: Call, numbers: int) -> bool:

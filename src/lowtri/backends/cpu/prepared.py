@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.backends.cpu.arrays import empty_like, to_dtype
 from lowtri.backends.cpu.fields import Fields, address, of_bias, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
+from lowtri.backends.cpu.specs import is_decoded, kernel_name, pack, spec_for, spec_of
 from lowtri.kernels import abi
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 from lowtri.ops.distance_bias import first_pair
 
-__all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "spec_of"]
-
-FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
-# The same with products on tile registers, estimated from the times of their pieces; to be measured on a CPU with AMX.
-FEW_QUERIES_TILES = 8
+__all__ = ["PreparedKernels"]
 
 
 class PreparedKernels:
@@ -35,14 +33,19 @@ class PreparedKernels:
         self.call = call
         self.cast = spec_of("forward", call) is None
         self.compute_dtype = "float64" if call.dtype == "float64" else "float32"
-        self.arrays = [_packed(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        self.read_dtype = "float32" if self.cast else call.dtype  # of the arrays that the kernels get
+        self.arrays = [pack(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         bias = call.bias
-        self.bias_strides = () if bias is None else _packed(bias).strides if self._casts(bias) else bias.strides
+        self.bias_strides = () if bias is None else pack(bias).strides if self._casts(bias) else bias.strides
         self._backward: dict[tuple[int, ...], PreparedLaunch] = {}  # by the strides of the output's gradient
         self.decodes = not call.needs_grad and is_decoded(call)
         self.plan = None if self.decodes else call.plan(kernel_file("forward").KEYS)
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
+        # Tensors that the kernel reads as they are; few queries must be contiguous.
+        self.as_they_are = not (call.is_numpy or self.cast or call.bias or call.sinks)
+        self.as_they_are &= not self.decodes or call.q.strides == packed(call.q.shape)
+        self.output_shape = (*call.q.shape[:3], call.v.shape[3])
 
     def run(self, inputs: Inputs) -> Result:
         output, lse = self._forward(inputs, self.call.return_lse)
@@ -55,9 +58,17 @@ class PreparedKernels:
 
     def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
         """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) if requested."""
+        if self.as_they_are:  # the shortest way, since small calls take microseconds
+            q, k, v, _, _ = inputs
+            output, lse, at_lse = q.new_empty(self.output_shape), None, 0
+            if want_lse:
+                lse = empty_like(q, self.output_shape[:3], self.compute_dtype)
+                at_lse = lse.data_ptr()
+            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), at_lse, 0, 0)
+            return output, lse
         q, k, v, bias, sinks = self._readable(inputs)
-        output = _empty(q, (*q.shape[:3], v.shape[3]))
-        lse = _empty(q, q.shape[:3], self.compute_dtype) if want_lse else None
+        output = empty_like(q, (*q.shape[:3], v.shape[3]))
+        lse = empty_like(q, q.shape[:3], self.compute_dtype) if want_lse else None
         self.launch.run(
             q=address(q),
             k=address(k),
@@ -67,53 +78,67 @@ class PreparedKernels:
             bias=self._first_pair(bias, self.bias_strides),
             sinks=address(sinks),
         )
-        return (_to(output, self.call.dtype) if self.cast else output), lse
+        return (to_dtype(output, self.call.dtype) if self.cast else output), lse
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
         import torch
 
-        call, (q, k, v, bias, sinks) = self.call, self._readable(inputs)
-        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-        lse, d_lse, d_output = result.lse, d_result.lse, d_result.output.to(q.dtype)
-        nothing = lse == -torch.inf
-        delta = (d_output.to(lse.dtype) * result.output.to(lse.dtype)).sum(-1)
-        delta = (delta if d_lse is None else delta - d_lse).masked_fill_(nothing, 0)
+        call = self.call
+        q, k, v, bias, sinks = inputs if self.as_they_are else self._readable(inputs)
+        batch, heads, kv_heads, nq, _, d, dv = call.sizes
+        lse, d_lse, d_output = result.lse, d_result.lse, to_dtype(d_result.output, self.read_dtype)
+        delta = (to_dtype(d_output, self.compute_dtype) * to_dtype(result.output, self.compute_dtype)).sum(-1)
+        if d_lse is not None:
+            delta -= d_lse
         if self.spec.rows == "pairs" and not kernel_file("select").Array(d_output.stride(), dv).even:
             d_output = d_output.contiguous()
         dq = lse.new_empty((batch, heads, nq, d))
-        parts = self.parts
-        rows, *sizes = self._padded
-        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, rows, size)) for size in sizes)
+        # The kernel adds to dk and dv, (parts, B, Hkv, padded Nk, padded size) each, in one block of zeros.
+        parts, (padded_nk, d_row, dv_row) = self.parts, self._padded
+        rows = parts * batch * kv_heads * padded_nk
+        sums = lse.new_zeros(rows * (d_row + dv_row))
         d_bias = None
         if call.bias is not None and call.bias.requires_grad:
             d_bias = lse.new_zeros((parts, batch, heads, *bias.shape[2:]))
-        self._launch_backward(d_output, d_bias).run(
-            q=address(q),
-            k=address(k),
-            v=address(v),
-            bias=self._first_pair(bias, self.bias_strides),
-            lse=address(lse),
-            delta=address(delta),
-            d_output=address(d_output),
-            dq=address(dq),
-            dk=address(dk),
-            dv_sums=address(dv_sums),
-            d_bias=self._first_pair(d_bias, (1,)),
+        dk_address = sums.data_ptr()
+        self._launch_backward(d_output, d_bias).run_at(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            self._first_pair(bias, self.bias_strides),
+            lse.data_ptr(),
+            delta.data_ptr(),
+            d_output.data_ptr(),
+            dq.data_ptr(),
+            dk_address,
+            dk_address + sums.element_size() * rows * d_row,  # dv_sums
+            self._first_pair(d_bias, (1,)),
         )
-        dk, d_values = ((x[0] if parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv_sums))
-        to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
+        dk = self._summed(sums, 0, d, d_row).mul_(call.scale)
+        d_values = self._summed(sums, rows * d_row, dv, dv_row)
+        to_q, to_k, to_v = (to_dtype(x, call.dtype) for x in (dq, dk, d_values))
         to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
         to_sinks = None
-        if sinks is not None:  # d_sink = -sum over rows of P_sink * delta
+        if sinks is not None:  # d_sink = -sum over rows of P_sink * delta, without the rows that see nothing
+            nothing = lse == -torch.inf
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
-            to_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
+            to_sinks = -(share * delta.masked_fill_(nothing, 0)).sum((0, 2)).to(inputs.sinks.dtype)
         return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
+
+    def _summed(self, sums: Any, start: int, size: int, row: int) -> Any:
+        """The gradient (B, Hkv, Nk, size) of K or V: the sums of all parts, each row without its padding."""
+        batch, _, kv_heads, _, nk, *_ = self.call.sizes
+        rows = self._padded[0]
+        steps = (kv_heads * rows * row, rows * row, row, 1)
+        if self.parts == 1:
+            return sums.as_strided((batch, kv_heads, nk, size), steps, start)
+        return sums.as_strided((self.parts, batch, kv_heads, nk, size), (batch * steps[0], *steps), start).sum(0)
 
     @cached_property
     def spec(self) -> Any:
         """The spec of the forward kernel and its gradients."""
-        return _spec("forward", "float32" if self.cast else self.call.dtype, self.arrays)
+        return spec_for("forward", "float32" if self.cast else self.call.dtype, self.arrays)
 
     @cached_property
     def _padded(self) -> tuple[int, int, int]:
@@ -124,18 +149,17 @@ class PreparedKernels:
 
     def _kernel(self, family: str) -> Any:
         """The file of the kernel of this family."""
-        return kernel_file(f"{family}_tiles" if self.spec.rows == "tiles" else family)
+        return kernel_file(kernel_name(family, self.spec))
 
     def _launch(self, family: str, fields: Fields, plan: Any) -> PreparedLaunch:
         """The launch of the forward kernel or of its gradients."""
         call, spec, kernel = self.call, self.spec, self._kernel(family)
         batch, _, kv_heads, _, nk, d, dv = call.sizes
-        scratch = kernel.scratch(spec, d, dv)
+        scratch, record = kernel.scratch(spec, d, dv), getattr(abi, kernel_name(family, spec).upper())
         if spec.rows != "tiles":
-            return PreparedLaunch(getattr(abi, family.upper()), spec, fields, call.threads, scratch, keep=plan)
+            return PreparedLaunch(record, spec, fields, call.threads, scratch, keep=plan)
         # The forward transposes V, the backward K.
         shared = kernel_file("shared_pack").shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
-        record = getattr(abi, f"{family.upper()}_TILES")
         return PreparedLaunch(record, spec, fields, call.threads, scratch, shared, zeros="packed_states", keep=plan)
 
     @cached_property
@@ -183,8 +207,8 @@ class PreparedKernels:
     def _prepare_decode(self) -> PreparedLaunch:
         call, kernel = self.call, kernel_file("decode")
         batch, _, kv_heads, nq, nk, d, dv = call.sizes
-        self.arrays[0] = _packed(self.arrays[0])  # the few queries are made contiguous in each run
-        spec = _spec("decode", "float32" if self.cast else call.dtype, self.arrays)
+        self.arrays[0] = pack(self.arrays[0])  # the few queries are made contiguous in each run
+        spec = spec_for("decode", "float32" if self.cast else call.dtype, self.arrays)
         visible, first_key = None, 0
         if not call.shows_all:
             visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
@@ -218,56 +242,12 @@ class PreparedKernels:
         """The arrays in dtypes that the kernels read."""
         q, k, v, bias, sinks = inputs
         if self.cast:
-            q, k, v = (_to(x, "float32") for x in (q, k, v))
+            q, k, v = (to_dtype(x, "float32") for x in (q, k, v))
         elif self.decodes:
             q = np.ascontiguousarray(q) if self.call.is_numpy else q.contiguous()
         if bias is not None and self.call.bias is not None and self._casts(self.call.bias):
-            bias = _to(bias, self.compute_dtype)
-        return Inputs(q, k, v, bias, None if sinks is None else _to(sinks, self.compute_dtype))
+            bias = to_dtype(bias, self.compute_dtype)
+        return Inputs(q, k, v, bias, None if sinks is None else to_dtype(sinks, self.compute_dtype))
 
 
 _MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the output's gradient
-
-
-def is_decoded(call: Call) -> bool:
-    """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    spec = spec_of("forward", call)
-    if call.q.shape[2] >= (FEW_QUERIES_TILES if spec is not None and spec.rows == "tiles" else FEW_QUERIES):
-        return False
-    cast = spec is None
-    arrays = [_packed(x) if cast else x for x in (call.q, call.k, call.v)]
-    return _spec("decode", "float32" if cast else call.dtype, [_packed(arrays[0]), *arrays[1:]]) is not None
-
-
-def spec_of(family: str, call: Call) -> Any:
-    """The spec of the kernel that reads the call's arrays without a cast, or None."""
-    return _spec(family, call.dtype, [call.q, call.k, call.v])
-
-
-def _spec(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
-    select = kernel_file("select")
-    return select.spec_of(family, dtype, *(select.Array(x.strides, x.shape[3]) for x in arrays))
-
-
-def _packed(x: ArrayInfo) -> ArrayInfo:
-    return x._replace(strides=packed(x.shape))
-
-
-def _to(x: Any, dtype: str) -> Any:
-    """The array in this dtype: itself, or a contiguous copy."""
-    if isinstance(x, np.ndarray):
-        return x if x.dtype == dtype else np.ascontiguousarray(x, dtype)
-    import torch
-
-    kind = getattr(torch, dtype)
-    return x if x.dtype is kind else x.detach().to(kind, memory_format=torch.contiguous_format)
-
-
-def _empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype or like.dtype)
-    if dtype is None:
-        return like.new_empty(shape)
-    import torch
-
-    return like.new_empty(shape, dtype=getattr(torch, dtype))

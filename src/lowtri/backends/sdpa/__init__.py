@@ -21,6 +21,12 @@ name = "sdpa"
 _NEVER = 1e9  # while another backend supports the call
 _TABLE_PAIRS = 2**24  # above, a table costs more than the formula's tiles
 
+# Microseconds for a call, the inspection of its inputs included, and for a million multiplications; for few queries for a million
+# numbers of K and V. Fitted by benchmarks/costs.py as those of the backend cpu.
+_FORWARD = {"float32": (50, 52), "bfloat16": (90, 54), "float16": (90, 93)}
+_TRAINING = {"float32": (490, 180), "bfloat16": (590, 1180), "float16": (490, 1340)}
+_READING = {"float32": 660, "bfloat16": 1520, "float16": 3300}
+
 
 def supports(call: Call) -> str | None:
     """Reject what torch's function has no argument for."""
@@ -40,18 +46,20 @@ def supports(call: Call) -> str | None:
 def cost(call: Call) -> float:
     """All pairs, or half of them under ``is_causal``; for few queries the time to read the keys and values."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-    pairs: float = batch * heads * nq * nk
+    products: float = batch * heads * nq * nk * (d + dv)  # multiplications
     table = 0.0
     if not (call.bias is None and (call.mask == full() or _is_torch_causal(call))):
         tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
         table = 100 + nq * nk * tables / 500
         table += _NEVER if nq * nk * tables > _TABLE_PAIRS else 0
     elif _is_torch_causal(call):
-        pairs /= 2
-    reading = batch * kv_heads * nk * (d + dv) / 800
+        products /= 2
     if call.transformation:  # the inputs cannot be inspected
         table += _NEVER
-    return 50 + table + max(pairs * (d + dv) / 25_000, reading)
+    of_dtype = _TRAINING if call.needs_grad else _FORWARD
+    fixed, rate = of_dtype.get(call.dtype, of_dtype["float32"])
+    reading = batch * kv_heads * nk * (d + dv) * _READING.get(call.dtype, _READING["float32"])
+    return fixed + table + max(products * rate, reading) / 1e6
 
 
 def prepare(call: Call) -> Prepared:

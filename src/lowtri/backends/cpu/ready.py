@@ -1,0 +1,40 @@
+"""Which kernels need no compiler, as this process found them when it first had to know.
+
+A small call must not wait seconds for a compiler, so it runs on torch's own attention unless its kernels lie compiled in the cache
+folder. That is looked up once in a process: equal calls run on the same backend from the first to the last, whatever the process, or
+another one, compiles meanwhile.
+
+Kernels are not compiled in a background thread. Type inference is Python and holds the interpreter's lock, so the program would run
+at half its speed for the seconds that it saves; and an engine that changes when a thread is done would change results between two
+equal calls.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lowtri.backends.cpu.launch import kernel_file
+from lowtri.files import MARKER, cache_root
+
+__all__ = ["compiled_before", "found"]
+
+
+@cache
+def compiled_before() -> frozenset[tuple[str, str]]:
+    """The kernels, as family and name of the spec, that were compiled when this process asked first."""
+    return found()
+
+
+def found() -> frozenset[tuple[str, str]]:
+    """Those that are compiled now."""
+    try:
+        if not any(cache_root().glob(f"*/*/*{MARKER}")):  # a fresh machine: Numba need not be imported
+            return frozenset()
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be read
+        return frozenset()
+    is_compiled = kernel_file("compilation").is_compiled
+    return frozenset(
+        (family, spec.name)
+        for family, spec in kernel_file("select").KERNELS
+        if is_compiled(getattr(kernel_file(family), family), spec)
+    )
