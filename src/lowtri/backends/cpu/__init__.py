@@ -9,8 +9,9 @@ from functools import cache
 from importlib.util import find_spec
 
 from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.prepared import FEW_QUERIES, PreparedKernels, is_decoded, kernel_spec
+from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.backends.cpu.ready import compiled_before
+from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_spec
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 

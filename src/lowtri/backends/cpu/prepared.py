@@ -9,12 +9,11 @@ import numpy as np
 
 from lowtri.backends.cpu.fields import Fields, address, broadcast, of_call, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
+from lowtri.backends.cpu.specs import chosen_spec, is_decoded, packed_info, spec_of
 from lowtri.kernels.abi import BACKWARD, DECODE, FORWARD
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
-__all__ = ["FEW_QUERIES", "PreparedKernels", "is_decoded", "kernel_spec", "spec_of"]
-
-FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
+__all__ = ["PreparedKernels"]
 
 
 class PreparedKernels:
@@ -33,9 +32,9 @@ class PreparedKernels:
         self.cast = spec_of("forward", call) is None
         self.compute_dtype = "float64" if call.dtype == "float64" else "float32"
         self.read_dtype = "float32" if self.cast else call.dtype  # of the arrays that the kernels get
-        self.arrays = [_packed(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        self.arrays = [packed_info(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         bias = call.bias
-        self.bias_strides = () if bias is None else _packed(bias).strides if self._casts(bias) else bias.strides
+        self.bias_strides = () if bias is None else packed_info(bias).strides if self._casts(bias) else bias.strides
         self._backward: dict[tuple[int, ...], PreparedLaunch] = {}  # by the strides of the output's gradient
         self.decodes = not call.needs_grad and is_decoded(call)
         self.plan = None if self.decodes else call.plan(kernel_file("forward").KEYS)
@@ -136,7 +135,7 @@ class PreparedKernels:
     @cached_property
     def spec(self) -> Any:
         """The spec of the forward kernel and its gradients."""
-        return _spec("forward", "float32" if self.cast else self.call.dtype, self.arrays)
+        return chosen_spec("forward", "float32" if self.cast else self.call.dtype, self.arrays)
 
     @cached_property
     def _padded(self) -> tuple[int, int]:
@@ -192,8 +191,8 @@ class PreparedKernels:
     def _prepare_decode(self) -> PreparedLaunch:
         call, kernel = self.call, kernel_file("decode")
         batch, _, kv_heads, nq, nk, d, dv = call.sizes
-        self.arrays[0] = _packed(self.arrays[0])  # the few queries are made contiguous in each run
-        spec = _spec("decode", "float32" if self.cast else call.dtype, self.arrays)
+        self.arrays[0] = packed_info(self.arrays[0])  # the few queries are made contiguous in each run
+        spec = chosen_spec("decode", "float32" if self.cast else call.dtype, self.arrays)
         visible, first_key = None, 0
         if not call.shows_all:
             visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
@@ -228,34 +227,6 @@ class PreparedKernels:
 
 
 _MOST_LAYOUTS = 8  # backward launches kept, one for each stride pattern of the output's gradient
-
-
-def is_decoded(call: Call) -> bool:
-    """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    return call.q.shape[2] < FEW_QUERIES and kernel_spec("decode", call) is not None
-
-
-def spec_of(family: str, call: Call) -> Any:
-    """The spec of the kernel that reads the call's arrays without a cast, or None."""
-    return _spec(family, call.dtype, [call.q, call.k, call.v])
-
-
-def kernel_spec(family: str, call: Call) -> Any:
-    """The spec of the kernel that runs the call: the one that reads its arrays, or that of float32 after a cast."""
-    spec = spec_of("forward", call)
-    if family == "forward":
-        return spec or _spec("forward", "float32", [_packed(x) for x in (call.q, call.k, call.v)])
-    arrays = [_packed(x) if spec is None else x for x in (call.q, call.k, call.v)]
-    return _spec(family, "float32" if spec is None else call.dtype, [_packed(arrays[0]), *arrays[1:]])
-
-
-def _spec(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
-    select = kernel_file("select")
-    return select.spec_of(family, dtype, *(select.Array(x.strides, x.shape[3]) for x in arrays))
-
-
-def _packed(x: ArrayInfo) -> ArrayInfo:
-    return x._replace(strides=packed(x.shape))
 
 
 def _to(x: Any, dtype: str) -> Any:
