@@ -26,7 +26,8 @@ def cost(call: Call) -> float:
     """All pairs; for NumPy arrays also the time to import torch."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     computing, reading = batch * heads * nq * nk * (d + dv + 64) / 8_000, batch * kv_heads * nk * (d + dv) / 400
-    return (14_000 if call.is_numpy else 400) + max(computing, reading)
+    fixed = 14_000 if call.is_numpy else 1_500 if call.needs_grad else 400
+    return fixed + max(computing, reading)
 
 
 def prepare(call: Call) -> Prepared:

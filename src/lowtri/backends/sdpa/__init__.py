@@ -50,7 +50,7 @@ def cost(call: Call) -> float:
     table = 0.0
     if not (call.bias is None and (call.mask == full() or _is_torch_causal(call))):
         tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
-        table = 100 + nq * nk * tables / 500
+        table = (500 if call.needs_grad else 100) + nq * nk * tables / 500
         table += _NEVER if nq * nk * tables > _TABLE_PAIRS else 0
     elif _is_torch_causal(call):
         products /= 2
