@@ -203,11 +203,11 @@ def test_the_log_sum_exp_has_the_precision_of_the_exponential(tiles: None) -> No
 
 
 def test_threads_change_nothing_and_pack_each_tile_once(tiles: None) -> None:
-    tensors, before, runs = inputs((400, 400, 64, 64)), torch.get_num_threads(), []
+    tensors, before, runs = inputs((200, 200, 64, 64)), torch.get_num_threads(), []
     try:
         for count in (1, 2, 2):
             torch.set_num_threads(count)
-            runs.append(results(tensors, "causal & window(150)", "cpu"))
+            runs.append(results(tensors, "causal & window(120)", "cpu"))
     finally:
         torch.set_num_threads(before)
     for run in runs[1:]:
