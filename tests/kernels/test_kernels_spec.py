@@ -25,7 +25,7 @@ from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
-FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bf16"})
+FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16"})
 
 
 def values_of(record: abi.Abi) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Baseline:
     features: frozenset[str] = frozenset()  # required of the CPU
     has_fma = False  # without the instruction llvm.fma is a slow library call
     has_pairs = False  # one instruction for a dot product of pairs of bf16
-    has_scale = False  # one instruction for x * 2 ** n
+    has_scale = False  # one instruction for x * 2 ** n, and one for the fraction of x
     # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
