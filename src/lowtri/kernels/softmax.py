@@ -42,11 +42,11 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
         spans: the first key and one past the last for each 16 queries; other scores are not touched.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    zero, hidden, factors = splat(0.0, spec), splat(-np.inf, spec), splat(unit, spec)
+    zero, hidden = splat(0.0, spec), splat(-np.inf, spec)
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
-        first, last = spans[2 * part], spans[2 * part + 1]
+        first, last, factors = spans[2 * part], spans[2 * part + 1], splat(unit, spec)
         # Four independent chains of maxima, for instruction-level parallelism.
         a = b = c = d = hidden
         j = first
