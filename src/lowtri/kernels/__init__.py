@@ -12,7 +12,9 @@ lanes            operations across lanes
 bf16             pairs of bf16
 exponent         2 ** x of a vector
 product          the register-tiled matrix product
-gemv             matrix times vector, the product for few queries
+cache_rows       rows of the cache, for few queries
+dot_products     few queries times keys
+gemv             weights times values, for few queries
 plan_walk        the key tiles of a query tile
 rows             rows of arrays as the operands of a product
 scores           passes over a tile: softcap, bias, mask

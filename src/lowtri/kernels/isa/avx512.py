@@ -17,7 +17,9 @@ class Avx512(Avx2):
     features = frozenset({"avx512f", "avx512dq"})
     has_scale = True
     tile = pairs_tile = (6, 4, 16)
-    gemv_keys, gemv_vectors = 8, 4
+    whole_vectors = True
+    prefetch_rows = 32
+    gemv_vectors = 4
 
     def scale(self, b: Any, x: Any, n: Any) -> Any:
         """x * 2 ** n, with n rounded down: 0 where that is too small, NaN where either is."""

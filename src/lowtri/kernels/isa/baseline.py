@@ -20,7 +20,8 @@ class Baseline:
     # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
-    gemv_keys = 4  # keys that are multiplied by four queries at once
+    whole_vectors = False  # 64 bytes fit into a register
+    prefetch_rows = 64  # of the cache, ahead; the CPU prefetches by itself, but not past the end of a 4 KB page
     gemv_vectors = 1  # vectors of a value's row that are accumulated at once
 
     def __eq__(self, other: object) -> bool:
