@@ -42,29 +42,31 @@ class PreparedKernels:
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
 
     def run(self, inputs: Inputs) -> Result:
-        output, lse = self._forward(inputs, self.call.return_lse)
+        output, lse, _ = self._forward(inputs, self.call.return_lse)
         return Result(output, None, lse)
 
-    def record(self, inputs: Inputs) -> tuple[Result, None]:
-        """The result with its log-sum-exp; the gradients need no other state."""
-        output, lse = self._forward(inputs, True)
-        return Result(output, None, lse), None
+    def record(self, inputs: Inputs) -> tuple[Result, Any]:
+        """The result with its log-sum-exp, and what the log-sum-exp loses to rounding."""
+        output, lse, low = self._forward(inputs, True)
+        return Result(output, None, lse), low
 
-    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) if requested."""
+    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any, Any]:
+        """Output (B, Hq, Nq, Dv) in the dtype of q; log-sum-exp (B, Hq, Nq), and its rounding error if there are gradients."""
         q, k, v, bias, sinks = self._readable(inputs)
         output = _empty(q, (*q.shape[:3], v.shape[3]))
         lse = _empty(q, q.shape[:3], self.compute_dtype) if want_lse else None
+        low = _empty(q, q.shape[:3], self.compute_dtype) if self.call.needs_grad and not self.decodes else None
         self.launch.run(
             q=address(q),
             k=address(k),
             v=address(v),
             o=address(output),
             lse=address(lse),
+            **({} if self.decodes else {"lse_low": address(low)}),
             bias=address(bias),
             sinks=address(sinks),
         )
-        return (_to(output, self.call.dtype) if self.cast else output), lse
+        return (_to(output, self.call.dtype) if self.cast else output), lse, low
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
@@ -90,6 +92,7 @@ class PreparedKernels:
             v=address(v),
             bias=address(bias),
             lse=address(lse),
+            lse_low=address(recorded),
             delta=address(delta),
             d_output=address(d_output),
             dq=address(dq),
