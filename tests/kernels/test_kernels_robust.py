@@ -213,3 +213,20 @@ def test_ten_thousand_calls_do_not_leak_memory() -> None:
 
     before = work(1000)
     assert work(10_000) - before < 8 * 1024  # kilobytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [0, 3, 16, 40])
+def test_queries_with_large_scores_beside_others(first, dtype):
+    # Large scores are rounded another way, for a vector of queries at a time; the other queries must not change.
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 150, 32).to(dtype) for _ in range(3))
+    usual = lowtri.attention(q, k, v, "causal", engine="cpu")
+    large = q.clone()
+    large[..., first : first + 16, :] *= 2.0**24
+    out = lowtri.attention(large, k, v, "causal", engine="cpu")
+    others = torch.ones(150, dtype=torch.bool)
+    others[first : first + 16] = False
+    assert torch.equal(out[..., others, :], usual[..., others, :])
+    exact = lowtri.attention(large.double(), k.double(), v.double(), "causal", engine="reference")
+    assert torch.allclose(out.double(), exact, atol=2e-2 if dtype is torch.bfloat16 else 1e-5)

@@ -25,7 +25,7 @@ from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE, abi.FORWARD_TILES, abi.BACKWARD_TILES]
-FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bf16"})
+FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16"})
 
 
 def values_of(record: abi.Abi) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int 
 def run(launch: PreparedLaunch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     output = torch.empty_like(q)
     arrays = {"q": q, "k": k, "v": v, "o": output}
-    launch.run(**{name: x.data_ptr() for name, x in arrays.items()}, lse=0, bias=0, sinks=0)
+    launch.run(**{name: x.data_ptr() for name, x in arrays.items()}, lse=0, lse_low=0, bias=0, sinks=0)
     return output
 
 
@@ -102,9 +102,9 @@ def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
     call = qkv(100, 100, 32)
     launch = PreparedKernels(describe(*call, "causal")[0]).launch
     with pytest.raises(KeyError, match="sinks"):
-        launch.run(q=0, k=0, v=0, o=0, lse=0, bias=0)
+        launch.run(q=0, k=0, v=0, o=0, lse=0, lse_low=0, bias=0)
     with pytest.raises(KeyError, match="the kernel has no arrays \\['values'\\]"):
-        launch.run(q=0, k=0, v=0, o=0, lse=0, bias=0, sinks=0, values=0)
+        launch.run(q=0, k=0, v=0, o=0, lse=0, lse_low=0, bias=0, sinks=0, values=0)
 
 
 # The instruction set.

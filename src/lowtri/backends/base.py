@@ -35,7 +35,7 @@ class Differentiates(Prepared, Protocol):
     """A prepared call that computes first gradients itself, since torch records no graph of it."""
 
     computes_gradients: bool  # False for a call that torch differentiates itself
-    from_output: bool  # the gradients need nothing of the forward but its output and log-sum-exp
+    from_output: bool  # the gradients need the output, its log-sum-exp, and what is recorded, which is small or None
     formula_dtype: str | None  # of the formula that computes higher derivatives; None: the inputs' dtype
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:

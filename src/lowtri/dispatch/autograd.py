@@ -49,8 +49,11 @@ class _Differentiable(torch.autograd.Function):
         d_result = Result(d_output, *d_results[1:])
         if _needs_formula(prepared, inputs, d_result):
             return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
-        # The first backward consumes the recorded state, which frees its memory; a second one records again.
-        recorded = ctx.recorded.pop() if ctx.recorded else None
+        # The first backward consumes a large recorded state, which frees its memory; a second one records again.
+        if prepared.from_output:
+            recorded = ctx.recorded[0]
+        else:
+            recorded = ctx.recorded.pop() if ctx.recorded else None
         return None, None, *prepared.gradients(inputs, result, recorded, d_result)
 
 

@@ -13,7 +13,9 @@ bf16             pairs of bf16
 exponent         2 ** x of a vector
 product          the register-tiled matrix product
 tiles            the product of bf16 on AMX's tile registers
-gemv             matrix times vector, the product for few queries
+cache_rows       rows of the cache, for few queries
+dot_products     few queries times keys
+gemv             weights times values, for few queries
 plan_walk        the key tiles of a query tile
 rows             rows of arrays as the operands of a product
 tile_operands    rows of arrays as the operands of a product on tiles

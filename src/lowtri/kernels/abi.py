@@ -118,9 +118,11 @@ def aligned(size: int) -> int:
 _SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "d", "dv")}
 _INPUTS = {"k_strides": STRIDES, "v_strides": STRIDES, "q_strides": STRIDES, "bias_strides": BROADCAST}
 
+# lse_low, in units of log 2, is what lse loses when it is rounded. Where scores are some hundreds, a float32 log-sum-exp is known to
+# 3e-5 only, and all weights of a query would be off by that much of themselves.
 FORWARD = Abi(
     "forward",
-    ("q", "k", "v", "o", "lse", "bias", "sinks"),
+    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
     {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
     ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
 )
@@ -140,11 +142,23 @@ FORWARD_TILES = Abi(
 # compute dtype.
 BACKWARD = Abi(
     "backward",
-    ("q", "k", "v", "bias", "lse", "delta", "d_output", "dq", "dk", "dv_sums", "d_bias"),
+    ("q", "k", "v", "bias", "lse", "lse_low", "delta", "d_output", "dq", "dk", "dv_sums", "d_bias"),
     {"parts": np.int64, **_SIZES, **_INPUTS}
     | {"d_output_strides": STRIDES, "d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
     (
-        *("queries", "d_output", "dq", "scores", "ds", "d_softcap", "shift", "delta", "q_rows", "d_output_rows"),
+        *(
+            "queries",
+            "d_output",
+            "dq",
+            "scores",
+            "ds",
+            "d_softcap",
+            "shift",
+            "shift_low",
+            "delta",
+            "q_rows",
+            "d_output_rows",
+        ),
         *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros"),
     ),
 )

@@ -75,6 +75,7 @@ def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
         "ds": row * KEYS,
         "d_softcap": row * KEYS,  # in pairs also dS for dQ
         "shift": row,
+        "shift_low": row,
         "delta": row,
         "q_rows": d_rows,
         "d_output_rows": dv_rows,
@@ -124,7 +125,8 @@ def backward_tile(call, memory, part, b, h, r, spec):
     v_step, do_step = call.v_strides, call.d_output_strides
     queries, d_output, dq = memory + offsets.queries, memory + offsets.d_output, memory + offsets.dq
     scores, ds, d_softcap = memory + offsets.scores, memory + offsets.ds, memory + offsets.d_softcap
-    shift, delta, zeros = memory + offsets.shift, memory + offsets.delta, memory + offsets.zeros
+    shift, shift_low, delta = memory + offsets.shift, memory + offsets.shift_low, memory + offsets.delta
+    zeros = memory + offsets.zeros
     q_rows, do_rows = memory + offsets.q_rows, memory + offsets.d_output_rows
     k_rows, v_rows = memory + offsets.keys, memory + offsets.values
     n = min(QUERIES, call.nq - r * QUERIES)
@@ -139,7 +141,8 @@ def backward_tile(call, memory, part, b, h, r, spec):
     transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
     q_words = row_operand(q_rows, n, d_row, memory + offsets.q_pairs, spec)
     do_words = row_operand(do_rows, n, dv_row, memory + offsets.d_output_pairs, spec)
-    load_lse_and_delta(lse, call.delta + number_bytes * query0, n, shift, delta, spec)
+    lse_low = call.lse_low + number_bytes * query0 if call.lse_low else 0
+    load_lse_and_delta(lse, lse_low, call.delta + number_bytes * query0, n, shift, shift_low, delta, spec)
     if spec.per_word > 1:
         fill(zeros, d, 0.0, spec)
     fill(dq, QUERIES * d, 0.0, spec)
@@ -162,7 +165,7 @@ def backward_tile(call, memory, part, b, h, r, spec):
             step = call.bias_strides
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
             add_bias(scores, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
-        weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec)
+        weights_and_ds(scores, ds, unit, mask_bits, keys, shift, shift_low, delta, spec)
         if call.d_bias:
             step = call.d_bias_strides
             index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k

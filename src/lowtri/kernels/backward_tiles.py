@@ -118,7 +118,7 @@ def backward_tile(call, memory, part, b, h, r, spec):
     scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
     query0, steps = (b * call.heads + h) * call.nq + r * QUERIES, whole(n) // 32
     finite = load_queries(call, memory, b, h, r, n, spec)
-    load_lse_and_delta(call.lse + 4 * query0, call.delta + 4 * query0, n, shift, delta, spec)
+    load_lse_and_delta(call.lse + 4 * query0, 0, call.delta + 4 * query0, n, shift, 0, delta, spec)
     fill(dq, QUERIES * whole_16(d), 0.0, spec)
     head = b * (call.heads // call.group) + kv
     head_row = (part * call.batch * (call.heads // call.group) + head) * whole_16(nk)

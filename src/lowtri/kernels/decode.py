@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from lowtri.kernels.cache_rows import BLOCK
 from lowtri.kernels.device_function import by_spec, device_function, inline_device_function
+from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.gemv import BLOCK, dot_products, interleave_queries, pv
+from lowtri.kernels.gemv import pv
 from lowtri.kernels.lanes import reduce_max, reduce_sum
 from lowtri.kernels.non_finite import all_finite
 from lowtri.kernels.plan_walk import ALL_QUERIES
@@ -187,7 +189,7 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
     for i in range(-(-rows // BLOCK) * BLOCK):
         row = min(i, rows - 1)  # the last block repeats the last row
         q = call.q + input_bytes * (b * q_step.b + (kv * call.group + row // nq) * q_step.h + row % nq * q_step.n)
-        interleave_queries(q, i, word_count(call.d, spec), queries, spec)
+        lay_out_query(q, i, word_count(call.d, spec), queries, spec)
     blocks = -(-nk // KEYS)
     for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
         key0, keys = block * KEYS, min(KEYS, nk - block * KEYS)

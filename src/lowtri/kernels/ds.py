@@ -11,7 +11,7 @@ from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.rows import fill
-from lowtri.kernels.scores import LOG2E
+from lowtri.kernels.scores import LOG2E, times_log2e
 from lowtri.kernels.simd import (
     all_lanes_finite,
     as_number,
@@ -66,21 +66,28 @@ def pack_query_rows(source, row_step, step, n, size, lse, target, row, spec):
 
 
 @device_function
-def load_lse_and_delta(lse, delta, n, shift, tile_delta, spec):
-    """The log-sum-exp of 64 queries in units of log 2, and their delta.
+def load_lse_and_delta(lse, lse_low, delta, n, shift, shift_low, tile_delta, spec):
+    """The log-sum-exp of 64 queries in units of log 2, what it loses to rounding (0 if ``lse_low`` is 0), and their delta.
+
+    ``shift_low`` is 0 for kernels that round weights to bf16, which do not need it.
 
     A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0.
     """
     for i in range(QUERIES):
         offset = spec.number_bytes * i
         sees_keys = i < n and read(lse + offset, spec) != -np.inf
-        log2_sum = read(lse + offset, spec) * as_number(LOG2E, spec) if sees_keys else as_number(np.inf, spec)
+        log2_sum, low = as_number(np.inf, spec), as_number(0.0, spec)
+        if sees_keys:
+            log2_sum = times_log2e(read(lse + offset, spec), spec)
+            low = read(lse_low + offset, spec) if lse_low else low
         write(shift + offset, log2_sum, spec)
+        if shift_low:
+            write(shift_low + offset, low, spec)
         write(tile_delta + offset, read(delta + offset, spec) if sees_keys else as_number(0.0, spec), spec)
 
 
 @device_function
-def weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec):
+def weights_and_ds(scores, ds, unit, mask_bits, keys, shift, shift_low, delta, spec):
     """Scores become weights, and dP becomes dS = weights * (dP - delta); both are 0 at hidden pairs.
 
     ``unit`` is the factor that brings scores to units of log 2, those of the shift.
@@ -92,6 +99,7 @@ def weights_and_ds(scores, ds, unit, mask_bits, keys, shift, delta, spec):
             offset = spec.number_bytes * lane
             score, d_score_at = scores + spec.row_bytes * j + offset, ds + spec.row_bytes * j + offset
             power = fma(load(score, spec), unit, sub(zero, load(shift + offset, spec)), spec)
+            power = sub(power, load(shift_low + offset, spec))
             # At most 1, also for scores so large that rounding would exceed it.
             weight = exp2(select_greater(power, zero, zero, power), spec)
             d_score = mul(weight, sub(load(d_score_at, spec), load(delta + offset, spec)))

@@ -1,4 +1,9 @@
-"""2 ** x for a vector: the integer part of x sets the exponent bits, and a polynomial approximates 2 to the fractional part."""
+"""2 ** x for a vector: the whole part of x sets the exponent bits, and a polynomial approximates 2 to the rest.
+
+The polynomial has as many terms as the numbers that become of the weights can hold: see ``DEGREES``. Each is 1 + r * q(r), so that
+2 ** 0 is exactly 1, with q fitted to the least relative error of 2 ** r. Source of the reduction by adding a large number: Cody and
+Waite 1980.
+"""
 
 from __future__ import annotations
 
@@ -9,85 +14,81 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from lowtri.kernels.isa.baseline import call, constant, integers
+from lowtri.kernels.isa.baseline import constant, integers
 
-__all__ = ["exp2", "exp2m1"]
+__all__ = ["DEGREES", "ERRORS", "exp2", "exp2m1"]
 
-# (2^r - 1) / r on [-1/2, 1/2], highest power first. float32: a polynomial fitted to equal relative error of 2^r, 2e-9; float64:
-# Taylor's, 4e-18.
-_FLOAT32 = (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1)
-_FLOAT64 = tuple(math.log(2) ** k / math.factorial(k) for k in range(13, 0, -1))
+# By the dtype of the arrays. Weights, and sums that are divided by their own sum, are rounded to it in the end: bf16 has a relative
+# rounding error of 2e-3, float16 of 5e-4, float32 of 6e-8.
+DEGREES = {"bfloat16": 3, "float16": 4, "float32": 6, "float64": 13}
+# The relative errors of the polynomials, with their coefficients in float32; float64 sums round to a few 1e-16.
+ERRORS = {3: 1.1e-4, 4: 3e-6, 6: 2e-8, 13: 4e-16}
+
+# q by degree, highest power first: for the rest from the nearest whole number, and for the rest from the next lower one.
+_NEAREST = {
+    3: (5.50089311e-2, 2.42210959e-1, 6.93282927e-1),
+    4: (9.58285310e-3, 5.59064246e-2, 2.40240986e-1, 6.93124193e-1),
+    6: (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1),
+    13: tuple(math.log(2) ** k / math.factorial(k) for k in range(13, 0, -1)),  # Taylor's
+}
+_LOWER = {
+    3: (7.70670420e-2, 2.27644991e-1, 6.95116786e-1),
+    4: (1.34266843e-2, 5.22424742e-2, 2.41280205e-1, 6.93044845e-1),
+    6: (2.16129151e-4, 1.24678464e-3, 9.67545157e-3, 5.54852806e-2, 2.40229306e-1, 6.93147044e-1),
+}
 
 
 def _is_double(kind: Any) -> bool:
     return bool(kind.element == ir.DoubleType())
 
 
-def _min_exponent(kind: Any) -> float:
-    """The least whole x for which 2 ** x is not denormal."""
-    return -1022.0 if _is_double(kind) else -126.0
-
-
-def _nearest(b: Any, x: Any) -> Any:
-    return call(b, f"llvm.roundeven.v{x.type.count}f{64 if _is_double(x.type) else 32}", x.type, [x])
-
-
-def _greater(b: Any, x: Any, y: Any) -> Any:
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-def _per_r(b: Any, r: Any, isa: Any) -> Any:
-    """(2 ** r - 1) / r."""
-    first, *rest = _FLOAT64 if _is_double(r.type) else map(np.float32, _FLOAT32)
+def _polynomial(b: Any, r: Any, coefficients: Any, isa: Any) -> Any:
+    first, *rest = coefficients if _is_double(r.type) else map(np.float32, coefficients)
     p = constant(r.type, float(first))
     for c in rest:
         p = isa.fma(b, p, r, constant(r.type, float(c)))
     return p
 
 
-def _power(b: Any, n: Any) -> Any:
-    """2 ** n for whole n, not denormal, made from the exponent's bits."""
-    kind = integers(n.type)
-    if _is_double(n.type):  # no conversion to 64-bit integers before AVX-512: a large number keeps n in its last bits
-        whole, bias, by = b.bitcast(b.fadd(n, constant(n.type, 1.5 * 2.0**52)), kind), 1023, 52
-    else:
-        whole, bias, by = b.fptosi(n, kind), 127, 23
-    return b.bitcast(b.shl(b.add(whole, constant(kind, bias)), constant(kind, by)), n.type)
+def _split(b: Any, x: Any, degree: int, isa: Any) -> tuple[Any, Any]:
+    """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1. 2 ** n is 0 from the least exponent down, so for -inf, too."""
+    bits, bias = (52, 1023) if _is_double(x.type) else (23, 127)
+    kind, least = integers(x.type), constant(x.type, float(-bias))
+    x = b.select(b.fcmp_ordered(">", least, x), least, x)  # NaN stays NaN
+    # The last digit of a number this large is 1, so the sum is rounded to n + bias, which its last bits hold.
+    large = constant(x.type, 1.5 * 2.0**bits + bias)
+    shifted = b.fadd(x, large)
+    scale = b.bitcast(b.shl(b.bitcast(shifted, kind), constant(kind, bits)), x.type)
+    r = b.fsub(x, b.fsub(shifted, large))
+    return scale, b.fmul(_polynomial(b, r, _NEAREST[degree], isa), r)
 
 
-def _split(b: Any, x: Any, isa: Any) -> tuple[Any, Any]:
-    """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1."""
-    whole = _nearest(b, _greater(b, x, constant(x.type, _min_exponent(x.type))))
-    r = b.fsub(x, whole)
-    fraction = b.fmul(_per_r(b, r, isa), r)
-    return _power(b, whole), fraction
-
-
-def _exp2(b: Any, x: Any, isa: Any) -> Any:
-    if isa.has_scale:
-        # 2 ** -1200 is 0, as is 2 ** -inf.
-        x = _greater(b, constant(x.type, -1200.0 if _is_double(x.type) else -200.0), x)
-        whole = _nearest(b, x)
-        r = b.fsub(x, whole)
-        return isa.scale(b, isa.fma(b, _per_r(b, r, isa), r, constant(x.type, 1.0)), whole)
-    scale, fraction = _split(b, x, isa)
-    out = isa.fma(b, scale, fraction, scale)
-    out = b.select(b.fcmp_ordered("<", x, constant(x.type, _min_exponent(x.type))), constant(x.type, 0.0), out)
-    return b.select(b.fcmp_unordered("uno", x, x), x, out)
+def _exp2(b: Any, x: Any, spec: Any) -> Any:
+    degree, isa = DEGREES[spec.dtype], spec.isa
+    if isa.has_scale:  # the operation rounds its exponent down
+        lower = degree in _LOWER
+        r = isa.fraction(b, x, lower)
+        p = _polynomial(b, r, (*(_LOWER if lower else _NEAREST)[degree], 1.0), isa)
+        return isa.scale(b, p, x if lower else b.fsub(x, r))
+    scale, fraction = _split(b, x, degree, isa)
+    return isa.fma(b, scale, fraction, scale)
 
 
 @intrinsic
 def exp2(typing, x, spec):
-    """2 ** x, to an ulp or two; 0 where that is denormal (so exp2(-inf) is 0), NaN for NaN. For x <= 127."""
-    return x(x, spec), lambda c, b, s, a: _exp2(b, a[0], spec.value.isa)
+    """2 ** x, to the precision that the dtype of the arrays needs; 0 for -inf and NaN for NaN. For x <= 127.
+
+    The relative error is that of ``ERRORS``, and an ulp. Results below 2 ** -126, which are denormal, may be 0.
+    """
+    return x(x, spec), lambda c, b, s, a: _exp2(b, a[0], spec.value)
 
 
 @intrinsic
 def exp2m1(typing, x, spec):
-    """2 ** x - 1, to a few ulp also where x is small. For -126 <= x <= 127."""
+    """2 ** x - 1, to a few ulp of the compute dtype also where x is small. For -126 <= x <= 127."""
 
     def emit(c, b, s, a):
-        scale, fraction = _split(b, a[0], spec.value.isa)
+        scale, fraction = _split(b, a[0], 13 if x.bits == 64 else 6, spec.value.isa)
         return spec.value.isa.fma(b, scale, fraction, b.fsub(scale, constant(scale.type, 1.0)))
 
     return x(x, spec), emit

@@ -32,7 +32,7 @@ from lowtri.kernels.rows import (
     transposed_queries,
     word_count,
 )
-from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap
+from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
 from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
 from lowtri.kernels.softmax import softmax_tile
 from lowtri.kernels.spec import QUERIES, KernelSpec
@@ -156,10 +156,14 @@ def store_tile(call, memory, b, h, r, n, spec):
     if call.lse:
         lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
         for i in range(n):
-            total_i, lse_i = read(l + number_bytes * i, spec), as_number(-np.inf, spec)
+            total_i, lse_i, low_i = read(l + number_bytes * i, spec), as_number(-np.inf, spec), as_number(0.0, spec)
             if total_i != 0:
-                lse_i = read(m + number_bytes * i, spec) * as_number(LN2, spec) + np.log(total_i)
+                m_i = read(m + number_bytes * i, spec)
+                lse_i = m_i * as_number(LN2, spec) + np.log(total_i)
+                low_i = m_i - times_log2e(lse_i, spec) + np.log2(total_i)
             write(lse + number_bytes * i, lse_i, spec)
+            if call.lse_low:
+                write(call.lse_low + lse - call.lse + number_bytes * i, low_i, spec)
 
 
 @inline_device_function

@@ -13,7 +13,19 @@ import numpy as np
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.simd import add, any_greater, fma, load, maximum, mul, select_greater, splat, store, sub
+from lowtri.kernels.simd import (
+    add,
+    any_greater,
+    as_number,
+    fma,
+    load,
+    maximum,
+    mul,
+    select_greater,
+    splat,
+    store,
+    sub,
+)
 
 __all__ = ["softmax_tile"]
 
@@ -30,11 +42,11 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
         spans: the first key and one past the last for each 16 queries; other scores are not touched.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    zero, hidden, one, unit = splat(0.0, spec), splat(-np.inf, spec), splat(1.0, spec), splat(unit, spec)
+    zero, hidden = splat(0.0, spec), splat(-np.inf, spec)
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
-        first, last = spans[2 * part], spans[2 * part + 1]
+        first, last, factors = spans[2 * part], spans[2 * part + 1], splat(unit, spec)
         # Four independent chains of maxima, for instruction-level parallelism.
         a = b = c = d = hidden
         j = first
@@ -46,49 +58,46 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
         while j < last:
             a = maximum(load(scores + step * j + lane, spec), a)
             j += 1
-        greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
+        greatest = mul(maximum(maximum(a, b), maximum(c, d)), factors)
         old = load(m + lane, spec)
         limit = add(old, splat(_MAX_RISE, spec))
         if any_greater(greatest, limit):
             # Lane by lane: the keys of one query do not change a bit of another query's result.
             new = select_greater(greatest, limit, maximum(greatest, old), old)
-            factor = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
+            rescale = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
             store(m + lane, new)
-            store(l + lane, mul(load(l + lane, spec), factor))
+            store(l + lane, mul(load(l + lane, spec), rescale))
             for r in range(size):
                 address = output + step * r + lane
-                store(address, mul(load(address, spec), factor))
+                store(address, mul(load(address, spec), rescale))
             old = new
         # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
         shift = sub(zero, select_greater(old, hidden, old, zero))
-        scale = unit
+        factor = unit
         amount, large = maximum(shift, sub(zero, shift)), splat(_LARGE, spec)
         if any_greater(amount, large):
             # fma rounds the shift but not the product; for scores this large the difference exceeds 1. So round both.
             for j in range(first, last):
                 address = scores + step * j + lane
                 x = load(address, spec)
-                store(address, select_greater(amount, large, mul(x, unit), x))
-            scale = select_greater(amount, large, one, unit)
-        a = b = c = d = zero
+                rounded = add(mul(x, factors), shift)
+                store(address, select_greater(amount, large, rounded, fma(x, factors, shift, spec)))
+            factor, shift = as_number(1.0, spec), zero
+        factors = splat(factor, spec)
+        a = b = zero
         j = first
-        while j + 4 <= last:
+        while j + 2 <= last:
             row = scores + step * j + lane
-            row_2, row_3 = row + 2 * step, row + 3 * step
-            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
-            f = exp2(fma(load(row + step, spec), scale, shift, spec), spec)
-            g = exp2(fma(load(row_2, spec), scale, shift, spec), spec)
-            h = exp2(fma(load(row_3, spec), scale, shift, spec), spec)
+            e = exp2(fma(load(row, spec), factors, shift, spec), spec)
+            f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
             store(row, e)
             store(row + step, f)
-            store(row_2, g)
-            store(row_3, h)
-            a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
-            j += 4
-        while j < last:
+            a, b = add(a, e), add(b, f)
+            j += 2
+        if j < last:
             row = scores + step * j + lane
-            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
+            e = exp2(fma(load(row, spec), factors, shift, spec), spec)
             store(row, e)
             a = add(a, e)
-            j += 1
-        store(l + lane, add(load(l + lane, spec), add(add(a, b), add(c, d))))
+        sums = add(a, b)
+        store(l + lane, add(load(l + lane, spec), sums))

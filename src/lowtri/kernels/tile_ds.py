@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
+from lowtri.kernels.exponent import exp2
 from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.rows import fill, interleave_input_rows
 from lowtri.kernels.simd import (
@@ -24,7 +25,7 @@ from lowtri.kernels.simd import (
 )
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_operands import copy_rows, whole, whole_16
-from lowtri.kernels.tile_softmax import exp2_bf16, pair
+from lowtri.kernels.tile_softmax import pair
 
 __all__ = ["copy_query_rows", "pairs_of_rows", "round_tile", "weights_and_ds_pairs", "wide_weights_and_ds"]
 
@@ -85,7 +86,7 @@ def weight_and_ds(scores, ds, unit, word, lane, shift, delta, spec):
     """The weight and dS of 16 pairs; both 0 where the key is hidden. See :func:`lowtri.kernels.ds.weights_and_ds`."""
     zero = splat(0.0, spec)
     power = fma(load(scores, spec), unit, sub(zero, shift), spec)
-    weight = exp2_bf16(select_greater(power, zero, zero, power), spec)
+    weight = exp2(select_greater(power, zero, zero, power), spec)
     d_score = mul(weight, sub(load(ds, spec), delta))
     if word != ALL_QUERIES:
         weight = select_bits(word, np.uint64(lane), weight, zero)

@@ -16,16 +16,10 @@ from lowtri.kernels.exponent import exp2
 from lowtri.kernels.isa.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, mul, select_greater, splat, store, sub
 
-__all__ = ["exp2_bf16", "pair", "softmax_pairs", "unpack_pairs"]
+__all__ = ["pair", "softmax_pairs", "unpack_pairs"]
 
 _LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
 _MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
-
-
-@intrinsic
-def exp2_bf16(typing, x, spec):
-    """2 ** x for x <= 127, to the precision of bf16; 0 for -inf, NaN for NaN."""
-    return x(x, spec), lambda c, b, s, a: spec.value.isa.exp2_bf16(b, a[0])
 
 
 @intrinsic
@@ -103,18 +97,18 @@ def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
         j = first
         while j + 4 <= last:
             row, target = column + step * j, to + step * (j // 2)
-            e = exp2_bf16(fma(load(row, spec), scale, shift, spec), spec)
-            f = exp2_bf16(fma(load(row + step, spec), scale, shift, spec), spec)
-            g = exp2_bf16(fma(load(row + 2 * step, spec), scale, shift, spec), spec)
-            h = exp2_bf16(fma(load(row + 3 * step, spec), scale, shift, spec), spec)
+            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
+            f = exp2(fma(load(row + step, spec), scale, shift, spec), spec)
+            g = exp2(fma(load(row + 2 * step, spec), scale, shift, spec), spec)
+            h = exp2(fma(load(row + 3 * step, spec), scale, shift, spec), spec)
             store(target, pair(e, f, spec))
             store(target + step, pair(g, h, spec))
             a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
             j += 4
         while j < last:
-            e, f = exp2_bf16(fma(load(column + step * j, spec), scale, shift, spec), spec), zero
+            e, f = exp2(fma(load(column + step * j, spec), scale, shift, spec), spec), zero
             if j + 1 < last:
-                f = exp2_bf16(fma(load(column + step * (j + 1), spec), scale, shift, spec), spec)
+                f = exp2(fma(load(column + step * (j + 1), spec), scale, shift, spec), spec)
             store(to + step * (j // 2), pair(e, f, spec))
             a, b = add(a, e), add(b, f)
             j += 2

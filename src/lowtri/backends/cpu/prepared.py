@@ -48,37 +48,44 @@ class PreparedKernels:
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
 
     def run(self, inputs: Inputs) -> Result:
-        output, lse = self._forward(inputs, self.call.return_lse)
+        output, lse, _ = self._forward(inputs, self.call.return_lse)
         return Result(output, None, lse)
 
-    def record(self, inputs: Inputs) -> tuple[Result, None]:
-        """The result with its log-sum-exp; the gradients need no other state."""
-        output, lse = self._forward(inputs, True)
-        return Result(output, None, lse), None
+    def record(self, inputs: Inputs) -> tuple[Result, Any]:
+        """The result with its log-sum-exp, and what the log-sum-exp loses to rounding."""
+        output, lse, low = self._forward(inputs, True)
+        return Result(output, None, lse), low
 
-    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q, and log-sum-exp (B, Hq, Nq) if requested."""
+    def _forward(self, inputs: Inputs, want_lse: bool) -> tuple[Any, Any, Any]:
+        """Output (B, Hq, Nq, Dv) in the dtype of q; log-sum-exp (B, Hq, Nq), and its rounding error if there are gradients."""
+        lse, low = None, None
+        with_low = self.call.needs_grad and not self.decodes
         if self.as_they_are:  # the shortest way, since small calls take microseconds
             q, k, v, _, _ = inputs
-            output, lse, at_lse = q.new_empty(self.output_shape), None, 0
+            output, addresses = q.new_empty(self.output_shape), [0] if self.decodes else [0, 0]
             if want_lse:
                 lse = empty_like(q, self.output_shape[:3], self.compute_dtype)
-                at_lse = lse.data_ptr()
-            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), at_lse, 0, 0)
-            return output, lse
+                addresses[0] = lse.data_ptr()
+            if with_low:
+                low = empty_like(q, self.output_shape[:3], self.compute_dtype)
+                addresses[1] = low.data_ptr()
+            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), *addresses, 0, 0)
+            return output, lse, low
         q, k, v, bias, sinks = self._readable(inputs)
         output = empty_like(q, (*q.shape[:3], v.shape[3]))
         lse = empty_like(q, q.shape[:3], self.compute_dtype) if want_lse else None
+        low = empty_like(q, q.shape[:3], self.compute_dtype) if with_low else None
         self.launch.run(
             q=address(q),
             k=address(k),
             v=address(v),
             o=address(output),
             lse=address(lse),
+            **({} if self.decodes else {"lse_low": address(low)}),
             bias=self._first_pair(bias, self.bias_strides),
             sinks=address(sinks),
         )
-        return (to_dtype(output, self.call.dtype) if self.cast else output), lse
+        return (to_dtype(output, self.call.dtype) if self.cast else output), lse, low
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
@@ -108,6 +115,7 @@ class PreparedKernels:
             v.data_ptr(),
             self._first_pair(bias, self.bias_strides),
             lse.data_ptr(),
+            address(recorded),  # lse_low
             delta.data_ptr(),
             d_output.data_ptr(),
             dq.data_ptr(),

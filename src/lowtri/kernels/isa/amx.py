@@ -15,9 +15,9 @@ from typing import Any
 from llvmlite import ir
 
 from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16, BFloat
-from lowtri.kernels.isa.baseline import call, constant
+from lowtri.kernels.isa.baseline import call
 
-__all__ = ["PERMISSION", "Amx", "exp2_of_fraction"]
+__all__ = ["PERMISSION", "Amx"]
 
 PERMISSION = "amx-permission"  # no feature of LLVM: the operating system grants tile data to this process
 TILE_ROWS, TILE_ROW_BYTES = 16, 64
@@ -30,31 +30,11 @@ _ROW_LENGTHS = TILE_ROW_BYTES * 0x0001_0001_0001_0001
 _ROW_COUNTS = TILE_ROWS * 0x0101_0101_0101_0101
 _CONFIGURATION = (1, 0, _ROW_LENGTHS, _ROW_LENGTHS, 0, 0, _ROW_COUNTS, 0)
 
-# 2 ** r on [0, 1), highest power first: greatest relative error 7.5e-5, a twenty-sixth of what rounding to bf16 may lose.
-_EXP2_BF16 = (0.07802452, 0.22606716, 0.69583356, 0.9999252)
-
-
-def exp2_of_fraction(b: Any, r: Any, isa: Any) -> Any:
-    """2 ** r for r in [0, 1), to the precision of bf16."""
-    first, *rest = _EXP2_BF16
-    p = constant(r.type, first)
-    for c in rest:
-        p = isa.fma(b, p, r, constant(r.type, c))
-    return p
-
 
 class Amx(Avx512Bf16):
     name = "amx"
     features = Avx512Bf16.features | {"avx512dq", "amx-tile", "amx-bf16", PERMISSION}
     has_tiles = True
-
-    def exp2_bf16(self, b: Any, x: Any) -> Any:
-        """2 ** x for x <= 127, to the precision of bf16; 0 for -inf, NaN for NaN."""
-        every, current_rounding = ir.Constant(_I16, -1), ir.Constant(_I32, 4)
-        to_floor = ir.Constant(_I32, 9)  # the part that is left after rounding down, without exceptions
-        arguments = [x, to_floor, constant(x.type, 0.0), every, current_rounding]
-        r = call(b, "llvm.x86.avx512.mask.reduce.ps.512", x.type, arguments)
-        return self.scale(b, exp2_of_fraction(b, r, self), x)  # rounds x down itself
 
     def pair(self, b: Any, low: Any, high: Any) -> Any:
         """16 pairs from two vectors of floats, rounded."""

@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from lowtri.compat.numba_private import alloca_once, for_range
-from lowtri.kernels.isa.amx import TILE_ROWS, exp2_of_fraction
-from lowtri.kernels.isa.baseline import Baseline, call, constant, halves_of_pairs, integers
+from lowtri.kernels.isa.amx import TILE_ROWS
+from lowtri.kernels.isa.baseline import Baseline, constant, halves_of_pairs, integers
 
 __all__ = ["AmxEmulated"]
 
@@ -25,10 +25,6 @@ _TILE = ir.ArrayType(_ROW, TILE_ROWS)
 class AmxEmulated(Baseline):
     name = "amx-emulated"
     has_tiles = True
-
-    def exp2_bf16(self, b: Any, x: Any) -> Any:
-        """2 ** x for x <= 127, to the precision of bf16; 0 where that is denormal, NaN for NaN."""
-        return _call_once_defined(b, _exp2_bf16, [x], x.type)
 
     def pair(self, b: Any, low: Any, high: Any) -> Any:
         """16 pairs from two vectors of floats, rounded."""
@@ -69,18 +65,6 @@ def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], r
         value = emit(body, *function.args)
         body.ret_void() if value is None else body.ret(value)
     return b.call(function, arguments)
-
-
-def _exp2_bf16(b: Any, x: Any) -> Any:
-    least = constant(x.type, -127.0)
-    x = b.select(b.fcmp_ordered(">", least, x), least, x)
-    whole = call(b, "llvm.floor.v16f32", x.type, [x])
-    fraction = exp2_of_fraction(b, b.fsub(x, whole), Baseline())
-    kind = integers(x.type)
-    exponent = b.shl(b.fptosi(whole, kind), constant(kind, 23))
-    power = b.bitcast(b.add(b.bitcast(fraction, kind), exponent), x.type)
-    power = b.select(b.fcmp_ordered("<", x, constant(x.type, -126.0)), constant(x.type, 0.0), power)
-    return b.select(b.fcmp_unordered("uno", x, x), x, power)
 
 
 def _pair(b: Any, low: Any, high: Any) -> Any:

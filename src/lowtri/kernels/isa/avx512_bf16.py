@@ -28,7 +28,7 @@ class BFloat(ir.Type):
 
 class Avx512Bf16(Avx512):
     name = "avx512-bf16"
-    features = frozenset({"avx512f", "avx512bf16"})
+    features = Avx512.features | {"avx512bf16"}
     has_pairs = True
 
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:

@@ -17,11 +17,12 @@ class Baseline:
     has_fma = False  # without the instruction llvm.fma is a slow library call
     has_pairs = False  # one instruction for a dot product of pairs of bf16
     has_tiles = False  # one instruction for a product of tiles of bf16
-    has_scale = False  # one instruction for x * 2 ** n
+    has_scale = False  # one instruction for x * 2 ** n, and one for the fraction of x
     # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
-    gemv_keys = 4  # keys that are multiplied by four queries at once
+    whole_vectors = False  # 64 bytes fit into a register
+    prefetch_rows = 64  # of the cache, ahead; the CPU prefetches by itself, but not past the end of a 4 KB page
     gemv_vectors = 1  # vectors of a value's row that are accumulated at once
 
     def __eq__(self, other: object) -> bool:

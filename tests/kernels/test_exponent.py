@@ -1,0 +1,98 @@
+"""2 ** x in the kernels, against float64 over a grid; and how many instructions it takes on other CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels_spec import AVX512, COMPILED, python
+
+from lowtri.kernels import compilation, threads
+from lowtri.kernels.abi import Abi
+from lowtri.kernels.exponent import DEGREES, ERRORS, exp2, exp2m1
+from lowtri.kernels.isa.avx512 import Avx512
+from lowtri.kernels.select import SPECS
+from lowtri.kernels.simd import load, store
+
+VECTORS = Abi("vectors", ("x", "power", "less_one"), {"bytes": np.int64})
+EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def powers(call: Any) -> None:
+    """2 ** x, and 2 ** x - 1, of whole vectors."""
+    for offset in range(0, call.bytes, 64):
+        x = load(call.x + offset, call.spec)
+        store(call.power + offset, exp2(x, call.spec))
+        store(call.less_one + offset, exp2m1(x, call.spec))
+
+
+def computed(dtype: str, x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """2 ** x and 2 ** x - 1 by the kernels' functions for arrays of this dtype."""
+    rows = "widened" if DEGREES[dtype] < 6 else "direct"
+    power, less_one = np.empty_like(x), np.empty_like(x)
+    record = np.zeros(1, VECTORS.dtype)
+    record["x"], record["power"], record["less_one"] = (array.ctypes.data for array in (x, power, less_one))
+    record["bytes"] = x.nbytes
+    code = compilation.compiled(powers, VECTORS, SPECS["forward", dtype, rows])
+    threads.run_team(code, record.ctypes.data, 1)
+    return power, less_one
+
+
+@pytest.mark.parametrize("dtype", DEGREES)
+def test_the_error_is_below_the_stated_one_everywhere(dtype: str) -> None:
+    """Every 2 ** -18th between -2 and 2, a million numbers down to the least exponent, and one below 0 at each magnitude."""
+    kind = "float64" if dtype == "float64" else "float32"
+    least = -1022.0 if kind == "float64" else -126.0
+    x = np.concatenate([np.arange(-(2**19), 2**19) / 2**18, np.linspace(least, 8, 2**20), -(2.0 ** -np.arange(64.0))])
+    x = x.astype(kind)
+    power, less_one = computed(dtype, x)
+    exact = np.exp2(x.astype(np.float64 if kind == "float32" else np.longdouble))
+    allowed = ERRORS[DEGREES[dtype]] + EPS[kind]
+    assert np.max(np.abs(power / exact - 1)) <= allowed
+    assert np.array_equal(power[x == np.round(x)], exact[x == np.round(x)].astype(kind))  # powers of 2 are exact
+    exact_less_one = np.expm1(x.astype(exact.dtype) * np.log(exact.dtype.type(2)))
+    assert np.all(np.abs(less_one - exact_less_one) <= 4 * EPS[kind] * np.abs(exact_less_one))
+
+
+@pytest.mark.parametrize("dtype", DEGREES)
+def test_what_is_hidden_weighs_nothing_and_nan_stays(dtype: str) -> None:
+    kind = "float64" if dtype == "float64" else "float32"
+    lowest = np.finfo(kind).min
+    x = np.array([-np.inf, lowest, -3e38, -1e5, np.nan, -0.0, 0.0, *[1.0] * 9], kind)
+    if kind == "float32":  # a NaN may carry any bits
+        x[4:5].view(np.uint32)[:] = 0x7FC001FF
+    power, _ = computed(dtype, x)
+    assert np.array_equal(power[:4], np.zeros(4)) and np.isnan(power[4]) and np.array_equal(power[5:], [1, 1, *[2] * 9])
+
+
+def test_avx512_takes_two_instructions_and_the_polynomial() -> None:
+    """For each vector: a fraction, a multiply-add for each degree, a scale; with the shift, one more multiply-add."""
+    printed = python(
+        COMPILED
+        + """
+    from lowtri.kernels.exponent import exp2
+    from lowtri.kernels.simd import fma, load, store
+
+    def powers(call):
+        for offset in range(0, call.nk, 64):
+            score, scale, shift = load(call.q + offset, call.spec), load(call.v, call.spec), load(call.k, call.spec)
+            store(call.q + offset, exp2(fma(score, scale, shift, call.spec), call.spec))
+
+    for way in (("float32", "direct"), ("bfloat16", "pairs"), ("float16", "widened"), ("float64", "direct")):
+        asm = code(*way, powers)._library.get_asm_str()
+        words = ("vreducep", "vfmadd", "vscalefp", "vrndscale|vcmp|vmaxp|vcvttp|vpsll", "vmulp|vaddp|vsubp")
+        print(*way, *(len(re.findall(word, asm)) for word in words))
+    """,
+        NUMBA_CPU_NAME="sapphirerapids",
+        NUMBA_CPU_FEATURES=AVX512,
+    )
+    for line in printed.splitlines():
+        dtype, _, fractions, fused, scales, others, sums = line.split()
+        copies = int(fractions)  # of the loop's body: LLVM unrolls it
+        assert int(scales) == copies > 0 and int(others) == 0, line
+        assert int(fused) == copies * (DEGREES[dtype] + 1) and int(sums) == copies * (dtype == "float64"), line
+
+
+def test_the_fraction_is_an_instruction_of_avx512dq() -> None:
+    assert "avx512dq" in Avx512.features
