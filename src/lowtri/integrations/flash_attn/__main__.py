@@ -9,7 +9,6 @@ from pathlib import Path
 from lowtri.errors import LowtriError
 from lowtri.integrations.flash_attn.install import install
 
-
 __all__ = ["main"]
 
 
