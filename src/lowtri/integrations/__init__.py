@@ -7,6 +7,7 @@ transformers_functions  mask functions that are not recognised, evaluated pair b
 transformers_lazy       lazy masks: a mask and its positions as a tensor subclass without a table
 transformers_dense      dense masks, boolean or additive, as lazy masks and biases
 transformers_traced     the same attention under torch.compile and torch.export
+flash_attn              the functions of flash-attn with its signatures, and `import flash_attn` without a GPU
 onnx                    the Attention operator of the ONNX standard, as a function
 onnx_positions          the operator's masks: indices, lengths and offsets as a lowtri mask and positions
 onnx_arrays             the operator's heads, past keys and values, scores and dtypes, for NumPy and torch alike
