@@ -18,7 +18,7 @@ The packages, in reading order; a package imports only packages above it:
     auditing      the audit: whether a model depends on what its mask hides
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
-    integrations  transformers, ONNX
+    integrations  transformers, flash-attn, ONNX
     cli           the command `lowtri`, one file per verb
 
 `import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.
