@@ -12,14 +12,13 @@ as they are. torch's fused inference kernels, which compute whole encoder layers
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from lowtri.errors import EngineError
 from lowtri.integrations import x_transformers
+from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
 from lowtri.integrations.torch_multihead import multi_head_attention
 
 __all__ = ["switch"]
@@ -43,44 +42,54 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
         engine: as in :func:`lowtri.attention`.
 
     Returns:
-        the module. Outputs and gradients are equal, with two exceptions: a query that sees no key gives zeros plus the bias of the
-        output projection, never NaN; and an ``nn.TransformerEncoder`` computes padded positions, which torch's inference kernels set to 0.
+        the module. Outputs and gradients are equal, with two exceptions: a query that sees no key gives the bias of the output
+        projection alone, never NaN; and an ``nn.TransformerEncoder`` computes padded positions, where torch's inference kernels
+        give 0.
 
     Raises:
         EngineError: if no attention in the module can be switched, or one has a ``forward`` of its own; nothing is switched then.
 
     Source: the documentation of torch.nn.MultiheadAttention.
     """
-    parts = list(module.modules())
-    switched = [part for part in parts if isinstance(part, _Switched)]
+    parts: list[Any] = list(module.modules())
+    switched = [part for part in parts if isinstance(part, Replaced) and hasattr(part, "lowtri_engine")]
     if back:
-        for part in switched:
-            part.__class__ = part.original
-            part.__dict__.pop("lowtri_hook").remove()
-            del part.lowtri_engine
-        for part in parts:
-            if isinstance(part, nn.TransformerEncoder) and "lowtri_nested" in part.__dict__:
-                part.use_nested_tensor = part.__dict__.pop("lowtri_nested")
+        _switch_back(parts, switched)
         return module
-    found = [part for part in parts if _mixin(type(part)) is not None]
-    closed = {reason for part in found if (reason := _why_not(part))}
+    found = [(part, kind) for part in parts if part not in switched and (kind := _replacement(type(part)))]
+    closed = {reason for part, _ in found if (reason := _why_not(part))}
     closed |= x_transformers.needs_similarities(parts)
     if closed or not (found or switched):
         reason = "; ".join(sorted(closed)) or f"{type(module).__name__} contains no nn.MultiheadAttention"
         raise EngineError(
             f"switch: {reason}.\nFix: leave this model to torch. For a model of transformers: lowtri.integrations.transformers.switch."
         )
-    for part in switched:
-        part.lowtri_engine = engine
-    for part in found:
-        part.__class__ = _switched_class(type(part))
-        part.lowtri_engine = engine  # type: ignore[assignment]
+    for part, kind in found:
+        replace_forward(part, kind)
         # An encoder layer whose parts have hooks calls them, instead of torch's fused kernel.
-        part.__dict__["lowtri_hook"] = part.register_forward_pre_hook(_unchanged)
-    for part in parts:
-        if isinstance(part, nn.TransformerEncoder) and "lowtri_nested" not in part.__dict__:
-            part.__dict__["lowtri_nested"], part.use_nested_tensor = part.use_nested_tensor, False
+        part.lowtri_hook = part.register_forward_pre_hook(_unchanged)
+    for part in (*switched, *(part for part, _ in found)):
+        part.lowtri_engine = engine
+    for part in _encoders(parts):
+        if not hasattr(part, "lowtri_nested"):
+            part.lowtri_nested, part.use_nested_tensor = part.use_nested_tensor, False
     return module
+
+
+def _switch_back(parts: list[Any], switched: list[Any]) -> None:
+    for part in switched:
+        restore_forward(part)
+        part.lowtri_hook.remove()
+        del part.lowtri_hook, part.lowtri_engine
+    for part in _encoders(parts):
+        if hasattr(part, "lowtri_nested"):
+            part.use_nested_tensor = part.lowtri_nested
+            del part.lowtri_nested
+
+
+def _encoders(parts: list[Any]) -> list[Any]:
+    """The modules that pass nested tensors to their layers."""
+    return [part for part in parts if isinstance(part, nn.TransformerEncoder)]
 
 
 def _unchanged(module: nn.Module, arguments: Any) -> None:
@@ -96,26 +105,16 @@ def _why_not(part: nn.Module) -> str | None:
     return None
 
 
-def _mixin(kind: type[nn.Module]) -> type[_Switched] | None:
-    """What replaces the forward of a class; None where nothing does, or it is replaced already."""
-    if issubclass(kind, _Switched):
-        return None
-    return (
-        _Multihead if issubclass(kind, nn.MultiheadAttention) else _Attend if x_transformers.is_attend(kind) else None
-    )
+def _replacement(kind: type[nn.Module]) -> type[Replaced] | None:
+    """What replaces the forward of a class; None where nothing does."""
+    if issubclass(kind, nn.MultiheadAttention):
+        return _Multihead
+    return _Attend if x_transformers.is_attend(kind) else None
 
 
-class _Switched:
-    """A module whose forward is lowtri's. Its class is made from the module's own, so ``isinstance`` and checkpoints still fit."""
-
-    original: type[nn.Module]
+class _Multihead(Replaced):
     lowtri_engine: str
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles: the class has no name to be found by
-        return _new, (self.original,), self.__dict__
-
-
-class _Multihead(_Switched):
     def forward(
         self,
         query: Tensor,
@@ -137,18 +136,9 @@ class _Multihead(_Switched):
         return output, weights
 
 
-class _Attend(_Switched):
+class _Attend(Replaced):
+    lowtri_engine: str
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """As of the ``Attend`` of x-transformers, on lowtri's engines."""
         return x_transformers.attend(self, q, k, v, **options, engine=self.lowtri_engine)
-
-
-@cache
-def _switched_class(original: type[nn.Module]) -> type[Any]:
-    name = original.__name__
-    return type(name, (_mixin(original), original), {"original": original, "__module__": original.__module__})  # type: ignore[arg-type]
-
-
-def _new(original: type[nn.Module]) -> Any:
-    kind = _switched_class(original)
-    return kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""The ``Attend`` module of the package x-transformers on :func:`lowtri.attention`; :func:`lowtri.integrations.torch.switch` puts it there.
+"""The ``Attend`` module of the package x-transformers on :func:`lowtri.attention`, for :func:`lowtri.integrations.torch.switch`.
 
 x-transformers' meanings, which this file translates:
 
@@ -50,7 +50,7 @@ def is_attend(kind: type[nn.Module]) -> bool:
 def why_not(part: Any) -> str | None:
     """Why an ``Attend`` cannot be switched, or None."""
     used = [name for name in _OTHER_FORMULAS if getattr(part, name, None) not in (None, False)]
-    softmax = getattr(part.attn_fn, "func", None)
+    softmax: Any = part.attn_fn
     while hasattr(softmax, "func"):
         softmax = softmax.func
     if softmax is not F.softmax:
