@@ -229,7 +229,7 @@ def test_switch_rejects_models_with_attention_of_their_own() -> None:
     gptj = tf.GPTJForCausalLM(tf.GPTJConfig(vocab_size=99, n_embd=32, n_layer=1, n_head=4, rotary_dim=4))
     with pytest.raises(
         EngineError,
-        match=r"switch: GPTJAttention, GPTJForCausalLM, GPTJModel has attention code of its own .*\nFix: keep",
+        match=r"switch: GPTJForCausalLM, GPTJModel has attention code of its own .*\nFix: keep",
     ):
         switch(gptj)
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
