@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,21 +107,22 @@ def test_dtypes(dtype: str, jit: bool) -> None:
     call = (jax.jit if jit else lambda fn: fn)(lambda *arrays: attention(*arrays, "causal", return_lse=True))
     output, lse = call(*qkv(dtype=dtype))
     assert (str(output.dtype), str(lse.dtype)) == (dtype, "float32")
-    wide = [np.asarray(x, np.float64) for x in qkv(dtype=dtype)]
-    plain = theirs(*qkv(dtype=dtype), is_causal=True)
-    exact = lowtri.attention(*wide, "causal")
-    allowed = (
-        2 * np.abs(np.asarray(plain, np.float64) - exact).max()
-        + 2 * float(jnp.finfo(dtype).eps) * np.abs(wide[2]).max()
-    )
+    q, k, v = (np.asarray(x, np.float64) for x in qkv(dtype=dtype))
+    exact, weights = lowtri.attention(q, k, v, "causal", return_weights=True)
+    rounded = np.asarray(weights.astype(jnp.dtype(dtype)), np.float64)  # as the plain formula rounds them
+    plain = (rounded @ np.repeat(v, 2, 1)).astype(jnp.dtype(dtype)).astype(np.float64)
+    allowed = 2 * np.abs(plain - exact).max() + 2 * float(jnp.finfo(dtype).eps) * np.abs(v).max()
     assert np.abs(np.asarray(output, np.float64) - exact).max() <= allowed
 
 
 def test_float64() -> None:
-    with jax.enable_x64(True):
+    """Against NumPy: jax.nn computes its scores in float32."""
+    enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # versions before 0.8
+    with enable(True):
         arrays = qkv(dtype=jnp.float64)
+        expected = lowtri.attention(*map(np.asarray, arrays), "causal")
         for call in (attention, jax.jit(attention, static_argnums=3)):
-            close(call(*arrays, "causal"), theirs(*arrays, is_causal=True), atol=1e-13)
+            close(call(*arrays, "causal"), expected, atol=1e-13)
 
 
 def test_memory_is_shared_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
