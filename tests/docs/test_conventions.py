@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import types
 import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 from transformers.masking_utils import (
     eager_mask,
     sdpa_mask,
@@ -30,7 +33,14 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations import flex as lowtri_flex
+from lowtri.integrations import jax as lowtri_jax
+from lowtri.integrations import torch as lowtri_torch
+from lowtri.integrations import transformers as lowtri_transformers
 from lowtri.masks import band, causal, full, heads, hidden, keys, table, where, window
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it uses torch.jit.script, which torch deprecates
+    from x_transformers.attend import Attend
 
 N = 6
 TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
@@ -442,6 +452,182 @@ def test_layout_of_multihead_attention() -> None:
     plain.load_state_dict(first.state_dict())
     x = torch.randn(3, N, 8)
     torch.testing.assert_close(first(x, x, x)[0], plain(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1))
+
+
+# JAX, x-transformers, and what was switched: the same questions.
+
+
+def in_jax(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """jax.nn's attention, which takes and returns (B, N, H, D), in float32."""
+    arrays = [jnp.asarray(x.transpose(1, 2).float().numpy()) for x in (q, k, v)]
+    output = jax.jit(lambda *arrays: jax.nn.dot_product_attention(*arrays, **options))(*arrays)
+    return torch.from_numpy(np.array(output)).transpose(1, 2).double()
+
+
+def near(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left.double(), right.double(), rtol=0, atol=1e-5)
+
+
+def switched_llama(**options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    size = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**size, num_attention_heads=2, pad_token_id=None, **options)
+    return lowtri_transformers.switch(LlamaForCausalLM(config).eval())
+
+
+def logits(model, ids: Tensor, mask) -> Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask).logits
+
+
+def multihead(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, Tensor]:
+    """A module of torch, the same switched, and its input."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, **options)
+    return module, lowtri_torch.switch(copy.deepcopy(module)), torch.randn(2, N, 8, dtype=torch.float64)
+
+
+def test_true_in_jax() -> None:
+    q, k, v = qkv()
+    near(in_jax(q, k, v, mask=jnp.asarray(TRIANGLE.numpy())[None, None]), lowtri.attention(q, k, v, table(TRIANGLE)))
+
+
+def test_true_in_x_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    theirs = Attend()(q, k, v, mask=TRIANGLE[None, None])[0]
+    near(theirs, lowtri.attention(q, k, v, table(TRIANGLE)))
+    near(theirs, lowtri_torch.switch(Attend())(q, k, v, mask=TRIANGLE[None, None])[0])
+
+
+def test_true_in_a_switched_module() -> None:
+    module, switched, x = multihead()
+    pads = torch.tensor([[False] * N, [False] * 4 + [True] * 2])
+    theirs = module(x, x, x, attn_mask=~TRIANGLE, key_padding_mask=pads)
+    for one, other in zip(switched(x, x, x, attn_mask=~TRIANGLE, key_padding_mask=pads), theirs, strict=True):
+        same(one, other)
+
+
+def test_true_in_a_switched_model() -> None:
+    model, ids = switched_llama(), torch.arange(N)[None]
+    real = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    found = logits(model, ids, causal() & keys(real.numpy() == 1))
+    near(found[:, :4], logits(model, ids, real)[:, :4])
+    near(found, logits(model, ids, table(TRIANGLE & (real == 1))))
+
+
+def test_window_in_jax() -> None:
+    q, k, v = qkv()
+    near(in_jax(q, k, v, local_window_size=(2, 1)), lowtri.attention(q, k, v, band(2, 1)))
+    near(in_jax(q, k, v, local_window_size=2), lowtri.attention(q, k, v, band(2, 2)))
+    near(in_jax(q, k, v, local_window_size=2, is_causal=True), lowtri.attention(q, k, v, "causal & window(3)"))
+
+
+def test_window_in_a_switched_model() -> None:
+    torch.manual_seed(0)
+    size = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": None}
+    theirs = MistralForCausalLM(MistralConfig(**size, sliding_window=3)).eval()
+    other = MistralForCausalLM(MistralConfig(**size, sliding_window=5)).eval()
+    other.load_state_dict(theirs.state_dict())
+    ids = torch.arange(N)[None]
+    found = lowtri_transformers.use(lowtri_transformers.switch(other), mask="causal & window(3)")
+    near(logits(found, ids, None), logits(theirs, ids, None))
+
+
+def test_alignment_in_multihead_attention() -> None:
+    module, switched, x = multihead()
+    future, new = ~TRIANGLE[:2], x[:, :2]
+    theirs = module(new, x, x, attn_mask=future, is_causal=True, need_weights=False)[0]
+    same(theirs[:, 0], module(new[:, :1], x[:, :1], x[:, :1], need_weights=False)[0][:, 0])  # key 0 alone
+    same(switched(new, x, x, attn_mask=future, is_causal=True, need_weights=False)[0], theirs)
+
+
+def test_alignment_in_jax() -> None:
+    q, k, v = qkv()
+    theirs = in_jax(q[:, :, -2:], k, v, is_causal=True)
+    near(theirs[:, :, 0], v[:, :, 0])
+    near(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
+    arrays = [jnp.asarray(x.float().numpy()) for x in (q[:, :, -2:], k, v)]
+    ours = lowtri_jax.attention(*arrays, "causal")
+    near(torch.from_numpy(np.array(ours)), lowtri.attention(q[:, :, -2:], k, v, "causal"))
+
+
+def test_alignment_in_x_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    theirs = Attend(causal=True)(q[:, :, -2:], k, v)[0]
+    near(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal"))
+    near(theirs, lowtri_torch.switch(Attend(causal=True))(q[:, :, -2:], k, v)[0])
+
+
+def test_alignment_in_a_switched_model() -> None:
+    model, ids = (
+        lowtri_transformers.use(switched_llama(), mask="causal & (window(2) | first(1))"),
+        torch.arange(N)[None],
+    )
+    alone = logits(model, ids, None)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), ids], 1)
+    real = (torch.arange(N + 2) >= 2).long()[None]
+    near(logits(model, padded, real)[:, 2:], alone)  # the sink is the first token, not the first pad
+    with torch.no_grad():
+        positions = torch.cat([torch.arange(N), torch.arange(N)])[None]
+        packed = model(torch.cat([ids, ids], 1), position_ids=positions, use_cache=False).logits
+    near(packed, torch.cat([alone, alone], 1))
+
+
+def test_empty_rows_in_jax() -> None:
+    q, k, v = qkv()
+    near(in_jax(q, k, v, mask=jnp.asarray(BLIND.numpy())[None, None])[:, :, 0], v.mean(2))
+    arrays = [jnp.asarray(x.float().numpy()) for x in (q, k, v)]
+    assert not np.asarray(lowtri_jax.attention(*arrays, table(BLIND)))[:, :, 0].any()
+
+
+def test_empty_rows_in_x_transformers() -> None:
+    q, k, v = (x.float() for x in qkv())
+    later = torch.arange(N) > 0  # key 0 is hidden, so causal leaves query 0 nothing
+    for attend, mask in ((Attend(), BLIND[None, None]), (Attend(causal=True), later[None].expand(2, -1))):
+        theirs, ours = attend(q, k, v, mask=mask)[0], lowtri_torch.switch(copy.deepcopy(attend))(q, k, v, mask=mask)[0]
+        near(theirs[:, :, 0], v.mean(2) if attend.causal else torch.zeros(2, 2, 8))
+        near(theirs[:, :, 1:], ours[:, :, 1:])
+        assert not ours[:, :, 0].any()
+
+
+def test_empty_rows_in_a_switched_module() -> None:
+    _, switched, x = multihead()
+    nn.init.normal_(switched.out_proj.bias)
+    output, weights = switched(x, x, x, attn_mask=~BLIND)
+    same(output[:, 0], switched.out_proj.bias.expand(2, 8))
+    assert not weights[:, 0].any()
+
+
+def test_empty_rows_in_a_switched_model() -> None:
+    model, found = switched_llama(), []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    logits(model, torch.arange(N)[None], table(BLIND))
+    assert not found[0][:, 0].any() and found[0][:, 1:].any()
+
+
+def test_grouped_heads_in_jax() -> None:
+    q, k, v = qkv(heads=6, kv_heads=2)
+    near(in_jax(q, k, v), lowtri.attention(q, k, v, "full"))
+
+
+def test_grouped_heads_in_x_transformers() -> None:
+    q, k, v = (x.float() for x in qkv(heads=6, kv_heads=2))
+    theirs = Attend()(q, k, v)[0]
+    near(theirs, lowtri.attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1), "full"))
+    near(theirs, lowtri_torch.switch(Attend())(q, k, v)[0])
+    assert not torch.allclose(theirs, lowtri.attention(q, k, v, "full"), atol=1e-3)
+
+
+def test_layout_of_jax() -> None:
+    q, k, v = qkv(heads=N)  # (2, N, N, 8) fits either way
+    arrays = [jnp.asarray(x.float().numpy()) for x in (q, k, v)]
+    theirs = jax.nn.dot_product_attention(*arrays)  # heads in dimension 2
+    near(
+        torch.from_numpy(np.array(theirs)),
+        lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), "full").transpose(1, 2),
+    )
+    near(torch.from_numpy(np.array(lowtri_jax.attention(*arrays, "full"))), lowtri.attention(q, k, v, "full"))
 
 
 # The page itself.

@@ -226,20 +226,21 @@ def test_names_of_transformers_are_rejected(name: str) -> None:
 
 
 def test_switch_rejects_models_with_attention_of_their_own() -> None:
-    falcon = tf.FalconForCausalLM(
-        tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    )
+    gptj = tf.GPTJForCausalLM(tf.GPTJConfig(vocab_size=99, n_embd=32, n_layer=1, n_head=4, rotary_dim=4))
     with pytest.raises(
         EngineError,
-        match=r"switch: FalconAttention, FalconForCausalLM, FalconModel has attention code of its own .*\nFix: keep",
+        match=r"switch: GPTJForCausalLM, GPTJModel has attention code of its own .*\nFix: keep",
     ):
-        switch(falcon)
+        switch(gptj)
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
     sam = tf.SamVisionModel(tf.SamVisionConfig(**vision, output_channels=16, global_attn_indexes=[0], mlp_dim=64))
     with pytest.raises(EngineError, match="switch: SamVisionSdpaAttention has attention code of its own"):
         switch(sam)
     with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
-        switch(falcon, "other")
+        switch(gptj, "other")
+    falcon = tf.FalconForCausalLM(
+        tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    )
     falcon.config._attn_implementation_internal = "lowtri"  # whoever forces it is told by the first forward
     with pytest.raises(CallError, match="adds its boolean mask to the scores"):
         falcon(torch.randint(99, (1, 8)))

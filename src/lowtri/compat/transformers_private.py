@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["attention_name", "collects_attentions", "has_interface", "is_stateful", "known_mask_function"]
+__all__ = [
+    "attention_name",
+    "collects_attentions",
+    "has_interface",
+    "is_stateful",
+    "known_mask_function",
+    "set_attention_name",
+    "split_heads",
+]
 
 
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
@@ -42,6 +50,20 @@ def attention_name(model: Any) -> str | None:
     """The attention implementation that a model has, which ``set_attn_implementation`` changes; None for other models."""
     name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return name
+
+
+def set_attention_name(model: Any, name: str) -> None:
+    """Set the attention implementation of a model whose class does not let ``set_attn_implementation`` do so: Falcon."""
+    model.config._attn_implementation = name
+
+
+def split_heads(layer: Any, fused: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values (B, N, H, D) of a layer of Falcon, from the output of its joint projection.
+
+    Their order in that output depends on three fields of the configuration.
+    """
+    parts: tuple[Any, Any, Any] = layer._split_heads(fused)
+    return parts
 
 
 def is_stateful(model: Any) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
-__all__ = ["Missing", "row_masks", "seen"]
+__all__ = ["Missing", "row_masks", "seen", "visible_pair"]
 
 _AHEAD, _MOST_AHEAD = 64, 4096  # number of future queries per vectorised tile call
 _LAST = 128  # queries of an append checked for a certain key; the keys' own check covers the others
@@ -73,7 +73,7 @@ class Missing:
         n = np.minimum(n, coming)
         for b in np.flatnonzero(seen(self.mask, 0 * n, n, n, coming) != EMPTY).tolist():
             for mask in row_masks(self.mask, b, len(n)):
-                pair = _visible_pair(mask, 0, int(n[b]), np.arange(n[b], coming[b]))
+                pair = visible_pair(mask, 0, int(n[b]), np.arange(n[b], coming[b]))
                 if pair is not None:
                     raise CallError(
                         f"crop: n is {n.tolist()}, but {self.mask!r} shows the query at {pair[0]}, which stays, the key at "
@@ -123,7 +123,7 @@ class Missing:
             low, high = int(pending[b]), int(coming[b])
             k = positions[b][positions[b] >= 0]
             for mask in row_masks(self.mask, b, len(positions)):
-                pair = _visible_pair(mask, low, high, k)
+                pair = visible_pair(mask, low, high, k)
                 if pair is not None:
                     self._raise(*pair, [mask], "comes only after it")
 
@@ -149,7 +149,7 @@ def _last_seen(mask: Mask, q: int, k: int) -> int:
     return POSITION_MAX if high == POSITION_MAX else high - 1
 
 
-def _visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
+def visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
     """A query from ``low`` to before ``high`` that sees one of the keys ``k`` (S,), and that key."""
     if (high - low) * len(k) > _FEW:
         k = k[np.asarray(mask.tile(low, high, k, k + 1)) != EMPTY]

@@ -1,6 +1,13 @@
 """Adapters to other libraries.
 
-transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch
+torch                   switch: nn.MultiheadAttention, in the layers of nn.Transformer or elsewhere, on lowtri's engines
+torch_multihead         its projections, its masks as lowtri masks, its options
+x_transformers          the Attend module of x-transformers, which the same switch reaches
+replaced_class          modules whose forward is replaced
+jax                     attention on JAX arrays, eager and under jit, with gradients
+transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch, use
+transformers_use        a lowtri mask on a switched model, for one forward or for all
+transformers_falcon     Falcon, whose layers choose their attention code when they are built
 transformers_attend     the attention function that every layer of a switched model calls
 transformers_masks      transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
 transformers_functions  mask functions that are not recognised, evaluated pair by pair; masks at remapped positions

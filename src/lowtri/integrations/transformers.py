@@ -1,17 +1,21 @@
 """``attn_implementation="lowtri"`` for the models of the transformers library.
 
-    from lowtri.integrations.transformers import register
+    from lowtri.integrations.transformers import switch, use
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowtri")
+    model = switch(AutoModelForCausalLM.from_pretrained(name))
+    model(ids, attention_mask="causal & window(4)")    # a lowtri mask for this forward
+    use(model, mask="causal & window(4)")              # for all of them, in training and generate, too
 
-``register()`` is enough for models that use the attention interface, as most do; ``switch(model)`` checks that a model does.
+``switch(model)`` checks that the model calls the registered attention, as most do. ``register()`` makes the name known without this
+check; ``from_pretrained(name, attn_implementation="lowtri")`` then uses it.
 
 An attention implementation of transformers has two parts: one makes the mask of a forward pass from a mask function
 (:mod:`~lowtri.integrations.transformers_masks`), the other computes the attention of each layer
 (:mod:`~lowtri.integrations.transformers_attend`). Between the two, the mask is a lazy tensor
 (:mod:`~lowtri.integrations.transformers_lazy`); dense masks are read by :mod:`~lowtri.integrations.transformers_dense`. Under
 torch.compile and torch.export, :mod:`~lowtri.integrations.transformers_traced` replaces both parts.
+:mod:`~lowtri.integrations.transformers_use` sets masks of a user's own, :mod:`~lowtri.integrations.transformers_falcon` reaches the
+one family with attention code of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from typing import Any
 from lowtri.compat.transformers_private import has_interface
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_attend import attend
+from lowtri.integrations.transformers_falcon import is_falcon, switch_layers
 from lowtri.integrations.transformers_traced import attend_or_trace
+from lowtri.integrations.transformers_use import add_hooks, use
 
-__all__ = ["attend", "register", "switch"]
+__all__ = ["attend", "register", "switch", "use"]
 
 
 def register(name: str = "lowtri", *, engine: str = "auto") -> None:
@@ -83,7 +89,7 @@ def switch(model: Any, name: str = "lowtri") -> Any:
         name: as registered; "lowtri" is registered if it is not yet.
 
     Returns:
-        the model.
+        the model. Its ``attention_mask`` now also takes a lowtri mask or its text; see :func:`use`.
 
     Raises:
         EngineError: if the model, or a part of it, has attention code that does not use the attention interface.
@@ -95,15 +101,20 @@ def switch(model: Any, name: str = "lowtri") -> Any:
             raise EngineError(f'switch: "{name}" is not registered. Fix: register("{name}").')
         register()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    closed = {type(part).__name__ for part in parts if not has_interface(part)}
-    closed |= {kind.__name__ for kind in {type(part) for part in model.modules()} if _attends_by_itself(kind)}
+    closed = {type(part).__name__ for part in parts if not (is_falcon(type(part)) or has_interface(part))}
+    kinds = {type(part) for part in model.modules() if not is_falcon(type(part))}
+    closed |= {kind.__name__ for kind in kinds if _attends_by_itself(kind)}
     if closed or not parts:
         names = ", ".join(sorted(closed)) or type(model).__name__
         raise EngineError(
             f"switch: {names} has attention code of its own and asks no attention interface, "
             f'so "{name}" would never be called.\nFix: keep attn_implementation="eager" or "sdpa" for it.'
         )
-    model.set_attn_implementation(name)
+    if is_falcon(type(model)):
+        switch_layers(model, name)
+    else:
+        model.set_attn_implementation(name)
+    add_hooks(model)
     return model
 
 

@@ -38,7 +38,7 @@ class MaskAndBias(NamedTuple):
 _read: Any = WeakTensorKeyDictionary()
 
 
-def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskAndBias:
+def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool = False) -> MaskAndBias:
     """Read a dense ``attention_mask`` for ``nq`` queries and ``nk`` keys.
 
     >>> import torch
@@ -50,6 +50,7 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskA
         mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
         nq, nk: how many queries and keys the call has.
         dtype: of the queries; the smallest value of this dtype hides, too.
+        true_hides: whether the mask is of ``nn.MultiheadAttention``: True = hidden, and of numbers only -inf hides.
 
     Raises:
         CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
@@ -61,10 +62,10 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> MaskA
     mask = plain_array("attention_mask", mask, "transformers")
     shape = mask_shape(mask, nq, nk)
     version = version_of(mask)
-    key = (version, nq, nk, dtype)
+    key = (version, nq, nk, dtype, true_hides)
     entry = None if version is None else _read.get(mask)
     if entry is None or entry[0] != key:
-        entry = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype))
+        entry = (key, *_make(mask.detach().reshape(shape), nq, nk, dtype, true_hides))
         if version is not None:  # else a change in place would go unnoticed
             _read[mask] = entry
     _, lazy, is_bool = entry
@@ -87,9 +88,12 @@ def mask_shape(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
     return shape
 
 
-def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype) -> tuple[LazyMask, bool]:
+def _make(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool) -> tuple[LazyMask, bool]:
     """The lazy mask, and whether there is no bias."""
-    hidden = ~mask if mask.dtype == torch.bool else mask <= hidden_threshold(mask.dtype, dtype)
+    if mask.dtype == torch.bool:
+        hidden = mask if true_hides else ~mask
+    else:
+        hidden = mask <= (-torch.inf if true_hides else hidden_threshold(mask.dtype, dtype))
     lazy = LazyMask(_mask((~hidden).cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
     return lazy, mask.dtype == torch.bool or bool(((mask == 0) | hidden).all())
 

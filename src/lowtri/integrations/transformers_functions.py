@@ -79,7 +79,8 @@ class RemappedMask(Mask):
 
     @property
     def batch(self) -> tuple[int, ...]:
-        return self.inner.batch or self.positions.array.shape[:-1]
+        rows = self.positions.array.shape[:-1]
+        return max(rows, self.inner.batch[:1]) + self.inner.batch[1:]  # one row broadcasts
 
     @cached_property
     def _extremes(self) -> Extremes:
@@ -95,12 +96,16 @@ class RemappedMask(Mask):
         return self.inner._tile(q_low, q_high + 1, k_low, k_high + 1)
 
     @cached_property
-    def _rows(self) -> list[RemappedMask]:
-        rows = self.positions.array if self.positions.array.ndim == 2 else [self.positions.array] * self.batch[0]
-        return [RemappedMask(self.inner.at(b), FrozenArray(row)) for b, row in enumerate(rows)]
+    def _parts(self) -> dict[tuple[int, int], RemappedMask]:
+        """The masks of single rows and heads, kept so that equal ones are planned once."""
+        return {}
 
     def _at(self, b: int, h: int) -> Mask:
-        return self._rows[b]
+        if (b, h) not in self._parts:
+            positions = np.atleast_2d(self.positions.array)
+            row = FrozenArray(positions[b % len(positions)])
+            self._parts[b, h] = RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), row)
+        return self._parts[b, h]
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"

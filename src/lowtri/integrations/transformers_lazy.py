@@ -10,7 +10,7 @@ has its own attention code, which does not call the registered attention.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,7 @@ class LazyMask:
     nq: int
     k0: int
     nk: int
+    given: Mask | None = field(default=None, repr=False)  # the mask of a user that it was made from
 
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.compat.transformers_private import known_mask_function
-from lowtri.errors import MaskError
+from lowtri.errors import CallError, MaskError
 from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.integrations.transformers_traced import can_omit_mask
+from lowtri.integrations.transformers_use import check_cache, given_mask
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Documents
@@ -66,6 +67,9 @@ def make_mask(
         options: when a mask may be left out: here it never is.
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
+    given = None if torch.compiler.is_compiling() else given_mask(config)
+    if numbers and given is not None:
+        raise CallError(f"transformers: {config.model_type} writes numbers into its mask. Fix: attention_mask=None.")
     if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
@@ -76,13 +80,24 @@ def make_mask(
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
-    mask = causal() if mask_function is None else read_function(mask_function, batch_size, use_vmap, str(device))
+    pattern = None
+    if given is not None:
+        given.asked = True
+        pattern = given.placed(attention_mask, max(q0 + q_length, k0 + kv_length))
+        pattern = check_cache(pattern, q0, q_length, k0, kv_length)
+    if mask_function is None:
+        mask = causal() if pattern is None else pattern
+    else:
+        mask = read_function(mask_function, batch_size, use_vmap, str(device), pattern)
     if attention_mask is not None:
         mask = _and(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    return LazyMaskTensor(LazyMask(mask, q0, q_length, k0, kv_length), (batch_size, 1, q_length, kv_length), device)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, None if given is None else given.mask)
+    return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
 
 
-def read_function(fn: Callable[..., Any], rows: int = 1, use_vmap: bool = False, device: str = "cpu") -> Mask:
+def read_function(
+    fn: Callable[..., Any], rows: int = 1, use_vmap: bool = False, device: str = "cpu", pattern: Mask | None = None
+) -> Mask:
     """The mask that a mask function of transformers is.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
@@ -97,11 +112,15 @@ def read_function(fn: Callable[..., Any], rows: int = 1, use_vmap: bool = False,
         rows: how many batch rows it is defined for.
         use_vmap: whether it takes single indices, and must be mapped by torch.vmap.
         device: where its tensors are.
+        pattern: replaces the pattern of the model (causal, sliding, chunked); padding, documents and other functions joined to
+            it by "and" stay.
     """
     reader = _readers().get(getattr(fn, "__code__", None))
     if reader is None:
         return FunctionMask(fn, rows, device, use_vmap)
-    return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device))
+    if pattern is not None and reader in _PATTERNS:
+        return pattern
+    return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
 
 
 def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
@@ -120,7 +139,7 @@ def _and(left: Mask, right: Mask) -> Mask:
     """left & right, simplified, so that equal masks are built alike: `full` is dropped, and two bands become one."""
     if right == full():
         return left
-    if left == full():
+    if left == full() or left == right:
         return right
     if isinstance(left, Band) and isinstance(right, Band):
         before, after = min(left.before, right.before), min(left.after, right.after)
@@ -198,6 +217,10 @@ def _all_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> 
 
 def _any_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
     return reduce(or_, map(read, closure["mask_functions"]))
+
+
+# What a model's pattern is made of. An overlay joined by "or" shows more than the pattern (the tokens of an image one another).
+_PATTERNS = (_causal, _full, _sliding, _sliding_both_ways, _chunked, _any_of)
 
 
 def _read(reader: Callable[..., Mask], fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:

@@ -1,0 +1,267 @@
+"""A lowtri mask on a switched model of transformers, for one forward or for all.
+
+    model(ids, attention_mask="causal & window(4)")    this forward
+    use(model, mask="causal & window(4)")              every forward, in training and generate, too
+    use(model, mask=None)                              the model's own mask again
+
+The mask replaces the model's own pattern (causal, sliding, chunked) in every attention layer. Padding and packed documents still hide
+what they hide; positions count from the first token of a left-padded row, and from the start of each packed document. So a padded or
+packed row gives the same as the row alone.
+
+Hooks around the model's forward say which mask applies; :func:`~lowtri.integrations.transformers_masks.make_mask` asks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtri.compat.transformers_private import attention_name, is_stateful
+from lowtri.errors import CallError, EngineError
+from lowtri.generation.missing import row_masks, visible_pair
+from lowtri.integrations.transformers_functions import RemappedMask
+from lowtri.integrations.transformers_lazy import LazyMaskTensor
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.formulas import Band, first, full
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.text import as_mask
+from lowtri.masks.tile import EMPTY
+
+__all__ = ["GivenMask", "add_hooks", "check_cache", "given_mask", "use"]
+
+M = TypeVar("M")
+
+
+@dataclass(eq=False)
+class GivenMask:
+    """The mask of the forward that runs, and whether a layer of the model has asked for it."""
+
+    mask: Mask
+    model: Any
+    asked: bool = False
+
+    def placed(self, valid: Tensor | None, length: int) -> Mask:
+        """The mask at positions that count from the first token of each row.
+
+        Args:
+            valid: (B, N) bools, True = a token, False = padding; None without padding.
+            length: of the longest row, past tokens included.
+        """
+        if valid is None or isinstance(self.mask, Band) or self.mask == full():  # which compare distances only
+            return self.mask
+        pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
+        if not pads.any():
+            return self.mask
+        return RemappedMask(self.mask, FrozenArray(np.maximum(np.arange(length) - pads, 0)))
+
+
+@dataclass(eq=False)
+class _Setting:
+    """What :func:`use` has set for a model."""
+
+    model: Any
+    mask: Mask | None = None
+    hooked: bool = (
+        False  # whether any forward has had a mask; until then the hooks do nothing, and torch.compile traces them
+    )
+
+    def __post_init__(self) -> None:
+        _settings.add(self)
+
+    def __deepcopy__(self, memo: Any) -> _Setting:
+        return _Setting(copy.deepcopy(self.model, memo), self.mask)
+
+
+_settings: WeakSet[_Setting] = WeakSet()
+_running: ContextVar[tuple[GivenMask, ...]] = ContextVar("lowtri_transformers_masks", default=())
+
+
+def given_mask(config: Any) -> GivenMask | None:
+    """The mask of the forward that runs, or that ``generate`` prepares; None if there is none.
+
+    Args:
+        config: of the part that makes a mask. It is the model's, or that of its text; parts for images keep their own masks.
+    """
+    running = _running.get()
+    if running:
+        return running[-1] if _is_of(config, running[-1].model) else None
+    for setting in _settings:
+        if setting.mask is not None and _is_of(config, setting.model):
+            return GivenMask(setting.mask, setting.model)
+    return None
+
+
+def _is_of(config: Any, model: Any) -> bool:
+    return config is not None and (config is model.config or config is model.config.get_text_config())
+
+
+def use(model: M, mask: Mask | str | None) -> M:
+    """Set the mask of a switched model, in place, for every forward from now on.
+
+    >>> import torch, transformers
+    >>> from lowtri.integrations.transformers import switch, use
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> model = switch(transformers.LlamaForCausalLM(config).eval())
+    >>> ids = torch.randint(99, (1, 12))
+    >>> once = model(ids, attention_mask="causal & window(4)").logits
+    >>> always = use(model, mask="causal & window(4)")(ids).logits
+    >>> torch.equal(once, always), torch.equal(use(model, mask=None)(ids).logits, always)
+    (True, False)
+
+    Args:
+        model: a model of transformers, after :func:`switch`. It is the model that is called: for a language model the whole of
+            it, not its inner decoder.
+        mask: a mask or its text; None for the model's own.
+
+    Returns:
+        the model.
+
+    Raises:
+        EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers.
+        CallError: from a later forward, where a cache cannot serve the mask: if the mask shows earlier queries keys that came
+            only after them (so also in ``generate``), or keys that the model's own cache has dropped.
+    """
+    checked = None if mask is None else as_mask(mask, "use: mask")
+    if checked is not None:
+        _check_model(model, "use")
+    add_hooks(model)
+    model.lowtri_setting.mask = checked  # type: ignore[attr-defined]
+    return model
+
+
+def add_hooks(model: Any) -> None:
+    """Let a model's forward take masks; once for each model."""
+    if not hasattr(model, "lowtri_setting"):
+        model.lowtri_setting = _Setting(model)
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True, always_call=True)
+
+
+def _check_model(model: Any, where: str) -> None:
+    name = attention_name(model)
+    if name is None or name not in _registered_names():
+        raise EngineError(f'{where}: the model\'s attention is "{name}". Fix: switch(model) first.')
+    reason = "an encoder-decoder has three attentions, and one mask does not say which it means"
+    if not getattr(model.config, "is_encoder_decoder", False):
+        reason = "its recurrent layers see every earlier token, whatever the mask" if is_stateful(model) else ""
+    if reason:
+        raise EngineError(f"{where}: {type(model).__name__}: {reason}.\nFix: the model's own mask.")
+
+
+def _registered_names() -> set[str]:
+    """The names under which lowtri is registered with transformers."""
+    from transformers import AttentionInterface
+
+    from lowtri.integrations.transformers_traced import attend_or_trace
+
+    interface = AttentionInterface()
+    return {name for name in interface.valid_keys() if getattr(interface[name], "func", None) is attend_or_trace}
+
+
+# The hooks around a model's forward.
+
+
+@cache
+def _place_of_mask(forward: Any) -> int:
+    """The place of ``attention_mask`` among the positional arguments of a model's forward."""
+    names = list(inspect.signature(forward).parameters)
+    return names.index("attention_mask") - 1 if "attention_mask" in names else POSITION_MAX
+
+
+def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the mask of this forward from its arguments."""
+    own = model.lowtri_setting.mask is None and not any(
+        isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args)
+    )
+    return None if own else _begin_eagerly(model, args, kwargs)
+
+
+def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """End the forward; it has raised if there is no output."""
+    if model.lowtri_setting.hooked:
+        _end_eagerly(model, output)
+
+
+def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mask, given = model.lowtri_setting.mask, kwargs.get("attention_mask")
+    if len(args) > 1:
+        place = _place_of_mask(type(model).forward)
+        given = args[place] if place < len(args) else given
+    if isinstance(given, str | Mask):
+        mask = as_mask(given, "attention_mask")
+        _check_model(model, "attention_mask")
+        args = tuple(None if x is given else x for x in args)
+        kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
+    if mask is not None:
+        model.lowtri_setting.hooked = True
+        made = given.values() if isinstance(given, dict) else [given]  # by generate, for each kind of layer
+        asked = any(isinstance(x, LazyMaskTensor) and x.lazy.given is mask for x in made)
+        _running.set((*_running.get(), GivenMask(mask, model, asked)))
+    return args, kwargs
+
+
+def _end(model: Any, output: Any) -> None:
+    running = _running.get()
+    if not running or running[-1].model is not model:
+        return
+    _running.set(running[:-1])
+    if output is not None and not running[-1].asked:
+        raise EngineError(
+            f"transformers: {type(model).__name__} made no mask in this forward, so {running[-1].mask!r} was not applied.\n"
+            "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
+        )
+
+
+# torch.compile does not trace these two: they change a context variable.
+_begin_eagerly: Callable[..., Any] = torch.compiler.disable(_begin)
+_end_eagerly: Callable[..., Any] = torch.compiler.disable(_end)
+
+
+# Caches.
+
+
+def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
+    """The mask for queries ``q0 .. q0 + nq`` and keys ``k0 .. k0 + nk`` (positions in the row), if a cache can serve it.
+
+    Returns:
+        the mask, without keys of a static cache that are not written yet.
+
+    Raises:
+        CallError: if earlier queries lack one of these keys, or these queries lack a key that the cache has dropped.
+    """
+    end = q0 + nq
+    if pair := _shown(mask, 0, q0, q0, end):
+        _reject(
+            mask, *pair, "which came only after it", "a mask that shows no later keys, or use_cache=False in generate"
+        )
+    if pair := _shown(mask, q0, end, 0, k0):
+        fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
+        _reject(mask, *pair, "which the model's cache has dropped", fix)
+    if k0 + nk > end and not np.all(mask.tile(q0, end, end, k0 + nk) == EMPTY):
+        return mask & first(end)
+    return mask
+
+
+def _shown(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> tuple[int, int] | None:
+    """A query of ``q0 .. q1`` and a key of ``k0 .. k1`` that it sees, for any row and head."""
+    if q0 == q1 or k0 == k1 or np.all(mask.tile(q0, q1, k0, k1) == EMPTY):
+        return None
+    pairs = (visible_pair(part, q0, q1, np.arange(k0, k1)) for part in row_masks(mask, 0, 1))
+    return next((pair for pair in pairs if pair is not None), None)
+
+
+def _reject(mask: Mask, q: int, k: int, why: str, fix: str) -> NoReturn:
+    raise CallError(f"transformers: {mask!r} shows the query at {q} the key at {k}, {why}.\nFix: {fix}.")
