@@ -1,0 +1,63 @@
+"use strict";
+// Starts the page: reads its data, draws every figure, and serves the bar on top and the copy buttons.
+
+(() => {
+  const Lesson = globalThis.Lesson;
+  const { t } = Lesson;
+
+  function buttons() {
+    const root = document.documentElement;
+    document.getElementById("theme").addEventListener("click", () => {
+      const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+      root.dataset.theme = dark ? "light" : "dark";
+      Lesson.repaint();
+      Lesson.bench.paint();
+    });
+    const motion = document.getElementById("motion");
+    motion.addEventListener("click", () => {
+      root.toggleAttribute("data-still");
+      motion.setAttribute("aria-pressed", !root.hasAttribute("data-still"));
+    });
+    document.addEventListener("click", async (event) => {
+      const button = event.target.closest("[data-copy]");
+      if (!button) return;
+      const code = button.closest(".python").querySelector("code");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+      } catch { // a page opened from a file may not have the clipboard: the text is selected instead
+        getSelection().selectAllChildren(code);
+        document.execCommand("copy");
+      }
+      button.textContent = t("copied");
+      setTimeout(() => { button.textContent = t("copy"); }, 1500);
+    });
+  }
+
+  /** Marks the section in view in the list of sections. */
+  function contents() {
+    const links = new Map([...document.querySelectorAll(".contents a")].map((a) => [a.hash.slice(1), a]));
+    const seen = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        if (!entry.isIntersecting) continue;
+        for (const [id, a] of links) {
+          if (id === entry.target.id) a.setAttribute("aria-current", "true");
+          else a.removeAttribute("aria-current");
+        }
+      }
+    }, { rootMargin: "-15% 0px -75% 0px" });
+    document.querySelectorAll("main > section").forEach((section) => seen.observe(section));
+    const list = document.querySelector(".contents details");
+    list.open = matchMedia("(min-width: 70rem)").matches;
+  }
+
+  Lesson.start = () => {
+    Lesson.data = JSON.parse(document.getElementById("lesson-data").textContent);
+    buttons();
+    contents();
+    Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
+    Lesson.walk = new Lesson.Walk(Lesson.bench);
+    for (const figure of Lesson.figures) figure();
+  };
+
+  if (typeof document !== "undefined") Lesson.start();
+})();
