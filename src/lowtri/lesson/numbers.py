@@ -46,7 +46,7 @@ def computed() -> dict[str, Any]:
         "forms": _forms(),
         "experiment": stored("experiment"),
         "gallery": stored("gallery"),
-        "maps": [stored("smollm2") | {"opens": [3, 2]}, stored("whisper") | {"opens": [1, 0]}],
+        "maps": [stored("smollm2") | {"opens": [13, 8], "points": [8, 2]}, stored("whisper") | {"opens": [0, 2], "points": [9, 8]}],
     }
 
 

@@ -53,9 +53,8 @@ def lesson_page(language: str = "en") -> str:
     written = {key: filled(text, numbers) for key, text in words.items()}
     sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir(), key=str)]
     body = "\n".join(_section(section, written) for section in sections)
-    in_html = set(re.findall(r"\{\{#?([\w.]+)\}\}", "".join(sections)))
     data = computed() | {
-        "texts": {key: text for key, text in written.items() if key not in in_html},
+        "texts": written,
         "sentences": {key: written[f"sentence.{key}"].split(" ") for key in ("cat", "forcing", "nlp", "long")},
     }
     return "\n".join(
@@ -113,8 +112,11 @@ def _program(name: str, written: dict[str, str]) -> str:
 def _top(language: str, written: dict[str, str]) -> Iterator[str]:
     yield f'<a class="skip" href="#main">{escape(written["skip"])}</a>'
     yield '<div class="top" role="banner"><a class="brand" href="#main">lowtri</a>'
-    yield f'<button type="button" class="quiet" id="theme">{escape(written["nav.theme"])}</button>'
-    yield f'<button type="button" class="quiet" id="motion" aria-pressed="true">{escape(written["nav.motion"])}</button>'
+    yield f'<button type="button" class="quiet" id="theme" title="{escape(written["nav.theme"])}">'
+    yield f'<span aria-hidden="true">◐</span><span class="sr">{escape(written["nav.theme"])}</span></button>'
+    yield f'<button type="button" class="quiet" id="motion" aria-pressed="true" '
+    yield f'title="{escape(written["nav.motion"])}"><span aria-hidden="true">≋</span>'
+    yield f'<span class="sr">{escape(written["nav.motion"])}</span></button>'
     yield f'<nav class="languages" aria-label="{escape(written["nav.languages"])}">'
     for other, tag in LANGUAGES.items():
         here = ' aria-current="page"' if other == language else ""

@@ -7,7 +7,7 @@
   const find = (id, selector) => document.querySelector(`#${id} ${selector}`);
 
   /** Back and next buttons that walk through `count` steps. */
-  function walked(id, count, show) {
+  function walked(id, count, show, first = 0) {
     let at = 0;
     const [back, next] = [find(id, "[data-action=back]"), find(id, "[data-action=next]")];
     const go = (to) => {
@@ -18,7 +18,7 @@
     };
     back.addEventListener("click", () => go(at - 1));
     next.addEventListener("click", () => go(at + 1));
-    go(0);
+    go(first);
     return () => go(at);
   }
 
@@ -30,6 +30,8 @@
     const strip = el("div", { class: "words" });
     const drawing = el("svg", { height: 96, "aria-hidden": "true" });
     box.append(drawing, strip);
+    const picture = el("div", { class: "triangle" });
+    box.after(picture);
     const buttons = words.map((word, i) =>
       el("button", { type: "button", onclick: () => { at = i; draw(); } }, el("bdi", {}, word)));
     strip.style.flexWrap = "nowrap";
@@ -53,6 +55,10 @@
         lines[k].style.opacity = sees ? 1 : 0;
         lines[k].style.transition = "opacity .4s";
       });
+      const rows = words.map((_, q) => words.map((_, k) => (!masked.checked || k <= q ? (k > q ? "leak" : "seen") : "hid")));
+      Lesson.replace(picture, Lesson.grid(rows, Lesson.t("m.mask"), 210));
+      const side = 210 / n;
+      picture.firstChild.append(el("rect", { x: -0.5, y: at * side - 0.5, width: 210, height: side, fill: "none", "stroke-width": 2.5, rx: 2, style: "stroke: var(--ink)" }));
       const key = at === n - 1 ? "why.says.end" : masked.checked ? "why.says.on" : "why.says.off";
       find("arcs", ".says").textContent = t(key, { word: words[at], n: visible, all: n, next: words[at + 1] });
     }
@@ -142,7 +148,7 @@
       show(all, () => true);
       show(one, (i, j) => i <= at && j <= i);
       find("forcing-figure", ".says").textContent = t("forcing.says", { i: at + 1, seen: words.slice(0, at + 1).join(" "), next: words[at + 1] });
-    });
+    }, 1);
   }
 
   function generators() {
@@ -179,7 +185,7 @@
         says.textContent = t(`recurrent.${name}.p`, { n: count, t: at + 1 });
       }
       find("generators", ".says").textContent = t("recurrent.says", { i: at + 1, seen: words.slice(0, at + 1).join(" "), next: words[at + 1] });
-    });
+    }, words.length - 2);
   }
 
   /** A table of bools as a drawing: equal neighbours of a row as one rectangle. */
@@ -223,7 +229,7 @@
       find("cache-figure", ".says").textContent = t("cache.says", { i: at + 1, seen, held: kept.length });
       Lesson.python("cache", `import numpy as np\nimport lowtri\n\nq, k, v = np.random.default_rng(0).standard_normal((3, 8, 64, 16))\n` +
         `cache = lowtri.KVCache("${select.value}")\nfor t in range(64):\n    cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])\nprint(cache)`);
-    });
+    }, 4);
     select.addEventListener("change", again);
   }
 

@@ -8,10 +8,13 @@
 
   function curves() {
     const { masked, unmasked, unigram } = Lesson.data.experiment;
-    const svg = el("svg", { viewBox: "0 0 640 320", role: "img", "aria-label": t("without.caption"), width: "100%" });
+    const box = find("curves", ".plot");
+    const width = Math.max(300, Math.min(760, box.clientWidth));
+    const roomy = width > 560; // names beside the curves; below them on narrow screens
+    const svg = el("svg", { viewBox: `0 0 ${width} 320`, role: "img", "aria-label": t("without.caption"), width: "100%" });
     const last = masked.curve[masked.curve.length - 1].step;
     const top = 5.5;
-    const x = (step) => 44 + (step / last) * 400;
+    const x = (step) => 44 + (step / last) * (width - (roomy ? 300 : 70));
     const y = (loss) => 280 - (loss / top) * 262;
     const line = (points, style) => el("polyline", { points: points.map(([s, l]) => `${x(s)},${y(Math.min(l, top))}`).join(" "), fill: "none", "stroke-width": 3, "stroke-linejoin": "round", style });
     const ticks = [0, 1, 2, 3, 4, 5].flatMap((l) => [
@@ -19,7 +22,7 @@
       el("text", { class: "faint", x: 34, y: y(l) + 5, "text-anchor": "end", "font-size": 13 }, l)]);
     const steps = masked.curve.map(({ step }) => el("text", { class: "faint", x: x(step), y: 302, "text-anchor": "middle", "font-size": 13 }, step));
     const of = (model, what) => model.curve.map((point) => [point.step, point[what]]);
-    const label = (height, text, hue) => el("text", { x: x(last) + 12, y: height + 5, "font-size": 13.5, "font-weight": 600, style: `fill: var(${hue})` }, text);
+    const label = (height, text, hue) => el("text", { x: x(last) + 12, y: height + 5, "font-size": 13, "font-weight": 600, style: `fill: var(${hue})` }, text);
     const end = (model, what) => y(model.curve[model.curve.length - 1][what]);
     svg.append(...ticks, ...steps,
       el("line", { x1: 44, x2: x(last), y1: y(unigram), y2: y(unigram), "stroke-dasharray": "2 5", style: "stroke: var(--soft)", "stroke-width": 2 }),
@@ -27,11 +30,17 @@
       line(of(masked, "validation"), "stroke: var(--w-hue)"), line(of(masked, "stepwise"), "stroke: var(--card); stroke-dasharray: 9 9; stroke-width: 1.5"));
     const heights = [end(unmasked, "stepwise"), y(unigram), end(masked, "stepwise"), end(unmasked, "validation")];
     if (Math.abs(heights[0] - heights[1]) < 18) heights[heights[0] < heights[1] ? 1 : 0] += 18 - Math.abs(heights[0] - heights[1]);
-    svg.append(
+    const names = [
       label(heights[0], `${t("without.unmasked")}, ${t("without.stepwise")}`, "--k-hue"), label(heights[1], t("without.unigram"), "--soft"),
-      label(heights[2], `${t("without.masked")}, ${t("without.both")}`, "--w-hue"), label(heights[3], `${t("without.unmasked")}, ${t("without.forced")}`, "--k-hue"),
+      label(heights[2], `${t("without.masked")}, ${t("without.both")}`, "--w-hue"), label(heights[3], `${t("without.unmasked")}, ${t("without.forced")}`, "--k-hue")];
+    const key = (name, hue, style) => el("span", {}, el("i", { style: `border-top: 3px ${style} var(${hue}); height: .5em; width: 1.6em; border-radius: 0` }), name);
+    if (!roomy) {
+      box.append(el("p", { class: "legend" }, key(`${t("without.unmasked")}, ${t("without.stepwise")}`, "--k-hue", "dashed"), key(t("without.unigram"), "--soft", "dotted"),
+        key(`${t("without.masked")}, ${t("without.both")}`, "--w-hue", "solid"), key(`${t("without.unmasked")}, ${t("without.forced")}`, "--k-hue", "solid")));
+    }
+    svg.append(...(roomy ? names : []),
       el("text", { class: "faint", x: 44, y: 12, "font-size": 13 }, t("without.loss")), el("text", { class: "faint", x: x(last), y: 318, "text-anchor": "end", "font-size": 13 }, t("without.step")));
-    find("curves", ".plot").append(svg);
+    box.prepend(svg);
     const text = Lesson.data.experiment.texts[0];
     const shown = (prompt, rest) => el("pre", { tabindex: 0 }, el("mark", {}, prompt.trim()), rest);
     find("texts", ".written").append(
@@ -92,8 +101,8 @@
       [model, at] = [it, unpacked(it)];
       for (const [other, button] of buttons) button.setAttribute("aria-pressed", other === it);
       const [layers, heads] = it.shape;
-      thumbs.style.gridTemplateColumns = `repeat(${heads}, minmax(0, 1fr))`;
-      thumbs.style.maxWidth = `${Math.min(30, heads * 3.4)}rem`;
+      thumbs.style.setProperty("--layers", layers);
+      thumbs.style.setProperty("--heads", heads);
       const made = [];
       for (let l = 0; l < layers; l++) for (let h = 0; h < heads; h++) {
         const canvas = el("canvas");
@@ -101,12 +110,13 @@
         made.push(el("button", { type: "button", "data-map": `${l},${h}`, tabindex: l + h ? -1 : 0, "aria-label": t("models.thumb", { l, h }), onclick: () => show(l, h) }, canvas));
       }
       Lesson.replace(thumbs, made);
-      show(...(it.opens || [0, 0]));
+      show(...it.opens);
     }
     thumbs.addEventListener("keydown", (event) => {
       const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
       if (!(event.key in moves)) return;
       event.preventDefault();
+      if (getComputedStyle(thumbs).gridAutoFlow === "column") for (const move of Object.values(moves)) move.reverse();
       const next = thumbs.querySelector(`[data-map="${layer + moves[event.key][0]},${head + moves[event.key][1]}"]`);
       if (next) { next.click(); next.focus(); }
     });
@@ -123,7 +133,8 @@
       matrix.show({ values: every.map((i) => every.map((j) => at(l, h, i, j))), rows: every, columns: every, rowLabels: model.tokens, columnLabels: model.tokens,
         shade: (x) => x, state: (i, j) => (j > i ? "hidden" : ""), text: (x, i, j) => (j > i ? "" : Lesson.number(x)),
         note: (x, i, j) => (j > i ? t("word.hidden") : Lesson.number(x, 3)) });
-      const q = n - 1;
+      const opened = model.opens[0] === l && model.opens[1] === h;
+      const q = opened ? model.points[0] : n - 1;
       const most = every.reduce((a, b) => (at(l, h, q, b) > at(l, h, q, a) ? b : a));
       matrix.mark("self", (i, j) => i === q && j === most);
       says.textContent = t("models.says", { name: model.name, l, h, q: model.tokens[q].trim(), k: model.tokens[most].trim(), w: Lesson.number(at(l, h, q, most)) });

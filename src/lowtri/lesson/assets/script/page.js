@@ -50,10 +50,21 @@
     list.open = matchMedia("(min-width: 70rem)").matches;
   }
 
+  /** On narrow screens each row of a comparison becomes a card; its cells then need the names of their columns. */
+  function tables() {
+    for (const table of document.querySelectorAll(".compare")) {
+      const names = [...table.querySelectorAll("thead th")].map((th) => th.textContent);
+      for (const row of table.querySelectorAll("tbody tr")) {
+        [...row.querySelectorAll("td")].forEach((td, n) => { td.dataset.name = names[n]; });
+      }
+    }
+  }
+
   Lesson.start = () => {
     Lesson.data = JSON.parse(document.getElementById("lesson-data").textContent);
     buttons();
     contents();
+    tables();
     Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
     Lesson.walk = new Lesson.Walk(Lesson.bench);
     for (const figure of Lesson.figures) figure();

@@ -4,7 +4,6 @@
 (() => {
   const Lesson = globalThis.Lesson;
   const { el, t } = Lesson;
-  const NAMES = ["x", "W_q", "W_k", "W_v", "q", "k", "v", "scaled", "mask", "masked", "weights", "output"];
 
   class Workbench {
     constructor(root) {
@@ -35,7 +34,6 @@
       this.matrices = {
         x: make("x", "x", t("m.x"), rows),
         W_q: make("W_q", "q", t("m.W_q")), W_k: make("W_k", "k", t("m.W_k")), W_v: make("W_v", "v", t("m.W_v")),
-        q1: null,
         q: make("q", "q", t("m.q"), rows),
         k: make("k", "k", t("m.k"), { labelColumns: true }),
         v: make("v", "v", t("m.v"), rows),
@@ -45,10 +43,9 @@
         weights: make("weights", "w", t("m.weights"), { id: "weights", labelRows: true, labelColumns: true }),
         output: make("output", "v", t("m.output")),
       };
-      delete this.matrices.q1;
       this.maps = {};
       for (const name of ["q", "k", "v"]) {
-        const matrix = new Lesson.Matrix({ name, kind: name, title: t(`m.${name}`), onpick: (...at) => this.pick(...at), onpress: (...at) => this.press(...at) });
+        const matrix = new Lesson.Matrix({ name, kind: name, title: t(`m.${name}`), onpick: (_, i, j) => this.pick(name, ...(name === "k" ? [j, i] : [i, j])) });
         this.find(`[data-place="${name}-made"]`).append(matrix.node);
         this.maps[name] = matrix;
       }
@@ -107,7 +104,10 @@
       }
       const note = this.find("[data-note=mask]");
       try {
-        if (!this.drawn) this.sees = Lesson.mask(this.maskText.value);
+        if (!this.drawn) {
+          this.sees = Lesson.mask(this.maskText.value);
+          this.lastGood = this.maskText.value; // stays in force while a text cannot be read
+        }
         this.problem = "";
         this.maskText.removeAttribute("aria-invalid");
       } catch (error) {
@@ -245,9 +245,7 @@
 
     highlight() {
       const [name, i, j] = this.picked;
-      const inRange = (p) => p >= this.origin && p < this.origin + this.shown;
-      const isKey = name === "k";
-      const token = isKey && this.fromTransposed(name) ? j : i;
+      const isKey = name === "k"; // shown transposed: (column, key)
       const sources = Lesson.sources(name, i, j);
       for (const [other, matrix] of [...Object.entries(this.matrices), ...Object.entries(this.maps)]) {
         const made = this.maps[other] === matrix;
@@ -268,10 +266,7 @@
         this.find("[data-note=nudge]").textContent = `${name}${a + 1},${b + 1}`;
         if (document.activeElement !== this.nudge) this.nudge.value = this[name][a][b];
       }
-      void token; void inRange;
     }
-
-    fromTransposed() { return true; }
 
     exists(name, i, j) {
       if (name.startsWith("W_")) return i < 2 && j < 2;
@@ -315,7 +310,7 @@
     python() {
       const mask = this.drawn && this.maskSwitch.checked
         ? `lowtri.table([${this.drawn.map((row) => `[${row.map((x) => (x ? "True" : "False")).join(", ")}]`).join(", ")}])`
-        : JSON.stringify(this.maskSwitch.checked && !this.problem ? this.maskText.value : this.maskSwitch.checked ? "causal" : "full");
+        : JSON.stringify(this.maskSwitch.checked ? this.lastGood.trim() : "full");
       Lesson.python("bench", this.n ? Lesson.program(this, mask) : "import lowtri");
     }
   }
@@ -334,5 +329,4 @@
   };
 
   Lesson.Workbench = Workbench;
-  Lesson.STEP_NAMES = NAMES;
 })();
