@@ -10,7 +10,7 @@ from typing import Any
 from lowtri._version import __version__
 from lowtri.lesson.languages import assets
 
-__all__ = ["computed", "in_texts", "stored"]
+__all__ = ["ENCODINGS", "PAIR_ENCODINGS", "computed", "example", "in_texts", "stored"]
 
 SENTENCE = "Write a poem"
 ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]  # of the notebooks that teach this example
@@ -26,27 +26,34 @@ def stored(name: str) -> dict[str, Any]:
 
 @cache
 def computed() -> dict[str, Any]:
-    """The data of the page's figures, the same for every language."""
+    """The data of the page's figures, the same for every language of one process."""
+    return {
+        **example(),
+        "forms": _forms(),
+        "experiment": stored("experiment"),
+        "gallery": stored("gallery"),
+        "maps": [stored("smollm2") | {"opens": [13, 8], "points": [8, 2]}, stored("whisper") | {"opens": [0, 2], "points": [9, 8]}],
+    }
+
+
+def example() -> dict[str, Any]:
+    """The worked example, and one sentence under the full and the causal mask."""
     from lowtri.explaining.steps import explain
 
     module = _module()
     steps = explain(module, ENCODINGS, tokens=SENTENCE.split(), mask="causal")
     pair = explain(module, PAIR_ENCODINGS, tokens=PAIR.split(), mask="causal")["weights"]
     assert pair.unmasked is not None
-    example = {
-        "sentence": SENTENCE,
-        "tokens": SENTENCE.split(),
-        "encodings": ENCODINGS,
-        "maps": {name: steps[f"W_{name}^T"].value.tolist() for name in "qkv"},
-        "steps": {name: steps[name].value.tolist() for name in ("q", "k", "v", "scores", "scaled", "weights", "output")},
-    }
+    names = ("q", "k", "v", "scores", "scaled", "weights", "output")
     return {
-        "example": example,
+        "example": {
+            "sentence": SENTENCE,
+            "tokens": SENTENCE.split(),
+            "encodings": ENCODINGS,
+            "maps": {name: steps[f"W_{name}^T"].value.tolist() for name in "qkv"},
+            "steps": {name: steps[name].value.tolist() for name in names},
+        },
         "pair": {"tokens": PAIR.split(), "full": pair.unmasked.tolist(), "causal": pair.value.tolist()},
-        "forms": _forms(),
-        "experiment": stored("experiment"),
-        "gallery": stored("gallery"),
-        "maps": [stored("smollm2") | {"opens": [13, 8], "points": [8, 2]}, stored("whisper") | {"opens": [0, 2], "points": [9, 8]}],
     }
 
 
@@ -88,8 +95,7 @@ def in_texts() -> dict[str, str]:
         for name in ("training", "validation", "stepwise")
     }
     for model in ("masked", "unmasked"):
-        values |= {f"{model}_{name}": f"{experiment[model]['words'][name]:.0%}" for name in ("words", "pairs")}
-    threads = forms["threads"]
+        values |= {f"{model}_{name}": _percent(experiment[model]["words"][name]) for name in ("words", "pairs")}
     return {
         **values,
         "masked_greatest": f"{experiment['masked']['greatest']:.0e}".replace("e-0", "e−"),
@@ -100,13 +106,17 @@ def in_texts() -> dict[str, str]:
         "forms_shape": forms["shape"],
         "forms_date": _today(),
         "forms_cpu": forms["cpu"],
-        "forms_threads": f"{threads} thread" + "s" * (threads != 1),
+        "forms_threads": str(forms["threads"]),
         "forms_torch": forms["torch"],
         "forms_difference": f"{forms['difference']:.0e}".replace("e-0", "e−"),
         "half_ten": "0.00005",
         "version": __version__,
         "made_date": _today(),
     }
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}"
 
 
 def _today() -> str:

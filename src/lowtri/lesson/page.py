@@ -103,7 +103,7 @@ def _section(html: str, written: dict[str, str]) -> str:
 def _program(name: str, written: dict[str, str]) -> str:
     shown = "" if name in _LIVE else next(code for file, code in programs().items() if file.split(".")[0] == name)
     return (
-        f'<div class="python" data-python="{name}"><pre tabindex="0" role="region" aria-label="{escape(written["python"])}">'
+        f'<div class="python" data-python="{name}"><pre tabindex="0" role="group" aria-label="{escape(written["python"])}">'
         f'<code lang="en" translate="no">{escape(shown)}</code></pre>'
         f'<button type="button" data-copy>{escape(written["copy"])}</button></div>'
     )

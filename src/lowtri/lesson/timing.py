@@ -16,7 +16,7 @@ __all__ = ["HEADS", "SIZE", "TOKENS", "times"]
 HEADS, TOKENS, SIZE = 8, 512, 64
 
 
-def times(tokens: int = TOKENS, rounds: int = 15) -> tuple[dict[str, float], float]:
+def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], float]:
     """Median milliseconds of each form, forward, float32, and the greatest difference between their outputs.
 
     The forms run by turns, so that other programs disturb all of them alike.

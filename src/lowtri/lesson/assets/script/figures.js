@@ -47,7 +47,7 @@
         const sees = !masked.checked || k <= at;
         visible += sees;
         button.setAttribute("aria-pressed", k === at);
-        button.style.opacity = sees ? 1 : 0.45;
+        button.classList.toggle("unseen", !sees);
         const [a, b] = [middle[at], middle[k]];
         const height = 92 - Math.min(84, 16 + Math.abs(a - b) * 0.28);
         lines[k].setAttribute("d", k === at ? `M${a - 9} 92 C${a - 18} 62 ${a + 18} 62 ${a + 9} 92` : `M${a} 92 C${a} ${height} ${b} ${height} ${b} 92`);

@@ -52,7 +52,7 @@
         sizes = cuts.slice(1).map((cut, i) => cut - cuts[i]);
         if (cuts[0] !== 0) throw new MaskError("error.list", { name: "documents" });
       }
-      list("documents", sizes, (n) => isCount(n) && n >= 0 && n <= 1e6);
+      list("documents", sizes, (n) => isCount(n) && n >= 1 && n <= 1e6);
       labels = sizes.flatMap((size, document) => Array(Math.min(size, 4096)).fill(document));
       if (!labels.length) throw new MaskError("error.list", { name: "documents" });
       labels.push(sizes.length - 1);
@@ -251,7 +251,7 @@
     const wanted = JSON.stringify(table);
     const same = (text) => JSON.stringify(Lesson.table(Lesson.mask(text), n)) === wanted;
     const candidates = [
-      "causal", "full", "~causal", ...counts.map((w) => `window(${w})`), ...counts.map((p) => `causal | first(${p})`),
+      "causal", "full", "~causal", ...counts.map((w) => `causal & window(${w})`), ...counts.map((p) => `causal | first(${p})`),
       ...counts.map((p) => `first(${p})`), ...counts.map((c) => `causal & chunks(${c})`), ...counts.map((c) => `chunks(${c})`),
       ...counts.map((c) => `causal & strided(${c})`), ...counts.map((c) => `strided(${c})`),
       ...counts.map((w) => `causal - window(${w})`), "full - window(1)",
