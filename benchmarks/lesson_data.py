@@ -32,13 +32,24 @@ SENTENCE = "The black cat sat on the mat because it was tired."
 PIECES = (  # of examples/leaks/wrong: one for each family of faults, the plainest first
     *("no_mask", "triu_for_tril", "inverted_boolean", "transposed_mask", "mask_after_softmax", "softmax_over_queries"),
     *("window_off_by_one", "prefix_off_by_one", "too_small_a_number", "batch_norm_over_time", "mean_over_sequence"),
-    *("circular_fft_convolution", "bidirectional_lstm", "reflect_padding", "document_boundary_lost", "global_layer_norm"),
+    *(
+        "circular_fft_convolution",
+        "bidirectional_lstm",
+        "reflect_padding",
+        "document_boundary_lost",
+        "global_layer_norm",
+    ),
 )
 
 
 def write(name: str, content: dict[str, Any]) -> None:
     known = facts(torch.get_num_threads())
-    measured = {"date": known["date"][:10], "cpu": known["cpu"], "threads": known["threads"], "versions": known["versions"]}
+    measured = {
+        "date": known["date"][:10],
+        "cpu": known["cpu"],
+        "threads": known["threads"],
+        "versions": known["versions"],
+    }
     OUT.mkdir(parents=True, exist_ok=True)
     write_text(OUT / f"{name}.json", json.dumps({"measured": measured, **content}, ensure_ascii=False) + "\n")
     print(f"{name}.json: {(OUT / f'{name}.json').stat().st_size:,} bytes")
@@ -79,7 +90,9 @@ def gallery() -> None:
                 "cells": report._cells(48),
                 "pair": [first.query, first.key],
                 "size": first.size,
-                "loss": _loss_on_noise(piece["make_model"], example) if lowtri.mask(piece["MASK"]).is_causal(report.n) else None,
+                "loss": _loss_on_noise(piece["make_model"], example)
+                if lowtri.mask(piece["MASK"]).is_causal(report.n)
+                else None,
             }
         )
         print(name, pieces[-1]["pair"], pieces[-1]["loss"])

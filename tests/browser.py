@@ -86,7 +86,14 @@ class Browser:
             self.events.append(self._next(deadline))
 
     def open(
-        self, path: Path, *, width: int = 1440, height: int = 900, dark: bool = False, still: bool = True, slower: float = 1
+        self,
+        path: Path,
+        *,
+        width: int = 1440,
+        height: int = 900,
+        dark: bool = False,
+        still: bool = True,
+        slower: float = 1,
     ) -> Page:
         """Open a file in a tab of this size; ``still`` asks for reduced motion, ``slower`` throttles the CPU."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -102,6 +109,12 @@ class Browser:
             page.send("Emulation.setCPUThrottlingRate", rate=slower)
         page.send("Page.navigate", url=path.absolute().as_uri())
         self.wait_for("Page.loadEventFired", session)
+        return page
+
+    def open_lesson(self, path: Path, **options: Any) -> Page:
+        """Open a page of the lesson, and wait until all its figures are drawn."""
+        page = self.open(path, **options)
+        page.run("Lesson.ready")
         return page
 
     def close(self) -> None:
@@ -126,7 +139,9 @@ class Page:
         return self.browser.send(method, self.session, **params)
 
     def resize(self, width: int, height: int = 900) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; promises are awaited."""

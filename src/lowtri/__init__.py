@@ -19,6 +19,7 @@ The packages, in reading order; a package imports only packages above it:
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
     integrations  transformers, ONNX
+    lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, one file per verb
 
 `import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lowtri
 from browser import Browser, Page, chromium
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.page import file_name, write_lesson
@@ -40,7 +39,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, folder: Path) -> Iterator[Page]:
-    page = browser.open(folder / "lesson-en.html", width=1200)
+    page = browser.open_lesson(folder / "lesson-en.html", width=1200)
     yield page
     assert page.problems() == []
 
@@ -65,7 +64,9 @@ def test_the_switch_and_the_weights(page: Page) -> None:
     reset(page)
     assert np.allclose(weights(page), [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]], atol=0.006)
     click(page, "#mask-switch")
-    assert np.allclose(weights(page), [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]], atol=0.006)
+    assert np.allclose(
+        weights(page), [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]], atol=0.006
+    )
     click(page, "#mask-switch")
     assert weights(page)[0].tolist() == [1, 0, 0]
 
@@ -107,17 +108,24 @@ def test_drawing(page: Page) -> None:
     assert weights(page)[2, 0] == 0
     click(page, '[data-matrix="mask"] td[data-i="0"][data-j="2"]')  # no formula has this table
     steps = run_program(page, "bench")["steps"]
-    assert np.allclose(page.run("Lesson.bench.steps.weights"), steps["weights"].value, atol=1e-6) and steps["weights"].value[0, 2] > 0
+    assert (
+        np.allclose(page.run("Lesson.bench.steps.weights"), steps["weights"].value, atol=1e-6)
+        and steps["weights"].value[0, 2] > 0
+    )
 
 
 def test_numbers_change_by_hand(page: Page) -> None:
     reset(page)
-    page.run("document.querySelector('[data-matrix=\"q\"] td[data-i=\"1\"][data-j=\"0\"]').focus()")
-    page.run("(() => { const e = document.getElementById('nudge'); e.value = -3; e.dispatchEvent(new Event('input')) })()")
+    page.run('document.querySelector(\'[data-matrix="q"] td[data-i="1"][data-j="0"]\').focus()')
+    page.run(
+        "(() => { const e = document.getElementById('nudge'); e.value = -3; e.dispatchEvent(new Event('input')) })()"
+    )
     assert page.run("Lesson.bench.q[1][0]") == -3
     steps = run_program(page, "bench")["steps"]
     assert np.allclose(page.run("Lesson.bench.steps.output"), steps["output"].value, atol=1e-6)
-    page.run("(() => { const e = document.getElementById('window-width'); e.value = 1; e.dispatchEvent(new Event('input')) })()")
+    page.run(
+        "(() => { const e = document.getElementById('window-width'); e.value = 1; e.dispatchEvent(new Event('input')) })()"
+    )
     assert page.run("document.getElementById('mask-text').value") == "causal & window(1)"
     assert np.array_equal(weights(page), np.eye(3))
 
@@ -137,12 +145,12 @@ def test_a_later_token_changes_no_earlier_row(page: Page) -> None:
 
 def test_links_and_keys(page: Page) -> None:
     reset(page)
-    page.run("document.querySelector('#weights td[data-i=\"1\"][data-j=\"0\"]').focus()")
+    page.run('document.querySelector(\'#weights td[data-i="1"][data-j="0"]\').focus()')
     page.press("ArrowDown")
     assert page.run("[document.activeElement.dataset.i, document.activeElement.dataset.j]") == ["2", "0"]
     assert page.run("[...document.querySelectorAll('[data-matrix=masked] td.from')].map(c => c.dataset.i)") == ["2"] * 3
     assert "a3,1" in text(page, ".equation") and "0.0722" in text(page, ".equation")
-    page.run("document.querySelector('[data-matrix=\"scaled\"] td[data-i=\"2\"][data-j=\"1\"]').focus()")
+    page.run('document.querySelector(\'[data-matrix="scaled"] td[data-i="2"][data-j="1"]\').focus()')
     assert page.run("document.querySelectorAll('[data-matrix=k] td.from').length") == 2
     assert "−0.4725" in text(page, ".equation")
 
@@ -155,7 +163,10 @@ def test_step_by_step(page: Page) -> None:
         left.append(page.run("document.querySelectorAll('[data-flow=attention] td.todo').length"))
         click(page, "[data-walk=next]")
     assert left == sorted(left, reverse=True) and left[0] == 9 + 9 + 9 + 6 - 1 and left[-1] == 0
-    assert page.run("document.querySelectorAll('td.todo').length") >= 0 and text(page, "[data-walk=start]") == "Step by step"
+    assert (
+        page.run("document.querySelectorAll('td.todo').length") >= 0
+        and text(page, "[data-walk=start]") == "Step by step"
+    )
 
 
 HOSTILE = {
@@ -182,7 +193,10 @@ def test_any_sentence(name: str, page: Page) -> None:
     if n and n <= 8:
         assert np.allclose(found.sum(1), 1, atol=0.05)
     assert page.run("document.querySelector('.overview').hidden") == (n <= page.run("Lesson.bench.shown"))
-    assert page.run("document.title") == texts("en")["title"] and page.run("document.querySelectorAll('#bench img').length") == 0
+    assert (
+        page.run("document.title") == texts("en")["title"]
+        and page.run("document.querySelectorAll('#bench img').length") == 0
+    )
     assert page.run("document.documentElement.scrollWidth") <= 1200
     if name == "empty":
         assert "No words yet" in text(page, "#sentence-note")
@@ -199,7 +213,9 @@ def test_other_figures_answer(page: Page) -> None:
         before = text(page, f"#{figure}")
         click(page, f"#{figure} [data-action=back]")
         assert text(page, f"#{figure}") != before
-    page.run("(() => { const e = document.getElementById('score'); e.value = 0; e.dispatchEvent(new Event('input')) })()")
+    page.run(
+        "(() => { const e = document.getElementById('score'); e.value = 0; e.dispatchEvent(new Event('input')) })()"
+    )
     assert text(page, "#exponential .says") == "score −∞: exp(s) = 0, so its weight is 0"
     click(page, '#maps [data-map="16,0"]')
     assert "layer 16, head 0" in text(page, "#maps .says")
@@ -211,12 +227,16 @@ def test_other_figures_answer(page: Page) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser, folder: Path) -> None:
-    page = browser.open(folder / file_name(language), width=390, dark=True)
+    page = browser.open_lesson(folder / file_name(language), width=390, dark=True)
     assert page.problems() == []
     assert page.run("document.documentElement.scrollWidth") == 390
     empty = "[...document.querySelectorAll('main > section')].filter(s => s.getBoundingClientRect().height < 120).map(s => s.id)"
     assert page.run(empty) == []
-    missing = "[...document.querySelectorAll('main, nav')].map(e => { const c = e.cloneNode(true); c.querySelectorAll('code').forEach(x => x.remove()); return c.textContent }).join(' ').match(/\\b(?:why|bench|walk|quiz|gallery|models|cache|forms|without)\\.[a-z0-9.]+\\b/g)"
+    missing = (
+        "[...document.querySelectorAll('main, nav')].map(e => { const c = e.cloneNode(true);"
+        "c.querySelectorAll('code').forEach(x => x.remove()); return c.textContent }).join(' ')"
+        ".match(/\\b(?:why|bench|walk|quiz|gallery|models|cache|forms|without)\\.[a-z0-9.]+\\b/g)"
+    )
     assert page.run(missing) is None, "a text without its key"
     assert not re.search(r"\{\w+\}", str(page.run("document.querySelector('main').innerText")))
     assert page.run("document.querySelectorAll('#weights tbody td').length") == 9
@@ -228,7 +248,7 @@ def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser
 @pytest.mark.parametrize("width", [390, 820, 1440])
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_accessible_in_every_language(language: str, width: int, dark: bool, browser: Browser, folder: Path) -> None:
-    page = browser.open(folder / file_name(language), width=width, dark=dark)
+    page = browser.open_lesson(folder / file_name(language), width=width, dark=dark)
     page.run(AXE.read_text(encoding="utf-8") + ";0")
     found = page.run(
         "axe.run(document, {resultTypes: ['violations']})"
@@ -242,10 +262,13 @@ def test_accessible_in_every_language(language: str, width: int, dark: bool, bro
 @pytest.mark.sweep
 def test_it_answers_quickly_on_a_slow_machine(browser: Browser, folder: Path, record_property: Any) -> None:
     """Recorded rather than asserted tightly: other programs share the machine."""
-    page = browser.open(folder / "lesson-en.html", width=390, slower=4)
+    page = browser.open_lesson(folder / "lesson-en.html", width=390, slower=4)
     paint = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     page.run("document.getElementById('mask-switch').scrollIntoView()")
-    press = "(() => { const t = performance.now(); document.getElementById('mask-switch').click(); document.body.offsetHeight; return performance.now() - t })()"
+    press = (
+        "(() => { const t = performance.now(); document.getElementById('mask-switch').click();"
+        "document.body.offsetHeight; return performance.now() - t })()"
+    )
     clicks = sorted(page.run(press) for _ in range(9))
     record_property("first paint, ms", paint)
     record_property("click, ms", clicks[4])

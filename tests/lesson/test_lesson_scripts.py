@@ -20,28 +20,102 @@ if NODE is None:
     pytest.skip("no Node: apt-get install nodejs", allow_module_level=True)
 
 MASKS = [
-    *("causal", "full", "window(3)", "band(1, 2)", "first(2)", "chunks(3)", "strided(2)", "~causal", "causal()", "(causal)"),
-    *("causal & window(2)", "causal & (window(2) | first(1))", "causal | first(3)", "causal - window(2)", "~causal | first(2)"),
-    *("causal - window(2) & full", "full - causal - window(1)", "causal & ~(window(2) | first(1))", "~~causal", "window(n=3)"),
-    *("documents([0, 0, 1, 1])", "causal & documents(lengths=[2, 3])", "documents(cu_seqlens=[0, 2, 5])", "window(0x3)"),
-    *("documents(lengths=[2, 9])", "keys([True, False, True])", "causal & keys(lengths=[3])", "band(after=1, before=2)"),
+    *(
+        "causal",
+        "full",
+        "window(3)",
+        "band(1, 2)",
+        "first(2)",
+        "chunks(3)",
+        "strided(2)",
+        "~causal",
+        "causal()",
+        "(causal)",
+    ),
+    *(
+        "causal & window(2)",
+        "causal & (window(2) | first(1))",
+        "causal | first(3)",
+        "causal - window(2)",
+        "~causal | first(2)",
+    ),
+    *(
+        "causal - window(2) & full",
+        "full - causal - window(1)",
+        "causal & ~(window(2) | first(1))",
+        "~~causal",
+        "window(n=3)",
+    ),
+    *(
+        "documents([0, 0, 1, 1])",
+        "causal & documents(lengths=[2, 3])",
+        "documents(cu_seqlens=[0, 2, 5])",
+        "window(0x3)",
+    ),
+    *(
+        "documents(lengths=[2, 9])",
+        "keys([True, False, True])",
+        "causal & keys(lengths=[3])",
+        "band(after=1, before=2)",
+    ),
     *("window(1_0)", "documents([3, 1, 3], [1, 3, 1, 1])", " causal&window( 2 )", "documents((0, 1, 1))"),
 ]
 WRONG = [
-    *("", " ", "causal &", "causal,", "causal and full", "not causal", "window(0)", "window(-1)", "window", "window(2, 3)"),
+    *(
+        "",
+        " ",
+        "causal &",
+        "causal,",
+        "causal and full",
+        "not causal",
+        "window(0)",
+        "window(-1)",
+        "window",
+        "window(2, 3)",
+    ),
     *("band(1)", "0x3", "3", "[causal]", "chunks(2)()", "causal causal", "cuasal", "table([[True]])", "keys([1, 0])"),
-    *("documents()", "window(n=2, n=3)", "window(m=2)", "(causal", "causal)", "~", "1 - causal", "window(2.5)", "'causal'"),
-    *("window(" * 101, "<script>alert(1)</script>", "causal; full", "heads([causal", "first(0)", "causal & 3", "documents(lengths=[2, 0, 9])"),
+    *(
+        "documents()",
+        "window(n=2, n=3)",
+        "window(m=2)",
+        "(causal",
+        "causal)",
+        "~",
+        "1 - causal",
+        "window(2.5)",
+        "'causal'",
+    ),
+    *(
+        "window(" * 101,
+        "<script>alert(1)</script>",
+        "causal; full",
+        "heads([causal",
+        "first(0)",
+        "causal & 3",
+        "documents(lengths=[2, 0, 9])",
+    ),
 ]
 SENTENCES = [
-    *("Write a poem", "  spaces   here ", "", "我爱 NLP", "ที่นี่ น้ำ", "شكرا لك", "👩‍👩‍👧 hi 🇹🇭", "<script>alert(1)</script> x", "é e\u0301 ก็"),
+    *(
+        "Write a poem",
+        "  spaces   here ",
+        "",
+        "我爱 NLP",
+        "ที่นี่ น้ำ",
+        "شكرا لك",
+        "👩‍👩‍👧 hi 🇹🇭",
+        "<script>alert(1)</script> x",
+        "é e\u0301 ก็",
+    ),
     "的".join("abcdefgh"),
 ]
 
 
 def in_node(expression: str, value: Any) -> Any:
     """The value of a JavaScript expression over ``value``, with the page's scripts loaded."""
-    scripts = "\n".join((assets() / "script" / f"{name}.js").read_text("utf-8") for name in ("base", "masks", "attention"))
+    scripts = "\n".join(
+        (assets() / "script" / f"{name}.js").read_text("utf-8") for name in ("base", "masks", "attention")
+    )
     program = f"{scripts}\nconst value = {json.dumps(value)};\nconsole.log(JSON.stringify({expression}));"
     done = subprocess.run([NODE or "", "-"], input=program, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -65,7 +139,10 @@ def test_what_lowtri_refuses_the_page_refuses() -> None:
 
 
 def test_a_drawn_mask_gets_its_name() -> None:
-    named = [text for text in ("causal", "full", "causal & window(2)", "causal | first(2)", "causal & (window(2) | first(1))")]
+    named = [
+        text
+        for text in ("causal", "full", "causal & window(2)", "causal | first(2)", "causal & (window(2) | first(1))")
+    ]
     tables = [lowtri.mask(text).dense(6, 6).tolist() for text in named]
     assert in_node("value.map(Lesson.nameOf)", tables) == named
     assert in_node("Lesson.nameOf(value)", [[True, False], [True, False]]) == "first(1)"

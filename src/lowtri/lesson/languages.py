@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from html import escape
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from lowtri.errors import DataError
 
@@ -20,9 +19,9 @@ __all__ = ["LANGUAGES", "assets", "filled", "markup", "texts"]
 LANGUAGES = {"en": "en", "id": "id", "th": "th", "zh": "zh-Hant"}  # option -> the page's lang attribute
 
 
-def assets() -> Traversable:
+def assets() -> Path:
     """The folder of the lesson's templates, scripts, texts and measurements."""
-    return files("lowtri.lesson") / "assets"
+    return Path(__file__).parent / "assets"
 
 
 def texts(language: str) -> dict[str, str]:

@@ -32,7 +32,10 @@ def computed() -> dict[str, Any]:
         "forms": _forms(),
         "experiment": stored("experiment"),
         "gallery": stored("gallery"),
-        "maps": [stored("smollm2") | {"opens": [13, 8], "points": [8, 2]}, stored("whisper") | {"opens": [0, 2], "points": [9, 8]}],
+        "maps": [
+            stored("smollm2") | {"opens": [13, 8], "points": [8, 2]},
+            stored("whisper") | {"opens": [0, 2], "points": [9, 8]},
+        ],
     }
 
 

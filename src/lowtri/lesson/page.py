@@ -51,7 +51,7 @@ def lesson_page(language: str = "en") -> str:
     words = texts(language)
     numbers = in_texts()
     written = {key: filled(text, numbers) for key, text in words.items()}
-    sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir(), key=str)]
+    sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir())]
     body = "\n".join(_section(section, written) for section in sections)
     data = computed() | {
         "texts": written,
@@ -87,8 +87,7 @@ def lesson_page(language: str = "en") -> str:
 
 def programs() -> dict[str, str]:
     """Figure -> the program that is shown under it; the programs of live figures are written by the scripts."""
-    found = (path for path in (assets() / "python").iterdir())
-    return {path.name: path.read_text(encoding="utf-8").strip() for path in sorted(found, key=str)}
+    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted((assets() / "programs").iterdir())}
 
 
 def _section(html: str, written: dict[str, str]) -> str:
@@ -101,7 +100,7 @@ def _section(html: str, written: dict[str, str]) -> str:
 
 
 def _program(name: str, written: dict[str, str]) -> str:
-    shown = "" if name in _LIVE else next(code for file, code in programs().items() if file.split(".")[0] == name)
+    shown = "" if name in _LIVE else programs()[name]
     return (
         f'<div class="python" data-python="{name}"><pre tabindex="0" role="group" aria-label="{escape(written["python"])}">'
         f'<code lang="en" translate="no">{escape(shown)}</code></pre>'
@@ -114,7 +113,7 @@ def _top(language: str, written: dict[str, str]) -> Iterator[str]:
     yield '<div class="top" role="banner"><a class="brand" href="#main">lowtri</a>'
     yield f'<button type="button" class="quiet" id="theme" title="{escape(written["nav.theme"])}">'
     yield f'<span aria-hidden="true">◐</span><span class="sr">{escape(written["nav.theme"])}</span></button>'
-    yield f'<button type="button" class="quiet" id="motion" aria-pressed="true" '
+    yield '<button type="button" class="quiet" id="motion" aria-pressed="true" '
     yield f'title="{escape(written["nav.motion"])}"><span aria-hidden="true">≋</span>'
     yield f'<span class="sr">{escape(written["nav.motion"])}</span></button>'
     yield f'<nav class="languages" aria-label="{escape(written["nav.languages"])}">'

@@ -10,6 +10,8 @@
   const n4 = (x) => Lesson.number(x, 4);
   const sub = (name, ...indices) => [el("i", {}, name), el("sub", {}, indices.map((i) => i + 1).join(","))];
 
+  const power = (s) => [el("i", {}, "e"), el("sup", {}, n4(s))];
+
   /** a1 × b1 + a2 × b2 + ... */
   function sum(kindA, a, kindB, b) {
     const terms = a.map((x, i) => [x, b[i]]).filter(([x]) => x !== 0 || a.length <= MOST_TERMS);
@@ -51,9 +53,8 @@
       const row = steps.masked[i];
       const open = row.filter((s) => s !== -Infinity);
       if (!open.length) return [t("equation.nothing", { q: i + 1 })];
-      const terms = open.slice(0, MOST_TERMS).flatMap((s, at) => [at ? " + " : "", `e^${n4(s)}`]);
-      const top = row[j] === -Infinity ? "e^(−∞)" : `e^${n4(row[j])}`;
-      return [...sub("a", i, j), " = ", top, " / (", ...terms, open.length > MOST_TERMS ? " + …" : "", ") = ",
+      const terms = open.slice(0, MOST_TERMS).flatMap((s, at) => [at ? " + " : "", ...power(s)]);
+      return [...sub("a", i, j), " = ", ...power(row[j]), " / (", ...terms, open.length > MOST_TERMS ? " + …" : "", ") = ",
         hue("w", n4(steps.weights[i][j]))];
     }
     return [...sub("o", i, j), " = ", ...sum("w", steps.weights[i], "v", column(state.v, j)), " = ",

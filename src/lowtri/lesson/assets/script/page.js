@@ -10,8 +10,7 @@
     document.getElementById("theme").addEventListener("click", () => {
       const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
       root.dataset.theme = dark ? "light" : "dark";
-      Lesson.repaint();
-      Lesson.bench.paint();
+      Lesson.ready.then(() => { Lesson.repaint(); Lesson.bench.paint(); });
     });
     const motion = document.getElementById("motion");
     motion.addEventListener("click", () => {
@@ -65,9 +64,14 @@
     buttons();
     contents();
     tables();
-    Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
-    Lesson.walk = new Lesson.Walk(Lesson.bench);
-    for (const figure of Lesson.figures) figure();
+    const bench = () => {
+      Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
+      Lesson.walk = new Lesson.Walk(Lesson.bench);
+    };
+    // One figure a task, after the text has been painted: the page answers in between.
+    const task = (figure) => new Promise((done) => { setTimeout(() => { figure(); done(); }); });
+    const [first, ...others] = Lesson.figures;
+    Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), Promise.resolve());
   };
 
   if (typeof document !== "undefined") Lesson.start();

@@ -130,9 +130,9 @@
       this.visible = this.maskSwitch.checked ? asked : asked.map((row) => row.map(() => true));
       this.steps = Lesson.attend(this, this.visible);
       this.before = before;
-      const cell = parseFloat(getComputedStyle(this.root).getPropertyValue("--cell")) || 46;
-      const fits = Math.max(3, Math.floor((this.root.clientWidth - 150) / cell) - 2);
-      this.shown = Math.min(this.n, this.n <= 8 ? Math.max(fits, 4) : Math.min(8, fits));
+      const rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+      const fits = Math.max(3, Math.floor((this.root.clientWidth - 150) / (this.root.clientWidth < 700 ? 2.55 * rem : 46)) - 2);
+      this.shown = Math.min(this.n, this.n <= 8 ? Math.max(fits, 4) : Math.min(5, fits));
       this.origin = Math.max(0, Math.min(this.origin, this.n - this.shown));
       this.show();
       this.python();
@@ -153,6 +153,9 @@
       const { matrices, steps, visible } = this;
       const example = Lesson.data.example.maps;
       this.root.style.setProperty("--n", this.shown);
+      const cell = Math.min(52, Math.floor((this.root.clientWidth - 380) / (3 * this.shown + 4)) - 2);
+      if (cell >= 33) this.root.style.setProperty("--cell", `${cell}px`); // so that all matrices stand in one line
+      else this.root.style.removeProperty("--cell");
       matrices.x.show({ values: this.x, rows, columns: both, ...labels });
       for (const name of ["q", "k", "v"]) {
         matrices[`W_${name}`].show({ values: example[name], rows: both, columns: both });
@@ -188,36 +191,30 @@
       this.highlight();
     }
 
-    /** All weights of a long sentence as one picture, with the part that the tables show framed. */
+    /** All weights of a long sentence as one picture, a pixel each, with the part that the tables show framed. */
     paint() {
-      if (this.n <= this.shown) return;
+      const { n, shown, origin, visible } = this;
+      if (n <= shown) return;
       const style = getComputedStyle(document.documentElement);
-      const ink = (name) => style.getPropertyValue(name).trim();
+      const rgb = (name) => [1, 3, 5].map((at) => parseInt(style.getPropertyValue(name).trim().slice(at, at + 2), 16));
+      const [hidden, paper, hue] = ["--hatch", "--card", "--w-hue"].map(rgb);
       const context = this.overview.getContext("2d");
-      const scale = Math.max(2, Math.floor(320 / this.n));
-      this.overview.width = this.overview.height = this.n * scale;
-      context.fillStyle = ink("--hatch");
-      context.fillRect(0, 0, this.overview.width, this.overview.height);
-      const strongest = this.steps.weights.map((row) => Math.max(...row, 1e-9));
-      for (let i = 0; i < this.n; i++) {
-        for (let j = 0; j < this.n; j++) {
-          if (!this.visible[i][j]) continue;
-          context.fillStyle = ink("--paper");
-          context.fillRect(j * scale, i * scale, scale, scale);
-        }
-      }
-      context.fillStyle = ink("--w-hue");
-      for (let i = 0; i < this.n; i++) {
-        for (let j = 0; j < this.n; j++) {
-          if (!this.visible[i][j]) continue;
-          context.globalAlpha = 0.08 + 0.92 * (this.steps.weights[i][j] / strongest[i]);
-          context.fillRect(j * scale, i * scale, scale, scale);
-        }
-      }
-      context.globalAlpha = 1;
-      context.strokeStyle = ink("--k-hue");
-      context.lineWidth = 3;
-      context.strokeRect(this.origin * scale + 1, this.origin * scale + 1, this.shown * scale - 2, this.shown * scale - 2);
+      this.overview.width = this.overview.height = n;
+      const image = context.createImageData(n, n);
+      this.steps.weights.forEach((row, i) => {
+        const most = Math.max(...row) || 1;
+        row.forEach((x, j) => {
+          const strength = 0.08 + 0.92 * (x / most); // beside the greatest weight of the row
+          for (let c = 0; c < 3; c++) {
+            image.data[4 * (i * n + j) + c] = visible[i][j] ? paper[c] + (hue[c] - paper[c]) * strength : hidden[c];
+          }
+          image.data[4 * (i * n + j) + 3] = 255;
+        });
+      });
+      context.putImageData(image, 0, 0);
+      const frame = this.find(".frame").style;
+      frame.left = frame.top = `${(100 * origin) / n}%`;
+      frame.width = frame.height = `${(100 * shown) / n}%`;
     }
 
     pick(name, i, j) {
