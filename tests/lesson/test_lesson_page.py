@@ -172,3 +172,17 @@ def test_the_gallery_is_what_the_audit_finds() -> None:
 def test_times_compare_equal_results() -> None:
     measured, difference = timing.times(tokens=33, rounds=2)
     assert set(measured) == {"additive", "boolean", "fused", "lowtri"} and difference < 1e-5
+
+
+def test_what_notebooks_show() -> None:
+    """Bounded at any length, and markup in names stays text."""
+    report = lowtri.audit(
+        lambda x: x.cumsum(1), np.random.default_rng(0).standard_normal((2, 9, 8)), mask="causal", progress=False
+    )
+    shown: list[Any] = [report, lowtri.explain(scores=np.zeros((3, 3)), tokens=["<b>", "a", "b"], mask="causal")]
+    q = np.zeros((2, 8, 4), np.float32)
+    shown += [lowtri.causal(), lowtri.which_engine(q, q, q, "causal")]
+    for value in shown:
+        html = value._repr_html_()
+        assert "<" in html and "<b>" not in html and len(html) < 30_000
+    assert report._repr_svg_().startswith("<svg")
