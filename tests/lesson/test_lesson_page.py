@@ -95,6 +95,21 @@ SAME = {  # terms that the language borrows
 }
 
 
+@pytest.mark.parametrize("language", [language for language in LANGUAGES if language != "en"])
+def test_terms_are_constant(language: str) -> None:
+    """Where the English text has a term, the translation has that language's word for it."""
+    glossary = json.loads((Path(__file__).parent / "glossary.json").read_text(encoding="utf-8"))
+    english, own = texts("en"), texts(language)
+    wrong = []
+    for key, text in english.items():
+        prose = re.sub(r"`[^`]*`|\{\w+\}", "", text).lower()
+        for term, names in glossary.items():
+            if re.search(rf"\b{term}s?\b", prose) and names[language].lower() not in own[key].lower():
+                wrong.append((key, term))
+    borrowed = [key for key, _ in wrong if key.startswith("error.") or key == "gallery.global_layer_norm"]
+    assert [pair for pair in wrong if pair[0] not in borrowed] == []
+
+
 def test_an_unknown_language() -> None:
     with pytest.raises(lowtri.DataError, match=r"there is no language 'fr'\. Fix: one of en, id, th, zh"):
         lesson_page("fr")
