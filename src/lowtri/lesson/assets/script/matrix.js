@@ -15,8 +15,8 @@
       this.at = [0, 0];
       this.body = el("tbody");
       this.head = el("thead");
-      this.caption = el("caption", {}, title);
-      this.node = el("table", { class: `matrix ${kind}`, id, "data-matrix": name }, this.caption, this.head, this.body);
+      this.caption = el("span", {}, title);
+      this.node = el("table", { class: `matrix ${kind}`, id, "data-matrix": name }, el("caption", {}, this.caption), this.head, this.body);
       this.node.addEventListener("pointerover", (event) => this.pointed(event.target));
       this.node.addEventListener("focusin", (event) => this.pointed(event.target));
       this.node.addEventListener("click", (event) => {

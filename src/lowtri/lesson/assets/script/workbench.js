@@ -45,7 +45,7 @@
       };
       this.maps = {};
       for (const name of ["q", "k", "v"]) {
-        const matrix = new Lesson.Matrix({ name, kind: name, title: t(`m.${name}`), onpick: (_, i, j) => this.pick(name, ...(name === "k" ? [j, i] : [i, j])) });
+        const matrix = new Lesson.Matrix({ name, kind: name, title: t(`m.${name}`).replace("ᵀ", ""), onpick: (_, i, j) => this.pick(name, ...(name === "k" ? [j, i] : [i, j])) });
         this.find(`[data-place="${name}-made"]`).append(matrix.node);
         this.maps[name] = matrix;
       }
