@@ -16,10 +16,11 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo test sweeps test-all test-floor lint docs dist smollm2 whisper clean
+.PHONY: help demo lesson test sweeps test-all test-floor lint docs dist smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
+	@echo 'make lesson    the lesson as interactive pages in four languages, in out/lesson'
 	@echo 'make test      the tests, without the long sweeps: under six minutes'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
@@ -33,6 +34,10 @@ help:
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo --out $(OUT)
+
+lesson: $(VENV)/installed
+	mkdir -p out/lesson
+	for lang in en id th zh; do $(BIN)/lowtri lesson --lang $$lang --out out/lesson/lesson-$$lang.html || exit 1; done
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m 'not sweep'

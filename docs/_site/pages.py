@@ -8,6 +8,9 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from lowtri.lesson.languages import LANGUAGES
+from lowtri.lesson.page import file_name, lesson_page
+
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {  # page of the site -> file of the repository
     "index.md": "README.md",
@@ -22,6 +25,8 @@ def on_files(files: Files, config: Any) -> Files:
     for page, source in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+    for language in LANGUAGES:
+        files.append(File.generated(config, f"lesson/{file_name(language)}", content=lesson_page(language)))
     return files
 
 

@@ -16,6 +16,7 @@ peeking    the audit: which models leak, where, and through which module
 switched   a transformers model switched to lowtri: equal logits, and audited
 glassllm   pretrained weights of another project in lowtri's Decoder
 speed      against torch's own attention, on this machine
+lesson     the interactive lesson in four languages
 """
 
-PARTS = ("steps", "who", "paths", "why", "writing", "peeking", "switched", "glassllm", "speed")
+PARTS = ("steps", "who", "paths", "why", "writing", "peeking", "switched", "glassllm", "speed", "lesson")

@@ -18,7 +18,8 @@ The packages, in reading order; a package imports only packages above it:
     auditing      the audit: whether a model depends on what its mask hides
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
-    integrations  transformers, flash-attn, ONNX
+    integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX, ONNX
+    lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, one file per verb
 
 `import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.

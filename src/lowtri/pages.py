@@ -9,11 +9,12 @@ from html import escape
 from typing import Any
 
 from lowtri.masks.labels import spelled_out
+from lowtri.masks.palette import INK, PAPER
 
 __all__ = ["colours", "html_text", "json_text", "json_value", "page"]
 
-_LIGHT = {"ink": "#1a1a1a", "paper": "#fff"}
-_DARK = {"ink": "#e5e7eb", "paper": "#15181e"}
+_LIGHT = {"ink": INK.light, "paper": PAPER.light}
+_DARK = {"ink": INK.dark, "paper": PAPER.dark}
 # The page's own body has its class: in a notebook, where only the <div> stays, nothing else is coloured.
 _STYLE = """
 .lowtri, .lowtri-page { color-scheme: light dark }

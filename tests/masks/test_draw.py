@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
-from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
+from lowtri.masks import causal, documents, first, full, heads, keys, mask, palette, strided, table, where, window
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
 from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
@@ -260,9 +260,9 @@ def cells(text: str, fill: str) -> int:
 
 def test_svg_shows_every_cell() -> None:
     text = svg(causal(), 5)
-    assert cells(text, "#2b6cb0") == 15
+    assert cells(text, "#7a3c9e") == 15
     assert cells(text, "url(#hidden)") == 10
-    assert svg(causal() & window(300), 1000).count("#a9c9ea") > 60
+    assert svg(causal() & window(300), 1000).count("#cdb4dc") > 60
 
 
 def test_svg_names_tokens_on_both_axes_and_escapes_them() -> None:
@@ -331,7 +331,7 @@ def test_svg_draws_inside_its_frame(n: int, options: dict[str, Any]) -> None:
             assert start >= 0 and start + length <= wide and 0 < float(node.get("y", "0")) <= high, node.text
 
 
-def test_the_picture_of_the_readme_is_up_to_date() -> None:
+def test_the_picture_in_the_documentation_is_up_to_date() -> None:
     titles = ["full: an encoder", "causal: a decoder"]
     text = svg(full(), 4, beside=causal(), tokens="The black cat <end>", titles=titles)
     assert (Path(__file__).parents[2] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
@@ -368,13 +368,38 @@ def test_saving(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == svg(causal(), 4, tokens="The black cat <end>")
     assert [p.name for p in tmp_path.iterdir()] == ["mask.svg"]
     window(2).save(str(path))
-    assert cells(path.read_text(encoding="utf-8"), "#2b6cb0") == 31
+    assert cells(path.read_text(encoding="utf-8"), "#7a3c9e") == 31
+
+
+def test_a_page(tmp_path: Path) -> None:
+    causal().save(tmp_path / "mask.html", 4)
+    page = (tmp_path / "mask.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and svg(causal(), 4) in page and "<title>causal</title>" in page
+
+
+def test_notebooks_show_pictures() -> None:
+    mask: Any = causal() & window(3)
+    assert mask._repr_svg_() == svg(mask, 12)
+    assert "<code>causal &amp; window(3)</code>" in mask._repr_html_() and len(mask._repr_html_()) < 20_000
+    small: Any = table(np.ones((3, 3), bool))
+    assert small._repr_svg_() is None and small._repr_html_() is None  # the text stands alone
+
+
+def test_the_lesson_has_the_same_colours() -> None:
+    style = (Path(__file__).parents[2] / "src/lowtri/lesson/assets/style/lesson.css").read_text(encoding="utf-8")
+    for name, colour in (
+        ("w-hue", palette.VISIBLE),
+        ("bad", palette.LEAK),
+        ("ink", palette.INK),
+        ("hatch", palette.HATCH),
+    ):
+        assert f"--{name}: {colour.light};" in style and f"--{name}: {colour.dark};" in style
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mask.png", "does not end in .svg, the one format that is written. Fix: mask.svg"),
+        ("mask.png", "ends neither in .svg nor in .html, the formats that are written. Fix: mask.svg"),
         ("nowhere/mask.svg", "cannot be written: No such file or directory. Fix: a folder that exists"),
         ("folder.svg", "folder.svg cannot be written: "),
     ],
@@ -472,7 +497,7 @@ def test_the_command_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFi
         (["causal", "--n", "0"], "--n"),
         (["causal", "--n", "3", "--queries", "4"], "mask: --queries is 4, but there are 3 positions"),
         (["causal", "--svg", "nowhere/m.svg"], "there is no folder nowhere. Fix: make it first"),
-        (["causal", "--svg", "m.png"], "does not end in .svg"),
+        (["causal", "--svg", "m.png"], "ends neither in .svg nor in .html"),
         (["heads([causal, full])", "--head", "2"], "head 2 of a mask with batch (1, 2)"),
         (["heads([causal, full]) & keys(lengths=[1, 2])", "--head", "0"], "Fix: say --batch as well"),
         (["causal", "--frobnicate"], "No such option"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lowtri.masks.palette import HATCH, INK, LEAK, PAPER, PARTLY, VISIBLE
 from lowtri.pages import colours
 
 __all__ = ["cells", "draw_svg", "draw_text"]
@@ -26,8 +27,7 @@ _LOOKS = {
     "·": _Look("hidden", "hidden"),
     "✗": _Look("leak", "leak"),
 }
-_LIGHT = ("#1a202c", "#fff", "#cbd5e0", "#2b6cb0", "#fff", "#bee3f8", "#c53030")
-_DARK = ("#e2e8f0", "#171923", "#4a5568", "#63b3ed", "#171923", "#2c5282", "#fc5c5c")
+_LIGHT, _DARK = zip(INK, PAPER, HATCH, VISIBLE, PAPER, PARTLY, LEAK, strict=True)
 _NAMES = ("ink", "paper", "line", "seen", "blind", "open", "leak")
 _STYLE = (
     colours("svg", dict(zip(_NAMES, _LIGHT, strict=True)), dict(zip(_NAMES, _DARK, strict=True)))

@@ -14,6 +14,7 @@ from lowtri.auditing.noise import Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out
+from lowtri.masks.palette import LEAK
 from lowtri.pages import html_text, json_text, page
 
 __all__ = ["AuditReport"]
@@ -27,8 +28,8 @@ _STYLE = """.lowtri svg { width: 100%; max-width: 34em; height: auto }
 .lowtri td { padding: .2em .8em .2em 0; vertical-align: top } .lowtri td:not(:last-child) { white-space: nowrap }
 .lowtri .leak { color: var(--leak) } .lowtri .clean { color: var(--clean) } .lowtri .undecided { color: var(--undecided) }
 """
-_LIGHT = {"leak": "#c53030", "clean": "#2f855a", "undecided": "#975a16"}
-_DARK = {"leak": "#fc8181", "clean": "#68d391", "undecided": "#f6ad55"}
+_LIGHT = {"leak": LEAK.light, "clean": "#2f855a", "undecided": "#975a16"}
+_DARK = {"leak": LEAK.dark, "clean": "#68d391", "undecided": "#f6ad55"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,6 +178,8 @@ class AuditReport:
     def to_svg(self) -> str:
         """The drawing alone, as SVG."""
         return draw_svg(self._cells(96), self.n, namespace=' xmlns="http://www.w3.org/2000/svg"') + "\n"
+
+    _repr_html_, _repr_svg_ = to_html, to_svg  # what notebooks show
 
     def save(self, path: str | Path) -> Path:
         """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, atomically.

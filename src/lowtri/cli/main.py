@@ -55,6 +55,7 @@ VERBS = {
     "eval": "Loss on text files, all at once and step by step.",
     "audit": "Does a model use what its mask hides? Every leak, by position.",
     "bench": "How fast attention is, against torch and the CPU's limit.",
+    "lesson": "Masked self-attention as an interactive page, in four languages.",
     "doctor": "What this machine has, what is missing, and what follows.",
 }
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name

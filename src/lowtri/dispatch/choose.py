@@ -11,6 +11,7 @@ from lowtri.backends import BACKENDS
 from lowtri.backends.base import Backend
 from lowtri.errors import EngineError
 from lowtri.ops.call import Call
+from lowtri.pages import html_text
 
 __all__ = ["Choice", "choose", "load", "weigh"]
 
@@ -40,6 +41,17 @@ class Choice:
             remark = f" ({self.remarks[name]})" if name in self.remarks else ""
             lines.append(f"{name:<10} {answer}{cost}{remark}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: a row for each engine."""
+        rows = [
+            (name, answer, _duration(self.costs[name]) if name in self.costs else "")
+            for name, answer in self.answers.items()
+        ]
+        cells = "".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        head = "<tr><th>engine</th><th>can it run?</th><th>estimated</th></tr>"
+        sentence = html_text(f"{self.engine} runs: {self.weighed}")
+        return f"<table><caption>{sentence}</caption><thead>{head}</thead><tbody>{cells}</tbody></table>"
 
 
 @cache

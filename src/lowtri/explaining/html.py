@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lowtri.explaining.show import cut, number, printable, tables_of
 from lowtri.explaining.step import PAIRS, Step, Steps
 from lowtri.masks.labels import shortened
+from lowtri.masks.palette import VISIBLE
 from lowtri.pages import html_text, page
 
 __all__ = ["as_html"]
@@ -61,7 +62,7 @@ def as_html(steps: Steps) -> str:
         for together in tables_of(step, steps.visible):
             parts += ['<div class="pair">', *(_table(step, *table) for table in together), "</div>"]
     title = f"lowtri: {shortened(' '.join(steps.tokens), 80)}"
-    return page(title, parts, _STYLE, {**_LIGHT, "weight": "46, 125, 180"}, {**_DARK, "weight": "66, 153, 225"})
+    return page(title, parts, _STYLE, {**_LIGHT, "weight": VISIBLE.rgb[0]}, {**_DARK, "weight": VISIBLE.rgb[1]})
 
 
 def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool_] | None) -> str:

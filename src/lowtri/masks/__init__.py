@@ -19,6 +19,7 @@ plan            what kernels read: runs of tiles, and the bits of the partial on
 ranges          the ranges of keys that each query sees, from a plan
 counts          the number of visible pairs, and whether a mask is causal
 labels          labels of pictures, and how a text is split into tokens
+palette         the colours of every picture
 panels          the content of a picture: cells, labels, headings
 svg             a picture as SVG
 draw            a picture as text
@@ -32,7 +33,7 @@ from lowtri.masks.draw import draw
 from lowtri.masks.formulas import band, causal, chunks, first, full, strided, window
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
-from lowtri.masks.svg import save
+from lowtri.masks.svg import save, shown_as_html, shown_as_svg
 from lowtri.masks.text import as_mask, mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Tile
 
@@ -66,3 +67,5 @@ END = POSITION_MAX
 
 for _method in (pairs, is_causal, draw, save):  # Mask declares them; the files that define them import it
     setattr(Mask, _method.__name__, _method)
+for _name, _shown in (("_repr_svg_", shown_as_svg), ("_repr_html_", shown_as_html)):  # what notebooks show
+    setattr(Mask, _name, _shown)

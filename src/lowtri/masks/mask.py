@@ -159,7 +159,13 @@ class Mask(TileLaw):
             """The mask as text: :func:`lowtri.masks.draw.draw`."""
 
         def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
-            """The mask as an SVG file: :func:`lowtri.masks.svg.save`."""
+            """The mask as an SVG file or a page: :func:`lowtri.masks.svg.save`."""
+
+        def _repr_svg_(self) -> str | None:
+            """What notebooks show."""
+
+        def _repr_html_(self) -> str | None:
+            """What notebooks show, with the mask's text."""
 
         def __and__(self, other: Mask) -> Mask: ...
         def __or__(self, other: Mask) -> Mask: ...

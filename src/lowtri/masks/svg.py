@@ -12,19 +12,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lowtri.errors import DataError
+from lowtri.errors import DataError, MaskError
 from lowtri.files import write_text
 from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
+from lowtri.masks.palette import HATCH, INK, LINE, PAPER, PARTLY, VISIBLE
 from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose
 
-__all__ = ["save", "svg"]
+__all__ = ["html", "save", "shown_as_html", "shown_as_svg", "svg"]
 
-_INK, _PAPER, _LINE, _HATCH = "#1f2937", "#ffffff", "#c3c9d4", "#aab2c0"
-_VISIBLE, _PARTLY = "#2b6cb0", "#a9c9ea"
 _DARK = (  # class, property, colour
-    *(("ink", "fill", "#e5e7eb"), ("paper", "fill", "#111827"), ("line", "stroke", "#4b5563")),
-    *(("hatch", "stroke", "#64748b"), ("visible", "fill", "#63a4e8"), ("partly", "fill", "#2b5585")),
+    *(("ink", "fill", INK.dark), ("paper", "fill", PAPER.dark), ("line", "stroke", LINE.dark)),
+    *(("hatch", "stroke", HATCH.dark), ("visible", "fill", VISIBLE.dark), ("partly", "fill", PARTLY.dark)),
 )
 _LETTER = 7.2  # width of one column of text at 12 px
 _MARGIN, _GAP = 16, 40
@@ -38,15 +37,18 @@ def save(
     nk: int | None = None,
     **options: Any,
 ) -> None:
-    """Write the picture of a mask to ``path``, atomically. ``options`` are those of :func:`svg`.
+    """Write the picture of a mask to ``path``, as SVG or as a page, by its name; atomically. ``options`` are those of :func:`svg`.
 
     Raises:
-        DataError: if ``path`` does not end in .svg, or cannot be written.
+        DataError: if ``path`` ends neither in .svg nor in .html, or cannot be written.
     """
     target = Path(path)
-    if target.suffix.lower() != ".svg":
-        raise DataError(f"save: {path} does not end in .svg, the one format that is written. Fix: {target.stem}.svg.")
-    text = svg(mask, nq, nk, **options)
+    form = {".svg": svg, ".html": html}.get(target.suffix.lower())
+    if form is None:
+        raise DataError(
+            f"save: {path} ends neither in .svg nor in .html, the formats that are written. Fix: {target.stem}.svg."
+        )
+    text = form(mask, nq, nk, **options)
     try:
         write_text(target, text)
     except OSError as error:
@@ -92,6 +94,36 @@ def svg(
     return "\n".join(_document(picture)) + "\n"
 
 
+def html(mask: Mask | str, nq: int = 16, nk: int | None = None, **options: Any) -> str:
+    """A page of its own with the picture; ``options`` are those of :func:`svg`."""
+    style = f"body{{margin:0;background:{PAPER.light}}}@media (prefers-color-scheme:dark){{body{{background:{PAPER.dark}}}}}"
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(repr(mask))}</title>'
+    )
+    picture = svg(mask, nq, nk, **options)
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{style}</style></head><body>\n{picture}</body></html>\n'
+    )
+
+
+def shown_as_svg(mask: Mask) -> str | None:
+    """The picture for notebooks: the first 12 positions. None for tables that do not cover them, which are shown as text."""
+    try:
+        return svg(mask, 12)
+    except MaskError:
+        return None
+
+
+def shown_as_html(mask: Mask) -> str | None:
+    """The same with the mask's text below it."""
+    picture = shown_as_svg(mask)
+    return (
+        None
+        if picture is None
+        else f"<figure>{picture}<figcaption><code>{escape(repr(mask))}</code></figcaption></figure>"
+    )
+
+
 def _document(picture: Picture) -> Iterator[str]:
     rows, columns = picture.panels[0].parts[0].cells.shape
     cell = 28.0 if picture.key_labels else max(6.0, min(24.0, 420 / max(rows, columns)))
@@ -110,7 +142,7 @@ def _document(picture: Picture) -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
-        f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{_INK}" class="lowtri-ink" '
+        f'\'DejaVu Sans Mono\', monospace" font-size="12" fill="{INK.light}" class="lowtri-ink" '
         'style="max-width:100%;height:auto">'  # on a narrow screen smaller, in its own proportions
     )
     yield f"<title>{escape(label)}</title>"
@@ -118,9 +150,9 @@ def _document(picture: Picture) -> Iterator[str]:
     yield f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>"
     yield (
         f'<defs><pattern id="hidden" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<path d="M0 0V6" class="lowtri-hatch" stroke="{_HATCH}" stroke-width="2"/></pattern></defs>'
+        f'<path d="M0 0V6" class="lowtri-hatch" stroke="{HATCH.light}" stroke-width="2"/></pattern></defs>'
     )
-    yield f'<rect width="100%" height="100%" class="lowtri-paper" fill="{_PAPER}"/>'
+    yield f'<rect width="100%" height="100%" class="lowtri-paper" fill="{PAPER.light}"/>'
     y = float(_MARGIN)
     for panel in picture.panels:
         if panel.heading:
@@ -132,7 +164,7 @@ def _document(picture: Picture) -> Iterator[str]:
         y += 20
     x = float(_MARGIN)
     for fill, name in legend:
-        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{_LINE}" {fill}/>'
+        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{LINE.light}" {fill}/>'
         yield _text(x + 20, y + 11, name)
         x += 42 + _LETTER * len(name)
     if picture.positions_a_cell > 1:
@@ -170,12 +202,12 @@ def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
             j += n
     lines = [f"M{x:.1f} {y + i * cell:.1f}h{columns * cell:.1f}" for i in range(rows + 1)]
     lines += [f"M{x + j * cell:.1f} {y:.1f}v{rows * cell:.1f}" for j in range(columns + 1)]
-    yield f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{_LINE}" stroke-width="0.7"/>'
+    yield f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{LINE.light}" stroke-width="0.7"/>'
 
 
 _HIDDEN = 'fill="url(#hidden)"'
-_FILLED = f'class="lowtri-visible" fill="{_VISIBLE}"'
-_PARTIAL = f'class="lowtri-partly" fill="{_PARTLY}"'
+_FILLED = f'class="lowtri-visible" fill="{VISIBLE.light}"'
+_PARTIAL = f'class="lowtri-partly" fill="{PARTLY.light}"'
 
 
 def _fill(part: Part, i: int, j: int) -> str:

@@ -1,0 +1,75 @@
+"use strict";
+// A sentence as tokens and numbers, and every step of attention. The same arithmetic as lowtri.explain, in double precision.
+
+(() => {
+  const Lesson = globalThis.Lesson;
+  Lesson.MOST_TOKENS = 256;
+
+  // Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Chinese and Japanese with their punctuation.
+  const UNSPACED = new RegExp(
+    "[\\u0e00-\\u0eff\\u1000-\\u109f\\u1780-\\u17ff\\u3001-\\u312f\\u31f0-\\u31ff\\u3400-\\u4dbf\\u4e00-\\u9fff" +
+    "\\uf900-\\ufaff\\uff01-\\uff0f\\uff1a-\\uff20\\uff3b-\\uff40\\uff5b-\\uff9f\\u{20000}-\\u{3ffff}]", "u");
+  const MARK = /[\p{M}\u0e33\u0eb3]/u; // marks stay with the character that carries them
+
+  /** A text cut at spaces, and by characters where its script has none; at most `MOST_TOKENS` tokens. */
+  Lesson.tokens = (text) => {
+    const tokens = [];
+    for (const word of text.split(/\s+/u)) {
+      let base = "";
+      for (const c of word) {
+        const mark = MARK.test(c);
+        if (base && (mark || !(UNSPACED.test(c) || UNSPACED.test(base)))) tokens[tokens.length - 1] += c;
+        else tokens.push(c);
+        base = base && mark ? base : c;
+      }
+    }
+    return tokens;
+  };
+
+  /** Two numbers for a token, always the same ones: drawn from its characters, since no one trained them. */
+  Lesson.embedding = (token) => {
+    let hash = 2166136261;
+    for (const byte of new TextEncoder().encode(token)) hash = Math.imul(hash ^ byte, 16777619);
+    const draw = () => {
+      hash = (hash + 0x6d2b79f5) | 0;
+      let x = Math.imul(hash ^ (hash >>> 15), 1 | hash);
+      x = (x + Math.imul(x ^ (x >>> 7), 61 | x)) ^ x;
+      return ((x ^ (x >>> 14)) >>> 0) / 4294967296;
+    };
+    return [0, 1].map(() => Math.round((draw() * 4 - 2) * 100) / 100);
+  };
+
+  /** Encodings (N, 2): the embedding of each token plus the sinusoidal position, to two decimals. */
+  Lesson.encodings = (tokens) => {
+    const example = Lesson.data.example;
+    if (example && tokens.join(" ") === example.tokens.join(" ")) return example.encodings.map((row) => [...row]);
+    return tokens.map((token, p) => {
+      const [a, b] = Lesson.embedding(token);
+      return [a + Math.sin(p), b + Math.cos(p)].map((x) => Math.round(x * 100) / 100);
+    });
+  };
+
+  const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
+  const column = (m, j) => m.map((row) => row[j]);
+  Lesson.product = (a, b) => a.map((row) => (b.length ? b[0].map((_, j) => dot(row, column(b, j))) : []));
+  Lesson.transposed = (m) => (m.length ? m[0].map((_, j) => column(m, j)) : []);
+
+  /** Weights of one row: 0 where hidden, and all 0 where the row sees nothing. The row's maximum is subtracted first. */
+  Lesson.softmax = (row) => {
+    const most = Math.max(...row);
+    if (most === -Infinity) return row.map(() => 0);
+    const exponentials = row.map((x) => Math.exp(x - most));
+    const sum = exponentials.reduce((a, b) => a + b, 0);
+    return exponentials.map((x) => x / sum);
+  };
+
+  /** Every step for q, k, v (N, D) and a table of bools (N, N): scores, scaled, masked, weights, output. */
+  Lesson.attend = ({ q, k, v }, visible) => {
+    const scale = Math.sqrt(q.length ? q[0].length : 1);
+    const scores = q.map((a) => k.map((b) => dot(a, b)));
+    const scaled = scores.map((row) => row.map((x) => x / scale));
+    const masked = scaled.map((row, i) => row.map((x, j) => (visible[i][j] ? x : -Infinity)));
+    const weights = masked.map(Lesson.softmax);
+    return { scores, scaled, masked, weights, output: Lesson.product(weights, v) };
+  };
+})();

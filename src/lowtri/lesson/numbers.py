@@ -1,0 +1,126 @@
+"""What lowtri computes and measures when a page is made, and the measurements that are stored because they take minutes."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from functools import cache
+from typing import Any
+
+from lowtri._version import __version__
+from lowtri.lesson.languages import assets
+
+__all__ = ["ENCODINGS", "PAIR_ENCODINGS", "computed", "example", "in_texts", "stored"]
+
+SENTENCE = "Write a poem"
+ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]  # of the notebooks that teach this example
+PAIR = "The black cat <end>"
+PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A stored measurement: experiment, gallery, smollm2 or whisper. ``measured`` holds its date and machine."""
+    content: dict[str, Any] = json.loads((assets() / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def computed() -> dict[str, Any]:
+    """The data of the page's figures, the same for every language of one process."""
+    return {
+        **example(),
+        "forms": _forms(),
+        "experiment": stored("experiment"),
+        "gallery": stored("gallery"),
+        "maps": [
+            stored("smollm2") | {"opens": [13, 8], "points": [8, 2]},
+            stored("whisper") | {"opens": [0, 2], "points": [9, 8]},
+        ],
+    }
+
+
+def example() -> dict[str, Any]:
+    """The worked example, and one sentence under the full and the causal mask."""
+    from lowtri.explaining.steps import explain
+
+    module = _module()
+    steps = explain(module, ENCODINGS, tokens=SENTENCE.split(), mask="causal")
+    pair = explain(module, PAIR_ENCODINGS, tokens=PAIR.split(), mask="causal")["weights"]
+    assert pair.unmasked is not None
+    names = ("q", "k", "v", "scores", "scaled", "weights", "output")
+    return {
+        "example": {
+            "sentence": SENTENCE,
+            "tokens": SENTENCE.split(),
+            "encodings": ENCODINGS,
+            "maps": {name: steps[f"W_{name}^T"].value.tolist() for name in "qkv"},
+            "steps": {name: steps[name].value.tolist() for name in names},
+        },
+        "pair": {"tokens": PAIR.split(), "full": pair.unmasked.tolist(), "causal": pair.value.tolist()},
+    }
+
+
+def _module() -> Any:
+    """The module of the worked example, with the weights of seed 42; torch's own generator stays as it was."""
+    import torch
+
+    from lowtri.plain import MaskedSelfAttention
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        return MaskedSelfAttention(d_model=2)
+
+
+def _forms() -> dict[str, Any]:
+    import torch
+
+    from lowtri.benching.machine import cpu_name
+    from lowtri.lesson.timing import HEADS, SIZE, TOKENS, times
+
+    measured, difference = times()
+    return {
+        "times": measured,
+        "difference": difference,
+        "shape": f"(1, {HEADS}, {TOKENS}, {SIZE}) float32",
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def in_texts() -> dict[str, str]:
+    """Every number that the texts name, written out."""
+    data = computed()
+    experiment, forms, gallery = data["experiment"], data["forms"], data["gallery"]
+    values = {
+        f"{model}_{name}": f"{experiment[model][name]:.3f}"
+        for model in ("masked", "unmasked")
+        for name in ("training", "validation", "stepwise")
+    }
+    for model in ("masked", "unmasked"):
+        values |= {f"{model}_{name}": _percent(experiment[model]["words"][name]) for name in ("words", "pairs")}
+    return {
+        **values,
+        "masked_greatest": f"{experiment['masked']['greatest']:.0e}".replace("e-0", "e−"),
+        "unigram": f"{experiment['unigram']:.3f}",
+        "experiment_date": experiment["measured"]["date"],
+        "experiment_cpu": experiment["measured"]["cpu"],
+        "gallery_date": gallery["measured"]["date"],
+        "forms_shape": forms["shape"],
+        "forms_date": _today(),
+        "forms_cpu": forms["cpu"],
+        "forms_threads": str(forms["threads"]),
+        "forms_torch": forms["torch"],
+        "forms_difference": f"{forms['difference']:.0e}".replace("e-0", "e−"),
+        "half_ten": "0.00005",
+        "version": __version__,
+        "made_date": _today(),
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}"
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")

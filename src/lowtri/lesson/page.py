@@ -1,0 +1,142 @@
+"""The lesson's page of one language: sections, texts, numbers, style and scripts in one file that fetches nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lowtri.errors import DataError
+from lowtri.files import write_text
+from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
+from lowtri.lesson.numbers import computed, in_texts
+from lowtri.pages import json_value
+
+__all__ = ["file_name", "lesson_page", "programs", "write_lesson"]
+
+SCRIPTS = (
+    *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "measured", "quiz", "page"),
+)
+_LIVE = ("bench", "cache", "patterns")  # figures whose program the scripts write
+_FORBIDS_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def write_lesson(path: str | Path, language: str = "en") -> Path:
+    """Write the page of a language, atomically.
+
+    Raises:
+        DataError: if there is no such language, or the file cannot be written.
+    """
+    path = Path(path)
+    text = lesson_page(language)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise DataError(
+            f"lesson: {path} cannot be written: {error.strerror}. Fix: a folder that exists and that you may write to."
+        ) from None
+    return path
+
+
+def file_name(language: str) -> str:
+    """The name under which the pages link to one another when they lie in one folder."""
+    return f"lesson-{language}.html"
+
+
+def lesson_page(language: str = "en") -> str:
+    """The page as HTML text. Times are measured once per process; other numbers are computed or stored."""
+    words = texts(language)
+    numbers = in_texts()
+    written = {key: filled(text, numbers) for key, text in words.items()}
+    sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir())]
+    body = "\n".join(_section(section, written) for section in sections)
+    data = computed() | {
+        "texts": written,
+        "sentences": {key: written[f"sentence.{key}"].split(" ") for key in ("cat", "forcing", "nlp", "long")},
+    }
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang="{LANGUAGES[language]}">',
+            "<head>",
+            '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(written['title'])}</title>",
+            f"<style>{_file('style', 'lesson.css')}</style>",
+            "</head>",
+            "<body>",
+            *_top(language, written),
+            '<div class="page">',
+            *_contents(body, written),
+            f'<main id="main"><header class="hero"><h1>{markup(written["hero.title"])}</h1>'
+            f"<p>{markup(written['hero.lead'])}</p></header>",
+            body,
+            "</main></div>",
+            f'<script type="application/json" id="lesson-data">{_json(data)}</script>',
+            *(f"<script>{_file('script', f'{name}.js')}</script>" for name in SCRIPTS),
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def programs() -> dict[str, str]:
+    """Figure -> the program that is shown under it; the programs of live figures are written by the scripts."""
+    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted((assets() / "programs").iterdir())}
+
+
+def _section(html: str, written: dict[str, str]) -> str:
+    html = re.sub(r"\{\{#([\w.]+)\}\}", lambda match: escape(written[match[1]]), html)
+    html = re.sub(r"\{\{([\w.]+)\}\}", lambda match: markup(written[match[1]]), html)
+    html = re.sub(r"<!-- python: (\w+) -->", lambda match: _program(match[1], written), html)
+    return html.replace("<!-- formula -->", _file("sections-extra", "formula.html")).replace(
+        "<!-- references -->", _file("sections-extra", "references.html")
+    )
+
+
+def _program(name: str, written: dict[str, str]) -> str:
+    shown = "" if name in _LIVE else programs()[name]
+    return (
+        f'<div class="python" data-python="{name}"><pre tabindex="0" role="group" aria-label="{escape(written["python"])}">'
+        f'<code lang="en" translate="no">{escape(shown)}</code></pre>'
+        f'<button type="button" data-copy>{escape(written["copy"])}</button></div>'
+    )
+
+
+def _top(language: str, written: dict[str, str]) -> Iterator[str]:
+    yield f'<a class="skip" href="#main">{escape(written["skip"])}</a>'
+    yield '<div class="top" role="banner"><a class="brand" href="#main">lowtri</a>'
+    yield f'<button type="button" class="quiet" id="theme" title="{escape(written["nav.theme"])}">'
+    yield f'<span aria-hidden="true">◐</span><span class="sr">{escape(written["nav.theme"])}</span></button>'
+    yield '<button type="button" class="quiet" id="motion" aria-pressed="true" '
+    yield f'title="{escape(written["nav.motion"])}"><span aria-hidden="true">≋</span>'
+    yield f'<span class="sr">{escape(written["nav.motion"])}</span></button>'
+    yield f'<nav class="languages" aria-label="{escape(written["nav.languages"])}">'
+    for other, tag in LANGUAGES.items():
+        here = ' aria-current="page"' if other == language else ""
+        name = escape(texts(other)["name"])
+        yield f'<a href="{file_name(other)}" lang="{tag}" hreflang="{tag}"{here}>{name}</a>'
+    yield "</nav></div>"
+
+
+def _contents(body: str, written: dict[str, str]) -> Iterator[str]:
+    yield f'<nav class="contents" aria-label="{escape(written["nav.contents"])}"><details open>'
+    yield f"<summary>{escape(written['nav.contents'])}</summary><ol>"
+    for name, title in re.findall(r'<section id="(\w+)">\s*<h2>(.*?)</h2>', body):
+        yield f'<li><a href="#{name}">{title}</a></li>'
+    yield "</ol></details></nav>"
+
+
+def _file(folder: str, name: str) -> str:
+    return (assets() / folder / name).read_text(encoding="utf-8").strip()
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that may stand in a script element, whatever its texts hold."""
+    text = json.dumps(json_value(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

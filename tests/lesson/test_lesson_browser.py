@@ -1,0 +1,276 @@
+"""The pages in a real browser, headless: every figure answers, nothing is fetched, no error reaches the console."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from browser import Browser, Page, chromium
+from lowtri.lesson.languages import LANGUAGES, texts
+from lowtri.lesson.page import file_name, write_lesson
+
+if chromium() is None:
+    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
+
+AXE = Path(__file__).parents[1] / "data" / "axe.min.js"
+WEIGHTS = "[...document.querySelectorAll('#weights tbody tr')].map(r => [...r.querySelectorAll('td')].map(c => Number(c.textContent)))"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lesson")
+    for language in LANGUAGES:
+        write_lesson(folder / file_name(language), language)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, folder: Path) -> Iterator[Page]:
+    page = browser.open_lesson(folder / "lesson-en.html", width=1200)
+    yield page
+    assert page.problems() == []
+
+
+def reset(page: Page) -> None:
+    page.run("document.querySelector('[data-action=reset]').click()")
+
+
+def click(page: Page, selector: str) -> None:
+    page.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def text(page: Page, selector: str) -> str:
+    return str(page.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+def weights(page: Page) -> np.ndarray:
+    return np.asarray(page.run(WEIGHTS))
+
+
+def test_the_switch_and_the_weights(page: Page) -> None:
+    reset(page)
+    assert np.allclose(weights(page), [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]], atol=0.006)
+    click(page, "#mask-switch")
+    assert np.allclose(
+        weights(page), [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]], atol=0.006
+    )
+    click(page, "#mask-switch")
+    assert weights(page)[0].tolist() == [1, 0, 0]
+
+
+def run_program(page: Page, figure: str) -> dict[str, Any]:
+    code = text(page, f'[data-python="{figure}"] code')
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("print(lowtri.explain(", "steps = (lowtri.explain("), figure, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & window(2)", "causal | first(2)", "~causal", "causal - window(1)"])
+def test_typing_and_the_program_agree(mask: str, page: Page) -> None:
+    reset(page)
+    page.type("sentence", "The black cat <end>")
+    page.type("mask-text", mask)
+    steps = run_program(page, "bench")["steps"]
+    assert steps.tokens == ("The", "black", "cat", "<end>") and repr(steps.mask)
+    assert np.allclose(page.run("Lesson.bench.steps.weights"), steps["weights"].value, rtol=0, atol=1e-6)
+    assert np.allclose(page.run("Lesson.bench.steps.output"), steps["output"].value, rtol=0, atol=1e-6)
+    assert np.allclose(weights(page), steps["weights"].value, atol=0.0051)
+
+
+def test_a_mask_that_cannot_be_read_keeps_the_last_one(page: Page) -> None:
+    reset(page)
+    page.type("mask-text", "causal & wndow(2)")
+    assert "There is no mask “wndow”" in text(page, "#mask-note")
+    assert weights(page)[0].tolist() == [1, 0, 0]
+    assert page.run("document.getElementById('mask-text').getAttribute('aria-invalid')") == "true"
+    assert run_program(page, "bench")["steps"].mask == "causal"
+    page.type("mask-text", "full")
+    assert text(page, "#mask-note") == "" and weights(page)[0, 2] > 0
+
+
+def test_drawing(page: Page) -> None:
+    reset(page)
+    click(page, '[data-matrix="mask"] td[data-i="2"][data-j="0"]')
+    assert page.run("document.getElementById('mask-text').value") == "causal & window(2)"
+    assert weights(page)[2, 0] == 0
+    click(page, '[data-matrix="mask"] td[data-i="0"][data-j="2"]')  # no formula has this table
+    steps = run_program(page, "bench")["steps"]
+    assert (
+        np.allclose(page.run("Lesson.bench.steps.weights"), steps["weights"].value, atol=1e-6)
+        and steps["weights"].value[0, 2] > 0
+    )
+
+
+def test_numbers_change_by_hand(page: Page) -> None:
+    reset(page)
+    page.run('document.querySelector(\'[data-matrix="q"] td[data-i="1"][data-j="0"]\').focus()')
+    page.run(
+        "(() => { const e = document.getElementById('nudge'); e.value = -3; e.dispatchEvent(new Event('input')) })()"
+    )
+    assert page.run("Lesson.bench.q[1][0]") == -3
+    steps = run_program(page, "bench")["steps"]
+    assert np.allclose(page.run("Lesson.bench.steps.output"), steps["output"].value, atol=1e-6)
+    page.run(
+        "(() => { const e = document.getElementById('window-width'); e.value = 1; e.dispatchEvent(new Event('input')) })()"
+    )
+    assert page.run("document.getElementById('mask-text').value") == "causal & window(1)"
+    assert np.array_equal(weights(page), np.eye(3))
+
+
+def test_a_later_token_changes_no_earlier_row(page: Page) -> None:
+    reset(page)
+    page.type("sentence", "one two three four five")
+    before = page.run("Lesson.bench.steps.weights")
+    click(page, "[data-action=replace]")
+    after = page.run("Lesson.bench.steps.weights")
+    assert after[:4] == before[:4] and after[4] != before[4]
+    assert text(page, "[data-note=replaced]").startswith("Changed: row 5 alone")
+    click(page, "#mask-switch")
+    click(page, "[data-action=replace]")
+    assert text(page, "[data-note=replaced]") == "Changed: rows 1, 2, 3, 4, 5."
+
+
+def test_links_and_keys(page: Page) -> None:
+    reset(page)
+    page.run('document.querySelector(\'#weights td[data-i="1"][data-j="0"]\').focus()')
+    page.press("ArrowDown")
+    assert page.run("[document.activeElement.dataset.i, document.activeElement.dataset.j]") == ["2", "0"]
+    assert page.run("[...document.querySelectorAll('[data-matrix=masked] td.from')].map(c => c.dataset.i)") == ["2"] * 3
+    assert "a3,1" in text(page, ".equation") and "0.0722" in text(page, ".equation")
+    page.run('document.querySelector(\'[data-matrix="scaled"] td[data-i="2"][data-j="1"]\').focus()')
+    assert page.run("document.querySelectorAll('[data-matrix=k] td.from').length") == 2
+    assert "−0.4725" in text(page, ".equation")
+
+
+def test_step_by_step(page: Page) -> None:
+    reset(page)
+    click(page, "[data-walk=start]")
+    left = []
+    for _ in range(12):
+        left.append(page.run("document.querySelectorAll('[data-flow=attention] td.todo').length"))
+        click(page, "[data-walk=next]")
+    assert left == sorted(left, reverse=True) and left[0] == 9 + 9 + 9 + 6 - 1 and left[-1] == 0
+    assert (
+        page.run("document.querySelectorAll('td.todo').length") >= 0
+        and text(page, "[data-walk=start]") == "Step by step"
+    )
+
+
+HOSTILE = {
+    "empty": "",
+    "blank": "   ",
+    "emoji": "👩‍👩‍👧 loves 🇹🇭 🎉",
+    "right to left": "أحب تعلم الآلة كثيرا",
+    "override": "abc \u202ecba\u202c def",
+    "markup": "<script>document.title='gone'</script> <img src=x onerror=alert(1)> & \"quotes\"",
+    "200 tokens": " ".join(f"word{i}" for i in range(200)),
+    "1000 tokens": "的" * 1000,
+    "one long word": "a" * 3000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_any_sentence(name: str, page: Page) -> None:
+    reset(page)
+    page.type("sentence", HOSTILE[name])
+    n = page.run("Lesson.bench.n")
+    assert n == min(256, page.run("Lesson.tokens(document.getElementById('sentence').value).length"))
+    found = weights(page) if n else np.zeros((0, 0))
+    assert len(found) == page.run("Lesson.bench.shown") <= 10 and np.all(np.isfinite(found))
+    if n and n <= 8:
+        assert np.allclose(found.sum(1), 1, atol=0.05)
+    assert page.run("document.querySelector('.overview').hidden") == (n <= page.run("Lesson.bench.shown"))
+    assert (
+        page.run("document.title") == texts("en")["title"]
+        and page.run("document.querySelectorAll('#bench img').length") == 0
+    )
+    assert page.run("document.documentElement.scrollWidth") <= 1200
+    if name == "empty":
+        assert "No words yet" in text(page, "#sentence-note")
+    if name == "200 tokens":
+        assert "40000" in text(page, "[data-note=view]")
+        assert run_program(page, "bench")["steps"]["weights"].value.shape == (200, 200)
+    reset(page)
+
+
+def test_other_figures_answer(page: Page) -> None:
+    click(page, "#arcs-mask")
+    assert "all 7 words" in text(page, "#arcs .says")
+    for figure in ("forcing-figure", "generators", "cache-figure"):
+        before = text(page, f"#{figure}")
+        click(page, f"#{figure} [data-action=back]")
+        assert text(page, f"#{figure}") != before
+    page.run(
+        "(() => { const e = document.getElementById('score'); e.value = 0; e.dispatchEvent(new Event('input')) })()"
+    )
+    assert text(page, "#exponential .says") == "score −∞: exp(s) = 0, so its weight is 0"
+    click(page, '#maps [data-map="16,0"]')
+    assert "layer 16, head 0" in text(page, "#maps .says")
+    click(page, ".quiz .choices div:nth-of-type(2) button")
+    assert "Right." in text(page, ".quiz")
+    for figure in ("cache", "patterns"):
+        exec(compile(text(page, f'[data-python="{figure}"] code'), figure, "exec"), {})
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser, folder: Path) -> None:
+    page = browser.open_lesson(folder / file_name(language), width=390, dark=True)
+    assert page.problems() == []
+    assert page.run("document.documentElement.scrollWidth") == 390
+    empty = "[...document.querySelectorAll('main > section')].filter(s => s.getBoundingClientRect().height < 120).map(s => s.id)"
+    assert page.run(empty) == []
+    missing = (
+        "[...document.querySelectorAll('main, nav')].map(e => { const c = e.cloneNode(true);"
+        "c.querySelectorAll('code').forEach(x => x.remove()); return c.textContent }).join(' ')"
+        ".match(/\\b(?:why|bench|walk|quiz|gallery|models|cache|forms|without)\\.[a-z0-9.]+\\b/g)"
+    )
+    assert page.run(missing) is None, "a text without its key"
+    assert not re.search(r"\{\w+\}", str(page.run("document.querySelector('main').innerText")))
+    assert page.run("document.querySelectorAll('#weights tbody td').length") == 9
+    page.close()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 820, 1440])
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_accessible_in_every_language(language: str, width: int, dark: bool, browser: Browser, folder: Path) -> None:
+    page = browser.open_lesson(folder / file_name(language), width=width, dark=dark)
+    page.run(AXE.read_text(encoding="utf-8") + ";0")
+    found = page.run(
+        "axe.run(document, {resultTypes: ['violations']})"
+        ".then(r => r.violations.map(v => [v.id, v.nodes.slice(0, 3).map(n => n.html.slice(0, 200))]))"
+    )
+    assert found == []
+    assert page.run("document.documentElement.scrollWidth") == width
+    page.close()
+
+
+@pytest.mark.sweep
+def test_it_answers_quickly_on_a_slow_machine(browser: Browser, folder: Path, record_property: Any) -> None:
+    """Recorded rather than asserted tightly: other programs share the machine."""
+    page = browser.open_lesson(folder / "lesson-en.html", width=390, slower=4)
+    paint = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    page.run("document.getElementById('mask-switch').scrollIntoView()")
+    press = (
+        "(() => { const t = performance.now(); document.getElementById('mask-switch').click();"
+        "document.body.offsetHeight; return performance.now() - t })()"
+    )
+    clicks = sorted(page.run(press) for _ in range(9))
+    record_property("first paint, ms", paint)
+    record_property("click, ms", clicks[4])
+    assert paint < 5000 and clicks[4] < 1000
+    page.close()
