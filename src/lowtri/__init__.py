@@ -14,6 +14,7 @@ The packages, in reading order; a package imports only packages above it:
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
+    parallel      one sequence over many processes, split by what its mask shows
     training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
     explaining    every step of attention, with numbers
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from lowtri._version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the same names
-    from lowtri import nn as nn, plain as plain
+    from lowtri import nn as nn, parallel as parallel, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.report import AuditReport as AuditReport
     from lowtri.generation.cache import KVCache as KVCache
@@ -88,7 +89,7 @@ _NAMES = {
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_PACKAGES = ("nn", "plain")
+_PACKAGES = ("nn", "parallel", "plain")
 
 __all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
