@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from lowtri.generation.cache import KVCache as KVCache
     from lowtri.generation.generate import generate as generate
     from lowtri.dispatch.attend import attention as attention, which_engine as which_engine
+    from lowtri.dispatch.backward import attention_backward as attention_backward
     from lowtri.dispatch.merge import merge as merge
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
     from lowtri.errors import (
@@ -77,6 +78,7 @@ _NAMES = {
         *("keys", "table", "hidden", "where", "heads"),
     ),
     "lowtri.dispatch.attend": ("attention", "which_engine"),
+    "lowtri.dispatch.backward": ("attention_backward",),
     "lowtri.dispatch.merge": ("merge",),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.generation.cache": ("KVCache",),

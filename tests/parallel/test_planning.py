@@ -173,7 +173,7 @@ def test_a_million_tokens_on_a_thousand_ranks_in_bounded_memory() -> None:
 
 
 def test_pictures() -> None:
-    plan = plan_shards("causal & window(100)", 256, 2, block=64)
+    plan = plan_shards("causal & window(100)", 256, 2, block=64, owner=[0, 0, 1, 1])
     assert plan.draw() == str(plan)
     lines = plan.draw().splitlines()
     assert [line[:14] for line in lines[1:]] == ["rank 0  ██··  ", "rank 1  ▒▒██  "]
