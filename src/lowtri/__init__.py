@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
         LeakError as LeakError,
         LowtriError as LowtriError,
         MaskError as MaskError,
+        RankError as RankError,
         UndecidedError as UndecidedError,
     )
     from lowtri.explaining.steps import explain as explain
@@ -87,7 +88,16 @@ _NAMES = {
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),
     "lowtri.errors": (
-        *("LowtriError", "MaskError", "CallError", "EngineError", "DataError", "LeakError", "UndecidedError"),
+        *(
+            "LowtriError",
+            "MaskError",
+            "CallError",
+            "EngineError",
+            "DataError",
+            "LeakError",
+            "RankError",
+            "UndecidedError",
+        ),
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

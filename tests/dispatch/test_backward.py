@@ -90,6 +90,11 @@ def test_a_learned_bias_and_a_mask_of_a_function(engine: str, dtype: str) -> Non
         d_output, None, output.detach(), lse.detach(), q, k, v, mask, bias=bias.detach(), engine=engine
     )
     assert constant.bias is None and torch.equal(constant.q, grads.q)
+    wide = attention_backward(
+        d_output, None, output.detach(), lse.detach(), q, k, v, mask, bias=bias, engine=engine, wide=True
+    )
+    for found, one in zip(wide[:4], grads[:4], strict=True):
+        assert found.dtype == torch.float32 and near(found.to(q.dtype), one, dtype)
 
 
 def test_two_and_three_dimensions() -> None:

@@ -23,7 +23,7 @@ __all__ = ["Gradients", "attention_backward", "from_output", "gradients_from_out
 
 
 class Gradients(NamedTuple):
-    """The gradients that :func:`attention_backward` returns, each in the shape and dtype of its input."""
+    """The gradients that :func:`attention_backward` returns, each in the shape of its input."""
 
     q: Tensor
     k: Tensor
@@ -42,6 +42,7 @@ def attention_backward(
     v: Tensor,
     mask: Mask | str,
     *,
+    wide: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Gradients:
@@ -61,6 +62,8 @@ def attention_backward(
     Args:
         d_output: the gradient of the output, (..., Hq, Nq, Dv).  d_lse: the gradient of the log-sum-exp, or None for 0.
         output: (..., Hq, Nq, Dv).  lse: (..., Hq, Nq), from ``return_lse=True``.
+        wide: return gradients in float32 (float64 for float64) instead of the dtypes of the inputs, so that sums over parts round
+            once.
         q, k, v, mask, engine, options: as in :func:`lowtri.attention`, without dropout; torch tensors.
 
     Raises:
@@ -84,8 +87,14 @@ def attention_backward(
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = prepared_call(*leaves[:3], mask, call)
         if from_output(ready):
-            found = gradients_from_output(ready, rows, output, lse, d_output, d_lse)
+            found = gradients_from_output(ready, rows, output, lse, d_output, d_lse, wide=wide)
         else:
+            if wide:  # torch's own gradients have the dtypes of the inputs
+                leaves = [
+                    None if x is None else x.detach().to(lse.dtype).requires_grad_(x.requires_grad) for x in leaves
+                ]
+                call = call._replace(bias=leaves[3], sinks=leaves[4])
+                ready, rows = prepared_call(*leaves[:3], mask, call)
             result = ready.run(rows)
             part, part_lse = ready.call.restore(result.output), ready.call.restore(result.lse)
             d_part, d_part_lse = _of_part(part.detach(), part_lse.detach(), output, lse, d_output, d_lse)
@@ -104,15 +113,27 @@ def from_output(ready: PreparedCall) -> bool:
 
 
 def gradients_from_output(
-    ready: PreparedCall, rows: Inputs, output: Tensor, lse: Tensor, d_output: Tensor, d_lse: Tensor
+    ready: PreparedCall,
+    rows: Inputs,
+    output: Tensor,
+    lse: Tensor,
+    d_output: Tensor,
+    d_lse: Tensor,
+    *,
+    wide: bool = False,
 ) -> Inputs:
     """The gradients of the inputs in four dimensions; results and their gradients have the user's dimensions."""
     shape = ready.call.q.shape[:3]
-    wide = torch.promote_types(output.dtype, torch.float32)
-    known = Result(output.reshape(*shape, -1), None, lse.reshape(shape).to(wide).contiguous())  # kernels read it so
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    known = Result(output.reshape(*shape, -1), None, lse.reshape(shape).to(dtype).contiguous())  # kernels read it so
     d_known = Result(d_output.reshape(*shape, -1), None, d_lse.reshape(shape))
+    prepared: Any = ready.prepared
     with torch.no_grad():
-        grads: Inputs = ready.prepared.gradients(rows, known, None, d_known)  # type: ignore[attr-defined]
+        grads: Inputs
+        if wide:
+            grads = prepared.wide_gradients(rows, known, d_known)
+        else:
+            grads = prepared.gradients(rows, known, None, d_known)
     return grads
 
 

@@ -68,6 +68,11 @@ class PreparedKernels:
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
+        wide = self.wide_gradients(inputs, result, d_result)
+        return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(wide, inputs, strict=True)))
+
+    def wide_gradients(self, inputs: Inputs, result: Result, d_result: Result) -> Inputs:
+        """The gradients in the dtype in which they are summed, at least float32."""
         import torch
 
         call, (q, k, v, bias, sinks) = self.call, self._readable(inputs)
@@ -98,13 +103,12 @@ class PreparedKernels:
             d_bias=address(d_bias),
         )
         dk, d_values = (x[0] if parts == 1 else x.sum(0) for x in (dk, dv_sums))
-        to_q, to_k, to_v = (x.to(inputs.q.dtype) for x in (dq, dk[..., :d].mul_(call.scale), d_values[..., :dv]))
-        to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
-        to_sinks = None
+        d_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
+        d_sinks = None
         if sinks is not None:  # d_sink = -sum over rows of P_sink * delta
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
-            to_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
-        return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
+            d_sinks = -(share * delta).sum((0, 2))
+        return Inputs(dq, dk[..., :d].mul_(call.scale), d_values[..., :dv], d_bias, d_sinks)
 
     @cached_property
     def spec(self) -> Any:
