@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import lowtri
+from lowtri import masks as lt
 from lowtri.masks import Mask
-from lowtri.parallel import ContextParallel, ShardPlan, plan_shards
+from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,9 @@ def attention_case(group: Any, case: Case) -> dict[str, Any]:
     bias = bias_function(case.bias, table)
     options = {**case.options, "bias": bias, "sinks": sinks, "return_lse": True}
     kept = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x),
-        Counted() as wire,
-    ):
-        output, lse = context.attention(q, k, v, **options)
+    with Counted() as wire:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
+            output, lse = context.attention(q, k, v, **options)
         forward = wire.rows
         d_lse = context.shard(whole["d_lse"], 2).to(lse.dtype)
         torch.autograd.backward([output, lse], [context.shard(whole["d_output"], 2), d_lse])
@@ -106,28 +108,146 @@ def attention_case(group: Any, case: Case) -> dict[str, Any]:
     }
 
 
+def hidden_garbage(group: Any) -> dict[str, Any]:
+    """Documents on different ranks; NaN in keys that nobody sees and in blocks that only their owner sees."""
+    n = 512
+    mask = lt.causal() & lt.documents(lengths=[200, 312]) & lt.keys(np.arange(n) >= 64)
+    plan = plan_shards(mask, n, dist.get_world_size(group), block=64)
+    context = ContextParallel(plan, group)
+    q, k, v = torch.randn(3, 1, 2, n, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    k[:, :, :64], v[:, :, :64] = torch.nan, torch.inf
+    shards = [context.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    output = context.attention(*shards)
+    output.sum().backward()
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    expected = lowtri.attention(*whole, mask, engine="reference")
+    expected.sum().backward()
+    mine = torch.from_numpy(context.positions)
+    pairs = [
+        (output, expected[:, :, mine]),
+        *((a.grad, b.grad[:, :, mine]) for a, b in zip(shards, whole, strict=True)),
+    ]
+    return {"errors": [float((a - b).abs().max()) if len(mine) else 0.0 for a, b in pairs]}
+
+
+def wrong_arguments(group: Any) -> list[str]:
+    """The errors of calls in which one rank differs from the others; every rank must raise each of them."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last = rank == size - 1
+    ids = np.repeat([0, 1], [100, 156 + last])[:256]
+    ids[200] = int(last)
+    n = 256
+    good = ContextParallel(plan_shards("causal", n, size, block=64), group)
+    layers = ContextParallel(plan_shards(["causal", "full"], n, size, block=64), group)
+    q = torch.randn(1, 2, len(good.positions), 8)
+    grown = torch.cat([q, q[:, :, :1]], 2) if last else q
+    wide = q.double() if last else q
+    recorded = q.clone().requires_grad_(last)
+    calls = {
+        "another plan": lambda: ContextParallel(plan_shards("causal", n + 64 * last, size, block=64), group),
+        "other arrays": lambda: ContextParallel(plan_shards(lt.documents(ids), n, size, block=64), group),
+        "another length": lambda: good.attention(grown, grown, grown),
+        "another dtype": lambda: good.attention(wide, wide, wide),
+        "gradients on one": lambda: good.attention(recorded, q, q),
+        "another option": lambda: good.attention(q, q, q, softcap=2.0 if last else None),
+        "another mask": lambda: good.attention(q, q, q, "full" if last else "causal"),
+        "no mask of two": lambda: layers.attention(q, q, q, None if last else "full"),
+        "another layer's mask": lambda: layers.attention(q, q, q, "causal" if last else "full"),
+        "a tensor as bias": lambda: good.attention(q, q, q, bias=torch.zeros(1) if last else None),
+        "unshard": lambda: good.unshard(grown, 2),
+        "unshard with a gradient": lambda: good.unshard(recorded, 2),
+        # Errors that follow from the same arguments everywhere need no message.
+        "shard": lambda: good.shard(torch.zeros(2, n - 1)),
+        "another number of ranks": lambda: ContextParallel(plan_shards("causal", n, size + 1), group),
+        "positions": lambda: good.attend(q, q, q, "causal", q_positions=good.positions, k_positions=None),
+        "weights": lambda: good.attend(
+            q, q, q, "causal", q_positions=good.positions, k_positions=good.positions, return_weights=True
+        ),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = "no error"
+        except lowtri.LowtriError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    output = good.attention(q, q, q)  # afterwards the group still works
+    assert output.shape == q.shape
+    return messages
+
+
+def absent(group: Any, missing: int) -> str:
+    """One rank does not come; the others say which."""
+    rank = dist.get_rank(group)
+    if rank == missing:
+        return ""
+    try:
+        ContextParallel(plan_shards("causal", 512, dist.get_world_size(group)), group, timeout=0.5)
+    except lowtri.RankError as error:
+        return str(error)
+    return "no error"
+
+
+def killed(group: Any, victim: int) -> str:
+    """One rank is killed between two calls; the others say which."""
+    rank = dist.get_rank(group)
+    context = ContextParallel(plan_shards("causal & window(100)", 512, dist.get_world_size(group)), group, timeout=3)
+    q = torch.randn(1, 1, len(context.positions), 8)
+    context.attention(q, q, q)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            context.attention(q, q, q)
+    except lowtri.RankError as error:
+        return str(error)
+    return "no error"
+
+
+def functions_as_masks(group: Any) -> float:
+    """Masks of where(): each process makes its own function."""
+    mask = lt.causal() & lt.where(lambda q, k: (q // 50 + k // 50) % 3 > 0)
+    n = 400
+    context = ContextParallel(plan_shards(mask, n, dist.get_world_size(group), block=64), group)
+    whole = torch.randn(3, 1, 2, n, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shards = [context.shard(x, 2).requires_grad_() for x in whole]
+    context.attention(*shards).square().sum().backward()
+    leaves = [x.clone().requires_grad_() for x in whole]
+    lowtri.attention(*leaves, mask, engine="reference").square().sum().backward()
+    mine = torch.from_numpy(context.positions)
+    return max(float((a.grad - b.grad[:, :, mine]).abs().max()) for a, b in zip(shards, leaves, strict=True))
+
+
+def round_trip(group: Any) -> bool:
+    """unshard(shard(x)) is x, along any dimension and for any dtype."""
+    context = ContextParallel(plan_shards("causal", 333, dist.get_world_size(group)), group)
+    equal = True
+    for dim, x in ((1, torch.arange(666).reshape(2, 333)), (2, torch.randn(2, 3, 333, 4)), (-2, torch.randn(333, 2))):
+        for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
+            equal &= torch.equal(context.unshard(context.shard(x.to(dtype), dim), dim), x.to(dtype))
+    return equal
+
+
 class Counted:
-    """Counts the rows that arrive from other ranks, by replacing the collectives of torch.distributed."""
+    """Counts the rows that arrive from other ranks."""
 
     def __enter__(self) -> Counted:
         self.rows, self.messages = 0, 0
-        self._all_to_all, self._all_gather = dist.all_to_all_single, dist.all_gather_into_tensor
+        self._all_to_all, self._all_gather = collectives.all_to_all, collectives.all_gather
 
-        def all_to_all(out: Any, x: Any, received: Any = None, sent: Any = None, group: Any = None, **rest: Any) -> Any:
-            me, size = dist.get_rank(group), dist.get_world_size(group)
-            parts = [len(out) // size] * size if received is None else received
-            self.rows += sum(parts) - parts[me]
+        def all_to_all(out: Any, x: Any, received: list[int], sent: list[int], group: Any) -> Any:
+            self.rows += sum(received) - received[dist.get_rank(group)]
             self.messages += 1
-            return self._all_to_all(out, x, received, sent, group=group, **rest)
+            return self._all_to_all(out, x, received, sent, group)
 
-        def all_gather(out: Any, x: Any, group: Any = None, **rest: Any) -> Any:
+        def all_gather(out: Any, x: Any, group: Any, *, async_op: bool = False) -> Any:
             if x.ndim > 1:
                 self.rows += len(out) - len(x)
                 self.messages += 1
-            return self._all_gather(out, x, group=group, **rest)
+            return self._all_gather(out, x, group, async_op=async_op)
 
-        dist.all_to_all_single, dist.all_gather_into_tensor = all_to_all, all_gather  # type: ignore[assignment]
+        collectives.all_to_all, collectives.all_gather = all_to_all, all_gather  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        dist.all_to_all_single, dist.all_gather_into_tensor = self._all_to_all, self._all_gather
+        collectives.all_to_all, collectives.all_gather = self._all_to_all, self._all_gather

@@ -7,6 +7,7 @@ dealing     ways of dealing blocks of tokens to ranks
 picture     pictures of a plan
 shards      ShardPlan: which rank holds which tokens, and which keys each rank needs
 planning    plan_shards
+collectives the two collectives that move tokens
 roll_call   names the processes that do not answer
 agreement   all ranks agree on the arguments of a call, or all of them raise
 route       which tokens a rank sends to whom

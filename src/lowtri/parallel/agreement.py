@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowtri.errors import CallError, RankError
+from lowtri.parallel import collectives
 from lowtri.parallel.roll_call import RollCall
 
 __all__ = ["agree", "describe_call"]
@@ -67,7 +68,7 @@ def _gathered(x: Tensor, what: str, group: Any, roll_call: RollCall) -> Tensor:
     """(ranks, n) from the (n,) of each rank, on the CPU."""
     out = x.new_empty(dist.get_world_size(group) * len(x))
     with roll_call.required(what):
-        dist.all_gather_into_tensor(out, x, group=group)
+        collectives.all_gather(out, x, group)
     return out.unflatten(0, (-1, len(x))).cpu()
 
 

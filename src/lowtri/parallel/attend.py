@@ -41,6 +41,10 @@ class Setting:
     overlap: bool
     keep: bool  # keep what was fetched for the backward
 
+    def options_of(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        """The options of one call; an engine that was given by name is not asked where a rank has no queries or no keys."""
+        return self.options if q.numel() and k.numel() else {**self.options, "engine": "auto"}
+
     def parts(self) -> list[Ints]:
         """The positions of the keys of each part."""
         if not self.overlap:
@@ -93,7 +97,7 @@ class _Attend(torch.autograd.Function):
                 q_positions=setting.positions,
                 k_positions=part.positions,
                 return_lse=True,
-                **setting.options,
+                **setting.options_of(q, part.k),
             )
             for part in _parts(setting, k, v, pending, sinks, biases)
         ]
@@ -129,7 +133,7 @@ class _Attend(torch.autograd.Function):
                 q_positions=setting.positions,
                 k_positions=part.positions,
                 wide=True,
-                **setting.options,
+                **setting.options_of(q, part.k),
             )
             for part in _parts(setting, k, v, pending, sinks, biases)
         ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtri.dispatch.eager import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask, as_mask
+from lowtri.parallel import collectives
 from lowtri.parallel.agreement import agree, describe_call
 from lowtri.parallel.attend import Bias, Setting, attend
 from lowtri.parallel.exchange import Exchange, exchange_of
@@ -122,7 +123,7 @@ class ContextParallel:
         sent[:tokens] = own
         parts = own.new_empty((self.plan.ranks * most, *own.shape[1:]))
         with self._roll_call.required("unshard"):
-            dist.all_gather_into_tensor(parts, sent, group=self.group)
+            collectives.all_gather(parts, sent, self.group)
         whole = own.new_empty((self.plan.n, *own.shape[1:]))
         for rank, part in enumerate(parts.unflatten(0, (self.plan.ranks, most))):
             positions = self.plan.positions(rank)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lowtri.parallel import collectives
 from lowtri.parallel.roll_call import RollCall
 from lowtri.parallel.route import route_of
 from lowtri.parallel.runs import Ints
@@ -101,9 +101,7 @@ class Selected(Exchange):
         fetched = rows.new_empty((len(self.others), *rows.shape[1:]))
         return self._started(
             "fetching keys and values",
-            lambda: dist.all_to_all_single(
-                fetched, sent, self.route.received, self.route.sent, group=self.group, async_op=True
-            ),
+            lambda: collectives.all_to_all(fetched, sent, self.route.received, self.route.sent, self.group),
             fetched,
             sent,
         )
@@ -119,9 +117,7 @@ class Selected(Exchange):
         returned = d_fetched.new_empty((sum(self.route.sent), *d_fetched.shape[1:]))
         return self._started(
             "returning gradients",
-            lambda: dist.all_to_all_single(
-                returned, d_fetched, self.route.sent, self.route.received, group=self.group, async_op=True
-            ),
+            lambda: collectives.all_to_all(returned, d_fetched, self.route.sent, self.route.received, self.group),
             returned,
             d_fetched,
         )
@@ -152,7 +148,7 @@ class Gathered(Exchange):
         fetched = rows.new_empty((self.plan.ranks * self.most, *rows.shape[1:]))
         return self._started(
             "gathering keys and values",
-            lambda: dist.all_gather_into_tensor(fetched, sent, group=self.group, async_op=True),
+            lambda: collectives.all_gather(fetched, sent, self.group, async_op=True),
             fetched,
             sent,
         )
@@ -166,10 +162,10 @@ class Gathered(Exchange):
 
     def give_back(self, d_fetched: Tensor) -> Pending:
         d_fetched = d_fetched.contiguous()
-        returned = torch.empty_like(d_fetched)
+        returned, equal = torch.empty_like(d_fetched), [self.most] * self.plan.ranks
         return self._started(
             "returning gradients",
-            lambda: dist.all_to_all_single(returned, d_fetched, group=self.group, async_op=True),
+            lambda: collectives.all_to_all(returned, d_fetched, equal, equal, self.group),
             returned,
             d_fetched,
         )
