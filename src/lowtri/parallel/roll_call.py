@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowtri.compat.distributed_private import default_store
-from lowtri.errors import RankError
+from lowtri.errors import LowtriError, RankError
 
 __all__ = ["RollCall"]
 
@@ -52,7 +52,7 @@ class RollCall:
         """Around a collective: if it fails, an error that names the processes that do not answer."""
         try:
             yield
-        except RankError:
+        except LowtriError:  # several are RuntimeErrors, too
             raise
         except RuntimeError as error:  # torch's classes for it differ by version and by backend
             self._failures += 1
