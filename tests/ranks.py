@@ -23,9 +23,10 @@ class Ranks:
 
     Args:
         timeout: of collectives, in seconds.
+        once: the processes end after the first function, as those of a program do.
     """
 
-    def __init__(self, size: int, timeout: float = 60) -> None:
+    def __init__(self, size: int, timeout: float = 60, *, once: bool = False) -> None:
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
         context = multiprocessing.get_context("forkserver")
@@ -34,7 +35,9 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port, rank, size, timeout), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, self._store.port, rank, size, timeout, once), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -88,7 +91,7 @@ class Failed:
         return f"{self.kind}: {self.message}"
 
 
-def _serve(pipe: Connection, port: int, rank: int, size: int, timeout: float) -> None:
+def _serve(pipe: Connection, port: int, rank: int, size: int, timeout: float, once: bool) -> None:
     import torch
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -107,3 +110,5 @@ def _serve(pipe: Connection, port: int, rank: int, size: int, timeout: float) ->
             pipe.send(function(groups[count], *arguments))
         except BaseException as error:
             pipe.send(Failed(error))
+        if once:
+            os._exit(0)

@@ -229,7 +229,8 @@ def test_all_is_exact(path: Path) -> None:
 def test_the_public_names() -> None:
     """One list, so that no name is added or removed by accident."""
     masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
-    calls = "attention attention_backward merge scaled_dot_product_attention which_engine KVCache generate audit assert_causal AuditReport explain"
+    calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
+    calls += "KVCache generate audit assert_causal AuditReport explain"
     errors = "LowtriError MaskError CallError EngineError DataError LeakError RankError UndecidedError"
     expected = {*masks.split(), *calls.split(), *errors.split(), "nn", "parallel", "plain", "__version__"}
     assert set(lowtri.__all__) == expected

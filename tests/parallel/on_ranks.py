@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,15 @@ import torch.distributed as dist
 import lowtri
 from lowtri import masks as lt
 from lowtri.masks import Mask
+from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
+from lowtri.training.corpus import Packed
+from lowtri.training.processes import Distributed, Processes
+from lowtri.training.recipe import Recipe
+from lowtri.training.sharded_state import full_weights
+from lowtri.training.train import train
+
+RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
 
 
 @dataclass(frozen=True)
@@ -251,3 +261,60 @@ class Counted:
 
     def __exit__(self, *_: Any) -> None:
         collectives.all_to_all, collectives.all_gather = self._all_to_all, self._all_gather
+
+
+@dataclass(frozen=True)
+class Training:
+    """A short training run; every process makes the same model and corpus."""
+
+    dp: int
+    sp: int
+    folder: Path | None = None
+    kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
+    full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
+    recipe: Recipe = RECIPE
+
+    def corpus(self) -> Packed:
+        random = np.random.default_rng(0)
+        return Fatal.of([random.integers(0, 60, int(random.integers(5, 400))).tolist() for _ in range(24)])
+
+    def model(self) -> Decoder:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
+
+
+class Fatal(Packed):
+    """A corpus whose rows kill the process that asks for them too often."""
+
+    left = -1
+
+    def rows(self, *arguments: Any) -> Any:
+        if Fatal.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Fatal.left -= 1
+        return super().rows(*arguments)
+
+
+def training_run(group: Any, case: Training) -> dict[str, Any]:
+    """Losses, validations and weights of a run, or the error that ended it."""
+    processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
+    model, watched = case.model(), []
+    Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if case.full_disk == processes.rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    state = None if case.folder is None else case.folder / "training-state.pt"
+    try:
+        history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
+    except (lowtri.LowtriError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    weights = full_weights(model) if processes.world > 1 else model.state_dict()
+    return {
+        "losses": history.losses,
+        "validations": history.validations,
+        "weights": {name: weight.detach().clone().numpy() for name, weight in weights.items()},
+        "watched": [step.number for step in watched],
+    }

@@ -63,7 +63,14 @@ def command(
     from lowtri.training.recipe import Recipe
     from lowtri.training.run import Plan, read_plan, run
 
-    of_recipe = {"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed}
+    of_recipe: dict[str, Any] = {
+        "steps": steps,
+        "batch": batch,
+        "context": context,
+        "lr": lr,
+        "save_every": save_every,
+        "seed": seed,
+    }
     of_recipe |= {"accumulate": accumulate, "dtype": dtype}
     of_plan: dict[str, Any] = {
         "files": tuple(str(Path(file).resolve()) for file in files or ()),
@@ -87,7 +94,7 @@ def command(
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
     # At least ten points on the curve, and at most 100 steps between them.
     of_recipe["validate_every"] = max(1, min(100, int(of_recipe["steps"]) // 10))
-    plan = Plan(**of_plan, recipe=Recipe(**of_recipe))  # type: ignore[arg-type]
+    plan = Plan(**of_plan, recipe=Recipe(**of_recipe))
     use_threads(threads)
     _check_device(device)
     with processes_of_torchrun(dp, sp) as processes:

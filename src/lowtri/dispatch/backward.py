@@ -75,17 +75,24 @@ def attention_backward(
         raise CallError("attention_backward: dropout drew at random in the forward. Fix: torch's own backward.")
     _check(q, v, d_output=d_output, output=output, lse=lse, d_lse=d_lse)
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
-    bias, sinks = options.get("bias"), options.get("sinks")
-    leaves = [
-        None if x is None else x.detach().requires_grad_(wanted)
-        for x, wanted in (
-            *((x, True) for x in (q, k, v)),
-            *((x, getattr(x, "requires_grad", False)) for x in (bias, sinks)),
-        )
+    bias: Any = options.get("bias")
+    sinks: Any = options.get("sinks")
+    leaves: list[Any] = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves += [
+        None if x is None else x.detach().requires_grad_(getattr(x, "requires_grad", False)) for x in (bias, sinks)
     ]
-    call = CallOptions(**{**options, "bias": leaves[3], "sinks": leaves[4]}, return_lse=True, engine=engine)
+    call = CallOptions(
+        options.get("scale"),
+        options.get("softcap"),
+        leaves[3],
+        leaves[4],
+        q_positions=options.get("q_positions"),
+        k_positions=options.get("k_positions"),
+        return_lse=True,
+        engine=engine,
+    )
     with recording_gradients(), without_autocast(autocast_device(output)):
-        ready, rows = prepared_call(*leaves[:3], mask, call)
+        ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
         if from_output(ready):
             found = gradients_from_output(ready, rows, output, lse, d_output, d_lse, wide=wide)
         else:
@@ -94,17 +101,16 @@ def attention_backward(
                     None if x is None else x.detach().to(lse.dtype).requires_grad_(x.requires_grad) for x in leaves
                 ]
                 call = call._replace(bias=leaves[3], sinks=leaves[4])
-                ready, rows = prepared_call(*leaves[:3], mask, call)
+                ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
             result = ready.run(rows)
             part, part_lse = ready.call.restore(result.output), ready.call.restore(result.lse)
             d_part, d_part_lse = _of_part(part.detach(), part_lse.detach(), output, lse, d_output, d_lse)
             found = Inputs(*gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves))
-    return Gradients(
-        *(
-            None if d is None or x is None or not x.requires_grad else d.reshape(x.shape)
-            for d, x in zip(found, leaves, strict=True)
-        )
-    )
+    grads: list[Any] = [
+        None if d is None or x is None or not x.requires_grad else d.reshape(x.shape)
+        for d, x in zip(found, leaves, strict=True)
+    ]
+    return Gradients(*grads)
 
 
 def from_output(ready: PreparedCall) -> bool:

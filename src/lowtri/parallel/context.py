@@ -130,7 +130,6 @@ class ContextParallel:
             whole[torch.from_numpy(positions).to(x.device)] = part[: len(positions)]
         return whole.movedim(0, dim)
 
-    @torch.compiler.disable
     def attention(
         self,
         q: Tensor,
@@ -163,6 +162,22 @@ class ContextParallel:
             CallError: on every rank, if a rank's tensors do not hold its tokens, or its mask is not one of the plan's.
             RankError: on every rank that answers, if the ranks' arguments differ, or a rank is missing.
         """
+        given = q, k, v, mask, scale, softcap, bias, sinks, engine
+        result: tuple[Tensor, Tensor] = torch.compiler.disable(self._attention)(*given)
+        return result if return_lse else result[0]
+
+    def _attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        scale: float | None,
+        softcap: float | None,
+        bias: Bias | None,
+        sinks: Any,
+        engine: str,
+    ) -> tuple[Tensor, Tensor]:
         device, q, k, v = cast_for_autocast(q, k, v) if isinstance(q, Tensor) else (None, q, k, v)
         options = {"scale": scale, "softcap": softcap, "engine": engine}
         index, error = 0, self._wrong(q, k, v, bias, sinks)
@@ -191,8 +206,7 @@ class ContextParallel:
             self.keep,
         )
         with without_autocast(device or autocast_device(q)):
-            output, lse = attend(setting, q, k, v, sinks)
-        return (output, lse) if return_lse else output
+            return attend(setting, q, k, v, sinks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | str, **options: Any) -> Any:
         """:meth:`attention` with the arguments of :func:`lowtri.attention`, for modules that take a function in its place.

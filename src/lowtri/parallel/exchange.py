@@ -30,8 +30,9 @@ __all__ = ["Exchange", "Pending", "exchange_of"]
 class Pending:
     """Rows on their way."""
 
-    def __init__(self, work: Any, rows: Tensor, sent: Tensor, roll_call: RollCall, what: str) -> None:
-        self._work, self._rows, self._sent, self._roll_call, self._what = work, rows, sent, roll_call, what
+    def __init__(self, work: Any, rows: Tensor, sent: Tensor | None, roll_call: RollCall, what: str) -> None:
+        self._work, self._rows, self._roll_call, self._what = work, rows, roll_call, what
+        self._sent = sent
 
     def wait(self) -> Tensor:
         """The rows, when they are here."""

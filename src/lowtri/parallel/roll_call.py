@@ -86,5 +86,6 @@ class RollCall:
         names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return (
             f"{what}: rank{'s' * several} {names} of {len(self.ranks)} did not answer within {timeout:g} s.\n"
-            "Fix: every process of the group makes the same calls in the same order; see whether one has ended."
+            "Fix: every process of the group makes the same calls in the same order; see whether one has ended. (One that waits for "
+            "an ended one does not answer either.)"
         )

@@ -131,7 +131,7 @@ class Distributed(Processes):
     def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
         if self.sp == 1:
             return super().forward(model, ids, targets, mask)
-        seen = as_mask(model.config.mask) if mask is None else mask  # type: ignore[union-attr, arg-type]
+        seen = as_mask(model.config.mask) if mask is None else mask  # type: ignore[union-attr]
         context = ContextParallel(plan_shards(seen, ids.shape[1], self.sp, block=TILE_Q), self.sequence_group)
         logits = model(context.shard(ids), mask=seen, positions=context.positions, attend=context.attend)
         return logits, context.shard(targets)
@@ -153,7 +153,7 @@ class Distributed(Processes):
             policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
         for layer in getattr(getattr(model, "model", None), "layers", ()):
             fully_shard(layer, mesh=self._all, mp_policy=policy)
-        sharded: nn.Module = fully_shard(model, mesh=self._all, mp_policy=policy)
+        sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
         return sharded
 
     @cached_property

@@ -36,8 +36,9 @@ def save_sharded(folder: Path, content: dict[str, Any], model: Any, optimizer: A
     Raises:
         OSError: on every rank, if it cannot be written; the one before is complete.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     target, part = folder / f"step-{content['done']}", folder / f".step-{content['done']}.part"
     processes.on_main(lambda: _clear(folder))
@@ -45,8 +46,8 @@ def save_sharded(folder: Path, content: dict[str, Any], model: Any, optimizer: A
     problem: OSError | None = None
     try:
         with processes.answering(f"saving {target.name}"):
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)
-    except Exception as error:  # every rank learns of a failed write, in a class of torch's
+            save({"model": weights, "optimizer": moments}, checkpoint_id=part)
+    except (Exception, CheckpointException) as error:  # every rank learns of a failed write, in a class of torch's
         problem = _os_error(error, folder)
         if problem is None:
             raise
@@ -65,14 +66,15 @@ def save_sharded(folder: Path, content: dict[str, Any], model: Any, optimizer: A
 
 def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its ``content``."""
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     content: dict[str, Any] = content_of(path)
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -103,11 +105,13 @@ def _clear(folder: Path) -> None:
 
 def _os_error(error: BaseException | None, folder: Path) -> OSError | None:
     """The operating system's error behind torch's exception, with the folder's name."""
-    text = str(error)
+    causes = [
+        failure[0] for failure in getattr(error, "failures", {}).values()
+    ]  # of torch's CheckpointException, by rank
     while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return OSError(error.errno, error.strerror, str(folder))
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    if quoted := re.search(r"\[Errno (\d+)\]", text):
-        return OSError(int(quoted[1]), os.strerror(int(quoted[1])), str(folder))
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return OSError(cause.errno, cause.strerror, str(folder))
     return None
