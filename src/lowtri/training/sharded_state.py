@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,9 @@ def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
-        load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
+            load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
