@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import lowtri
 from demo.context import Context, Result
@@ -60,7 +61,7 @@ def _row() -> torch.Tensor:
 
 def _on_ranks(plan: ShardPlan) -> list[dict[str, Any]]:
     processes = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, workers = [], []
     for rank in range(plan.ranks):
         mine, theirs = processes.Pipe()
@@ -76,7 +77,7 @@ def _on_ranks(plan: ShardPlan) -> list[dict[str, Any]]:
 
 def _rank(rank: int, port: int, plan: ShardPlan, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
     found: dict[str, Any] = {}
     for name, one in (("seen", plan), ("gathered", replace(plan, gathers=(True,)))):
@@ -90,6 +91,7 @@ def _rank(rank: int, port: int, plan: ShardPlan, pipe: Connection) -> None:
         output.sum().backward()
         dist.barrier()
         found[name] = time.perf_counter() - begun
+        assert k.grad is not None
         found |= {"output": output.detach().numpy(), "d_k": k.grad.numpy()}
     pipe.send(found)
     dist.barrier()

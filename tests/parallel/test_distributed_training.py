@@ -88,7 +88,8 @@ def killed(folder: Path, rank: int | None) -> list[Any]:
     return results
 
 
-def test_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.sweep
+def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     """Bit-equal on as many ranks, to rounding on fewer."""
     unbroken = ranks.run(training_run, Training(2, 2))[0]
     assert killed(tmp_path / "a", None) == [None] * 4
