@@ -31,6 +31,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "dispatch",
     "generation",
     "nn",
+    "parallel",
     "training",
     "auditing",
     "explaining",
@@ -38,6 +39,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "integrations",
     "lesson",
     "cli",
+    "__main__",
 ]
 
 MAX_LINES = 270  # of a file
@@ -234,15 +236,27 @@ def test_the_public_names() -> None:
     """One list, so that no name is added or removed by accident."""
     masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
     biases = "alibi distance_bias DistanceBias"
-    calls = "attention merge scaled_dot_product_attention which_engine KVCache generate audit assert_causal AuditReport explain"
-    errors = "LowtriError MaskError CallError EngineError DataError LeakError UndecidedError"
-    expected = {*masks.split(), *biases.split(), *calls.split(), *errors.split(), "nn", "plain", "__version__"}
+    calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
+    calls += "KVCache generate audit assert_causal AuditReport explain"
+    errors = "LowtriError MaskError CallError EngineError DataError LeakError RankError UndecidedError"
+    expected = {
+        *masks.split(),
+        *biases.split(),
+        *calls.split(),
+        *errors.split(),
+        "nn",
+        "parallel",
+        "plain",
+        "__version__",
+    }
     assert set(lowtri.__all__) == expected
     assert set(dir(lowtri)) == expected
     for name in lowtri.__all__:
         assert getattr(lowtri, name) is not None
     assert set(static_imports()) == expected - {"__version__"}, "type checkers see the public names"
-    assert {name: home for name, home in static_imports().items() if name not in ("nn", "plain")} == lowtri._HOME
+    assert {
+        name: home for name, home in static_imports().items() if name not in ("nn", "parallel", "plain")
+    } == lowtri._HOME
     with pytest.raises(AttributeError, match="module 'lowtri' has no attribute 'atention'"):
         lowtri.atention  # noqa: B018
 
@@ -258,7 +272,7 @@ def static_imports() -> dict[str, str]:
 def test_no_package_has_the_name_of_a_public_function() -> None:
     """Else ``lowtri.audit`` would be the package or the function, depending on earlier imports."""
     packages = {path.name.removesuffix(".py") for path in SOURCE.iterdir()}
-    assert packages & set(lowtri.__all__) == {"nn", "plain"}  # these two are the public names
+    assert packages & set(lowtri.__all__) == {"nn", "parallel", "plain"}  # these three are the public names
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -15,8 +15,9 @@ writing    both models generate text, and what a cache holds
 peeking    the audit: which models leak, where, and through which module
 switched   a transformers model switched to lowtri: equal logits, and audited
 glassllm   pretrained weights of another project in lowtri's Decoder
+spread     one row of tokens over four processes
 speed      against torch's own attention, on this machine
 lesson     the interactive lesson in four languages
 """
 
-PARTS = ("steps", "who", "paths", "why", "writing", "peeking", "switched", "glassllm", "speed", "lesson")
+PARTS = ("steps", "who", "paths", "why", "writing", "peeking", "switched", "glassllm", "spread", "speed", "lesson")

@@ -14,6 +14,7 @@ The packages, in reading order; a package imports only packages above it:
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
+    parallel      one sequence over many processes, split by what its mask shows
     training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
     explaining    every step of attention, with numbers
@@ -33,12 +34,13 @@ from typing import TYPE_CHECKING, Any
 from lowtri._version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the same names
-    from lowtri import nn as nn, plain as plain
+    from lowtri import nn as nn, parallel as parallel, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.report import AuditReport as AuditReport
     from lowtri.generation.cache import KVCache as KVCache
     from lowtri.generation.generate import generate as generate
     from lowtri.dispatch.attend import attention as attention, which_engine as which_engine
+    from lowtri.dispatch.backward import attention_backward as attention_backward
     from lowtri.dispatch.merge import merge as merge
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
     from lowtri.errors import (
@@ -48,6 +50,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
         LeakError as LeakError,
         LowtriError as LowtriError,
         MaskError as MaskError,
+        RankError as RankError,
         UndecidedError as UndecidedError,
     )
     from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
@@ -78,6 +81,7 @@ _NAMES = {
         *("keys", "table", "hidden", "where", "heads"),
     ),
     "lowtri.dispatch.attend": ("attention", "which_engine"),
+    "lowtri.dispatch.backward": ("attention_backward",),
     "lowtri.dispatch.merge": ("merge",),
     "lowtri.ops.distance_bias": ("DistanceBias", "alibi", "distance_bias"),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
@@ -87,11 +91,20 @@ _NAMES = {
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),
     "lowtri.errors": (
-        *("LowtriError", "MaskError", "CallError", "EngineError", "DataError", "LeakError", "UndecidedError"),
+        *(
+            "LowtriError",
+            "MaskError",
+            "CallError",
+            "EngineError",
+            "DataError",
+            "LeakError",
+            "RankError",
+            "UndecidedError",
+        ),
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_PACKAGES = ("nn", "plain")
+_PACKAGES = ("nn", "parallel", "plain")
 
 __all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -6,6 +6,7 @@
     ├── EngineError      the engine named by engine= cannot run the call          (also a RuntimeError)
     ├── DataError        a file, folder or text that cannot be used               (also a ValueError)
     ├── LeakError        an audit found an output that depends on hidden ones     (also an AssertionError)
+    ├── RankError        a process of a group did not answer, or differs        (also a RuntimeError)
     └── UndecidedError   a check could not decide; the message has the reason     (also a RuntimeError)
 
 The command line prints only the message and exits with the class's ``exit_code``.
@@ -13,7 +14,16 @@ The command line prints only the message and exits with the class's ``exit_code`
 
 from __future__ import annotations
 
-__all__ = ["LowtriError", "MaskError", "CallError", "EngineError", "DataError", "LeakError", "UndecidedError"]
+__all__ = [
+    "LowtriError",
+    "MaskError",
+    "CallError",
+    "EngineError",
+    "DataError",
+    "LeakError",
+    "RankError",
+    "UndecidedError",
+]
 
 
 class LowtriError(Exception):
@@ -42,6 +52,10 @@ class LeakError(LowtriError, AssertionError):
     """An audit found an output that depends on positions that its mask hides."""
 
     exit_code = 1
+
+
+class RankError(LowtriError, RuntimeError):
+    """A process of a group did not answer in time, or came with other arguments than the rest; every process raises it."""
 
 
 class UndecidedError(LowtriError, RuntimeError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lowtri
 import lowtri.nn
+import lowtri.parallel
 import lowtri.plain
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +17,11 @@ LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)", page.read
 
 
 def test_the_api_reference_has_every_public_name_once() -> None:
-    public = {f"lowtri.{name}" for name in lowtri.__all__} - {"lowtri.nn", "lowtri.plain", "lowtri.__version__"}
+    public = {f"lowtri.{name}" for name in lowtri.__all__} - {
+        *("lowtri.nn", "lowtri.parallel", "lowtri.plain", "lowtri.__version__")
+    }
     public |= {f"lowtri.nn.{name}" for name in lowtri.nn.__all__}
+    public |= {f"lowtri.parallel.{name}" for name in lowtri.parallel.__all__}
     public |= {f"lowtri.plain.{name}" for name in lowtri.plain.__all__}
     assert sorted(public - set(LISTED)) == []
     assert len(LISTED) == len(set(LISTED))

@@ -41,6 +41,8 @@ def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
         expected = m.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
         np.testing.assert_array_equal(p.dense(int(p.mask_index[b, h])), expected)
         assert p.mask_pairs[p.mask_index[b, h]] == expected.sum()
+        by_row = np.add.reduceat(expected.sum(1), np.arange(0, len(expected), TILE_Q)) if len(expected) else []
+        assert p.row_pairs()[p.mask_index[b, h]].tolist() == list(by_row)
         total += int(expected.sum())
     assert p.pairs == total
     check_order(p)

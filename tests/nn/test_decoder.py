@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 import lowtri
 from lowtri.errors import CallError, MaskError
-from lowtri.nn import Decoder, DecoderConfig
+from lowtri.nn import Decoder, DecoderConfig, GPT2Config
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -267,3 +269,33 @@ def test_calls_that_do_not_fit_are_refused():
         model.make_cache(0)
     with pytest.raises(CallError, match=r"batch_size is 3, and the mask .* has batch \(2,\)"):
         model.make_cache(3, mask=lowtri.keys([[True], [False]]))
+
+
+def test_a_model_made_on_the_meta_device_is_initialised_like_any_other() -> None:
+    config = DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    torch.manual_seed(3)
+    model.init_weights()
+    other = Decoder(config)
+    torch.manual_seed(3)
+    other.init_weights()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert 0.015 < model.lm_head.weight.std() < 0.025 and (model.model.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("kind", [DecoderConfig, GPT2Config])
+def test_a_function_in_the_place_of_attention(kind: type[DecoderConfig]) -> None:
+    model = Decoder(kind(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+    ids, calls = torch.arange(12).reshape(2, 6), []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any) -> Any:
+        calls.append(options["q_positions"])
+        return lowtri.attention(q, k, v, mask, **options)
+
+    assert torch.equal(model(ids, positions=np.arange(6), attend=attend), model(ids, positions=np.arange(6)))
+    assert len(calls) == 2 and all((positions == np.arange(6)).all() for positions in calls)

@@ -32,6 +32,7 @@ def flags(weights: bool) -> Tensor | tuple[Tensor, ...]:
 
 assert_type(lowtri.scaled_dot_product_attention(q, k, v, is_causal=True), Tensor)
 assert_type(lowtri.scaled_dot_product_attention(a, b, c, is_causal=True), NDArray[Any])
+assert_type(lowtri.attention_backward(v, None, v, v[..., 0], q, k, v, "causal").k, Tensor)
 assert_type(lowtri.merge([q, k], [q[..., 0], k[..., 0]]), tuple[Tensor, Tensor])
 assert_type(lowtri.which_engine(q, k, v, "causal", return_weights=True, dropout=0.1).engine, str)
 

@@ -35,7 +35,9 @@ class Differentiates(Prepared, Protocol):
     """A prepared call that computes first gradients itself, since torch records no graph of it."""
 
     computes_gradients: bool  # False for a call that torch differentiates itself
-    from_output: bool  # the gradients need the output, its log-sum-exp, and what is recorded, which is small or None
+    # The gradients need nothing of the forward but its output and log-sum-exp; what is recorded is small, and may be missing. Such a
+    # call also has ``wide_gradients(inputs, result, recorded, d_result)``, which returns them in the dtype in which they are summed.
+    from_output: bool
     formula_dtype: str | None  # of the formula that computes higher derivatives; None: the inputs' dtype
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:

@@ -35,6 +35,10 @@ def command(
     cell: Annotated[str | None, typer.Option(help="lstm, gru or rnn: a recurrent model, no decoder.")] = None,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
     save_every: Annotated[int, typer.Option(help="Steps between savings: the most that a kill can lose.")] = 100,
+    accumulate: Annotated[int, typer.Option(help="Parts of a batch, computed one after the other.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 with float32 weights.")] = "float32",
+    dp: Annotated[int | None, typer.Option(help="Under torchrun: groups that share the rows of a batch.")] = None,
+    sp: Annotated[int | None, typer.Option(help="Under torchrun: processes that share the tokens of a row.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its options.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute, as torch names it: cpu, cuda, ...")] = "cpu",
     seed: Seed = 0,
@@ -49,13 +53,25 @@ def command(
     reference and the docstrings that came with this Python.
 
     A run that was killed goes on with --resume, which needs --out alone, and ends with the same weights.
+
+    On several processes, which share rows (--dp) and the tokens of long rows (--sp), with sharded weights:
+    torchrun --nproc-per-node 4 -m lowtri train --out out/python --context 4096 --dp 2 --sp 2
     """
     from lowtri.errors import DataError
     from lowtri.masks import as_mask
+    from lowtri.training.processes import processes_of_torchrun
     from lowtri.training.recipe import Recipe
     from lowtri.training.run import Plan, read_plan, run
 
-    of_recipe = {"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed}
+    of_recipe: dict[str, Any] = {
+        "steps": steps,
+        "batch": batch,
+        "context": context,
+        "lr": lr,
+        "save_every": save_every,
+        "seed": seed,
+    }
+    of_recipe |= {"accumulate": accumulate, "dtype": dtype}
     of_plan: dict[str, Any] = {
         "files": tuple(str(Path(file).resolve()) for file in files or ()),
         "mask": repr(as_mask(mask, "--mask")),
@@ -78,17 +94,20 @@ def command(
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
     # At least ten points on the curve, and at most 100 steps between them.
     of_recipe["validate_every"] = max(1, min(100, int(of_recipe["steps"]) // 10))
-    plan = Plan(**of_plan, recipe=Recipe(**of_recipe))  # type: ignore[arg-type]
+    plan = Plan(**of_plan, recipe=Recipe(**of_recipe))
     use_threads(threads)
     _check_device(device)
-    try:
-        with _watched(plan.recipe.steps) as watch:
-            outcome = run(plan, out, device=device, note=note, watch=watch)
-    except KeyboardInterrupt:
-        if read_plan(out) is not None:
-            note(f"what was saved is in {out}; go on with: lowtri train --out {shlex.quote(str(out))} --resume")
-        raise
-    _report(outcome, json)
+    with processes_of_torchrun(dp, sp) as processes:
+        say = note if processes.is_main else lambda _: None
+        try:
+            with _watched(plan.recipe.steps, processes.is_main) as watch:
+                outcome = run(plan, out, device=device, note=say, watch=watch, processes=processes)
+        except KeyboardInterrupt:
+            if read_plan(out) is not None:
+                say(f"what was saved is in {out}; go on with: lowtri train --out {shlex.quote(str(out))} --resume")
+            raise
+        if processes.is_main:
+            _report(outcome, json)
 
 
 def _check_device(device: str) -> None:
@@ -103,8 +122,11 @@ def _check_device(device: str) -> None:
 
 
 @contextmanager
-def _watched(steps: int) -> Iterator[Callable[[Step], None]]:
+def _watched(steps: int, is_main: bool) -> Iterator[Callable[[Step], None]]:
     """A progress bar on a terminal; in a log file a line for each validation. Both on stderr."""
+    if not is_main:
+        yield lambda step: None
+        return
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -5,6 +5,7 @@ eager             attention() outside torch.compile and torch.export
 signature         everything about a call except the data of its arrays: the key of the cache
 prepared          the cache of prepared calls
 autograd          gradients of prepared calls
+backward          attention_backward(): gradients from a known output and log-sum-exp
 choose            which backend runs a call
 programs          attention() under torch.compile and torch.export: two operators
 merge             merges results over disjoint sets of keys

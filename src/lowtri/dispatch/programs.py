@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from lowtri.compat.torch_private import recording_gradients
+from lowtri.dispatch.backward import from_output, gradients_from_output, gradients_of_results
 from lowtri.dispatch.eager import autocast_device, run_eagerly, without_autocast
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.serialisation import pack, unpack
 from lowtri.masks.text import as_mask
-from lowtri.ops.call import CallOptions, Inputs, Result
+from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.diagonal import is_causal_bias
 
 __all__ = ["traced"]
@@ -95,7 +96,7 @@ def _tensor(array: Any) -> Any:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where neither the caller nor the backward needs it."""
     ready, inputs = _prepared(q, k, v, *rest)
-    if _from_output(ready) and not ready.call.return_lse:  # the gradients need it
+    if from_output(ready) and not ready.call.return_lse:  # the gradients need it
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
@@ -125,20 +126,17 @@ def _backward(
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
-        if _from_output(ready):
-            shape = call.q.shape[:3]
-            known = Result(output.reshape(*shape, -1), None, lse.reshape(shape))
-            d_known = Result(d_output.reshape(*shape, -1), None, d_lse.reshape(shape))
-            with torch.no_grad():
-                grads = ready.prepared.gradients(rows, known, None, d_known)  # type: ignore[attr-defined]
-            return [d.reshape(x.shape).contiguous() for d, x, want in zip(grads, inputs, wanted, strict=True) if want]
-        result = ready.run(rows)
-        results, starts = [call.restore(result.output)], [d_output]
-        if call.return_lse:
-            results.append(call.restore(result.lse))
-            starts.append(d_lse)
-        leaves = [x for x in inputs if x is not None and x.requires_grad]
-        return [x.contiguous() for x in torch.autograd.grad(results, leaves, starts)]
+        if from_output(ready):
+            found = gradients_from_output(ready, rows, output, lse, d_output, d_lse)
+            grads = [None if d is None or x is None else d.reshape(x.shape) for d, x in zip(found, inputs, strict=True)]
+        else:
+            result = ready.run(rows)
+            results, d_results = [call.restore(result.output)], [d_output]
+            if call.return_lse:
+                results.append(call.restore(result.lse))
+                d_results.append(d_lse)
+            grads = gradients_of_results(results, d_results, inputs)
+    return [d.contiguous() for d, want in zip(grads, wanted, strict=True) if want and d is not None]
 
 
 @_backward.register_fake
@@ -166,10 +164,6 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
-
-
-def _from_output(ready: PreparedCall) -> bool:
-    return getattr(ready.prepared, "from_output", False)  # a check against the protocol takes longer than a small call
 
 
 def _prepared(

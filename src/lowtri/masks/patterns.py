@@ -17,7 +17,7 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.tile import FULL, PARTIAL
 
-__all__ = ["TILE_Q", "Boxes", "Patterns", "boxes"]
+__all__ = ["TILE_Q", "Boxes", "Patterns", "bit_counts", "boxes"]
 
 TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
 _TILES_AT_ONCE = 4096  # a million words: 4 MB for each mask that is joined
@@ -56,7 +56,7 @@ class Patterns:
 
     def _stored(self, group: Ints, words: Words, pairs: Ints) -> Ints:
         """The pattern of each tile, from its group and the words of each group."""
-        counts = _ONES[words.view(np.uint8)].sum(1)
+        counts = bit_counts(words)
         partial = (counts[group] > 0) & (counts[group] < pairs)
         pattern = np.full(len(words), -1)
         new = []
@@ -69,6 +69,11 @@ class Patterns:
         self._words.append(words[new])
         self.counts = np.concatenate([self.counts, counts[new]])
         return np.where(partial, pattern[group], np.where(counts[group] == 0, self.EMPTY, self.FULL))
+
+
+def bit_counts(words: Words) -> Ints:
+    """(n,): how many bits are set in each of n rows of words."""
+    return _ONES[words.view(np.uint8)].sum(1)
 
 
 class Boxes(NamedTuple):

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.masks.mask import Mask
-from lowtri.masks.patterns import TILE_Q, Patterns, boxes
+from lowtri.masks.patterns import TILE_Q, Patterns, bit_counts, boxes
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL
 
 __all__ = ["TILE_Q", "Plan", "plan"]
@@ -75,6 +75,18 @@ class Plan:
         """The runs of one row of query tiles, (n, 4)."""
         start, stop = self.row_start[mask * self.rows + r :][:2]
         return self.runs[start:stop]
+
+    def row_pairs(self) -> Ints:
+        """(masks, rows): the visible pairs of each row of query tiles."""
+        row = np.repeat(np.arange(len(self.row_start) - 1), np.diff(self.row_start))
+        first, last, kind, index = self.runs.T.astype(np.int64)
+        before = np.concatenate([[0], np.cumsum(bit_counts(self.bits)[self.tile_bits])])
+        partial = before[index + np.where(kind == PARTIAL, last - first, 0)] - before[index]
+        queries = np.minimum((row % self.rows + 1) * TILE_Q, self.nq) - row % self.rows * TILE_Q
+        keys = np.minimum(last * self.tile_k, self.nk) - first * self.tile_k
+        pairs = np.zeros(len(self.row_start) - 1, np.int64)
+        np.add.at(pairs, row, np.where(kind == FULL, queries * keys, partial))
+        return pairs.reshape(len(self.mask_pairs), self.rows)
 
     def dense(self, mask: int = 0) -> NDArray[np.bool_]:
         """The dense table of the plan, (nq, nk); slow, for tests."""

@@ -6,6 +6,7 @@ Parameters have Llama's names, so a ``state_dict`` can be exchanged with transfo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,7 @@ class Decoder(nn.Module):
         self.mask = as_mask(config.mask)
         self.model = GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if residual else 1))
-            elif name.endswith(".bias"):
-                nn.init.zeros_(weight)
+        self.init_weights()
         self.tie_weights()
 
     def forward(
@@ -85,6 +81,7 @@ class Decoder(nn.Module):
         positions: Any = None,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
+        attend: Callable[..., Any] | None = None,
     ) -> Tensor:
         """Next-token logits.
 
@@ -93,6 +90,8 @@ class Decoder(nn.Module):
             mask: replaces the model's own mask in this call; for packed documents ``causal() & documents(ids)``.
             positions: positions in the sequence, (N,) or (B, N), -1 for padding; default 0 .. N-1, or the next ones in the cache.
             cache: from :meth:`make_cache`; ``ids`` then holds the new tokens only, which are appended to the cache.
+            attend: a function with the arguments of :func:`lowtri.attention`, called instead of it in every layer;
+                ``ContextParallel.attend`` where other processes hold the rest of the sequence, with ``positions``.
             logits_to_keep: compute the logits of only this many last tokens; 0 computes all.
 
         Returns:
@@ -114,7 +113,7 @@ class Decoder(nn.Module):
             positions = cache.next_positions(ids.shape[1])
         self._check_context(ids.shape[1], positions)
         mask = cache.mask if cache is not None else self.mask if mask is None else as_mask(mask)
-        x = self.model(ids, mask, positions, cache)  # (B, N, hidden)
+        x = self.model(ids, mask, positions, cache, attend)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 
     @classmethod
@@ -201,6 +200,17 @@ class Decoder(nn.Module):
         if batch_size < 1 or (mask.batch and mask.batch[0] not in (1, batch_size)):
             raise CallError(f"make_cache: batch_size is {batch_size}, and the mask {mask!r} has batch {mask.batch}.")
         return KVCache(mask, capacity=capacity, allow_missing=allow_missing)
+
+    def init_weights(self) -> None:
+        """Draw the weights anew: after ``to_empty`` of a model that was made under ``torch.device("meta")``."""
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * self.config.num_hidden_layers) if residual else 1))
+            elif name.endswith(".bias"):
+                nn.init.zeros_(weight)
+            else:  # norms
+                nn.init.ones_(weight)
 
     def tie_weights(self) -> None:
         """Share the embedding's weights with the output projection, if the configuration says so."""

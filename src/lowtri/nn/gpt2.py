@@ -14,7 +14,7 @@ Source: Radford et al. 2019.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,13 +41,20 @@ class GPT2Body(nn.Module):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Mask,
+        positions: NDArray[np.int64] | None,
+        cache: Cache | None,
+        attend: Callable[..., Any] | None,
+    ) -> Tensor:
         # Padding, position -1, may take any embedding.
         index = np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
         x = embed(ids, self.embed_tokens)  # (B, N, hidden)
         x = x + self.embed_positions(torch.from_numpy(index).to(ids.device))
         for number, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=positions, cache=cache, layer=number)
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=number, attend=attend)
         return self.norm(x)
 
 

@@ -5,6 +5,7 @@ ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,14 @@ class LlamaBody(nn.Module):
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids: Tensor, mask: Mask, positions: NDArray[np.int64] | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Mask,
+        positions: NDArray[np.int64] | None,
+        cache: Cache | None,
+        attend: Callable[..., Any] | None,
+    ) -> Tensor:
         x = embed(ids, self.embed_tokens)  # (B, N, hidden)
         c = self.config
         rotary = rotary_tables(
@@ -45,7 +53,7 @@ class LlamaBody(nn.Module):
             device=x.device,
         )
         for index, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary)
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary, attend=attend)
         return self.norm(x)
 
 

@@ -9,6 +9,7 @@ The projections have Llama's names, so the decoder uses this module unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | None = None,
         layer: int = 0,
         rotary: tuple[Tensor, Tensor] | None = None,
+        attend: Callable[..., Any] | None = None,
         return_weights: bool = False,
     ) -> Any:
         """Attention of the tokens of ``x`` to each other (and to the cache), or to a context.
@@ -126,6 +128,8 @@ class MultiHeadAttention(nn.Module):
             cache: a :class:`lowtri.KVCache` with this module's mask; ``x`` then holds the new tokens only.
             layer: this module's layer number in the cache.
             rotary: rotary tables of ``positions``, if several layers share them.
+            attend: a function with the arguments of :func:`lowtri.attention`, called instead of it, such as
+                ``ContextParallel.attend`` where other processes hold the rest of the tokens.
             return_weights: also return the weights.
 
         Returns:
@@ -156,7 +160,7 @@ class MultiHeadAttention(nn.Module):
             k, v, k_positions = cache.append(k, v, q_positions, layer)
             if getattr(cache, "contiguous", False):
                 q_positions = k_positions = None  # attention's defaults, which it need not read
-        result: Any = attention(
+        result: Any = (attend or attention)(
             q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
         )
         output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +34,20 @@ class Recipe:
     validate_every: int = 100  # steps
     save_every: int = 100  # steps
     seed: int = 0
+    accumulate: int = 1  # parts of a batch that are computed one after the other, with one update
+    dtype: str = (
+        "float32"  # of the computation: float32 or bfloat16; weights, moments and sums of gradients are float32
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "context", "validate_every", "save_every"):
+        for name in ("steps", "batch", "context", "validate_every", "save_every", "accumulate"):
             if getattr(self, name) < 1:
                 raise CallError(f"{name}: {getattr(self, name)} came, at least 1 is needed")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise CallError(f"{name}: {getattr(self, name)} came, a number above 0 is needed")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise CallError(f"dtype: {self.dtype!r} came, float32 or bfloat16 is needed")
         if not 0 <= self.held_out < 1:
             raise CallError(f"held_out: {self.held_out} came, a share of the rows from 0 to below 1 is needed")
 
@@ -75,5 +82,9 @@ def rows_of_step(rows: npt.NDArray[np.int64], step: int, recipe: Recipe) -> npt.
     """The rows of a step: the next ``batch`` of an endless sequence of shuffled epochs."""
     numbers = np.arange(step * recipe.batch, (step + 1) * recipe.batch)  # (B,)
     epochs, indices = (x.tolist() for x in np.divmod(numbers, len(rows)))
-    order = {epoch: np.random.default_rng([recipe.seed, epoch]).permutation(rows) for epoch in set(epochs)}
-    return np.array([order[epoch][index] for epoch, index in zip(epochs, indices, strict=True)])
+    return rows[[_order(recipe.seed, epoch, len(rows))[index] for epoch, index in zip(epochs, indices, strict=True)]]
+
+
+@lru_cache(2)  # a step may lie in two epochs; shuffling ten million rows takes most of a second
+def _order(seed: int, epoch: int, rows: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(rows)

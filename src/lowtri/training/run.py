@@ -2,7 +2,7 @@
 
     training.json            the training plan, written as soon as it is known to work; at the end also the losses
     tokenizer.json           written at the same time as the plan
-    training-state.pt        what resuming needs; exists while the run is not finished
+    training-state.pt        (on several processes the folder training-state) what resuming needs; exists while the run is not finished
     config.json, model.safetensors, tokenizer_config.json, loss.png        written at the end
 
 So a folder with model.safetensors is finished, a plan that cannot work leaves nothing behind, and a run can be resumed from any
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,9 @@ from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.training.corpus import Packed, python_text, read_files
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.plot import plot
+from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
+from lowtri.training.sharded_state import full_weights
 from lowtri.training.state import History
 from lowtri.training.tokenizer import encode_document, learn
 from lowtri.training.train import Step, train
@@ -99,12 +102,14 @@ def run(
     device: str = "cpu",
     note: Callable[[str], object] = lambda _: None,
     watch: Callable[[Step], object] | None = None,
+    processes: Processes | None = None,
 ) -> Outcome:
     """Carry out a plan; a run that began in the folder is resumed, a finished one is only reported.
 
     Args:
         note: receives a line as each stage begins.
-        watch: is called after each step.
+        watch: is called after each step, on rank 0.
+        processes: those that train together, each with the same arguments; rank 0 alone reads texts and writes files.
 
     Raises:
         DataError: if a file cannot be used or written, the text is too short, or the folder holds another run or is in use
@@ -112,7 +117,7 @@ def run(
     """
     with ExitStack() as stack:
         try:
-            return _run(plan, folder, device, note, watch, stack)
+            return _run(plan, folder, device, note, watch, processes or Processes(), stack)
         except OSError as error:
             if error.filename is None or not Path(error.filename).is_relative_to(folder):
                 raise  # raised by watch, or for a file that is only read
@@ -128,8 +133,50 @@ def _run(
     device: str,
     note: Callable[[str], object],
     watch: Callable[[Step], object] | None,
+    processes: Processes,
     stack: ExitStack,
 ) -> Outcome:
+    begun = processes.on_main(lambda: _begin(plan, folder, note, stack))
+    if isinstance(begun, Outcome):
+        return begun
+    from tokenizers import Tokenizer
+
+    tokenizer, corpus = Tokenizer.from_str(begun.tokenizer), begun.corpus
+    torch.manual_seed(plan.recipe.seed)
+    model = plan.model(tokenizer.get_vocab_size()).to(device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if processes.is_main:
+        note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    processes.on_main(lambda: _claim(plan, folder, tokenizer, stack, begun.locked))
+    history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch, processes=processes)
+    if processes.world > 1:
+        weights = full_weights(model)
+        model = plan.model(tokenizer.get_vocab_size())
+        if processes.is_main:
+            model.load_state_dict(weights)
+    result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
+
+    def finish() -> None:
+        if not plot(history, folder / CURVE):
+            note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
+        save(model.cpu(), folder, tokenizer)
+        _write(folder / PLAN, {"plan": asdict(plan), **result})
+        _forget_state(folder)
+
+    processes.on_main(finish)
+    return Outcome(folder, parameters, len(corpus), history)
+
+
+class _Begun(NamedTuple):
+    """What every process needs of the files."""
+
+    tokenizer: str  # as JSON
+    corpus: Packed
+    locked: bool
+
+
+def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitStack) -> Outcome | _Begun:
+    """Check the folder, read the texts, and learn the tokenizer; or the outcome of a finished run."""
     locked = folder.is_dir()
     if locked:
         stack.enter_context(only_training(folder))
@@ -141,7 +188,7 @@ def _run(
     for temporary in folder.glob(".*.[0-9]*.part"):  # left by a kill
         temporary.unlink()
     if begun is not None and "history" in (content := _read(folder / PLAN) or {}):
-        (folder / STATE).unlink(missing_ok=True)
+        _forget_state(folder)
         note(f"{folder} is finished: {plan.recipe.steps} steps")
         history = content["history"]
         history["validations"] = [(step, loss) for step, loss in history["validations"]]
@@ -153,10 +200,11 @@ def _run(
         tokenizer = learn((document.text for document in documents), plan.vocabulary)
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
     corpus.require(plan.recipe.context)
-    torch.manual_seed(plan.recipe.seed)
-    model = plan.model(tokenizer.get_vocab_size()).to(device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+    return _Begun(tokenizer.to_str(), corpus, locked)
+
+
+def _claim(plan: Plan, folder: Path, tokenizer: Any, stack: ExitStack, locked: bool) -> None:
+    """Write the plan and the tokenizer, once the plan is known to work."""
     if not locked:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(only_training(folder))
@@ -164,14 +212,12 @@ def _run(
             raise DataError(f"{folder} was written by another program since this run began.\nFix: another folder")
     write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     _write(folder / PLAN, {"plan": asdict(plan)})
-    history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch)
-    if not plot(history, folder / CURVE):
-        note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
-    save(model.cpu(), folder, tokenizer)
-    result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
-    _write(folder / PLAN, {"plan": asdict(plan), **result})
-    (folder / STATE).unlink()
-    return Outcome(folder, parameters, len(corpus), history)
+
+
+def _forget_state(folder: Path) -> None:
+    (folder / STATE).unlink(missing_ok=True)
+    if (folder / STATE).with_suffix("").is_dir():
+        shutil.rmtree((folder / STATE).with_suffix(""))
 
 
 def _differences(begun: Plan, plan: Plan) -> list[str]:

@@ -5,6 +5,7 @@ The order of the data is not stored: it is computed from the seed and the step (
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from lowtri.errors import DataError
 from lowtri.files import write_atomically
 from lowtri.training.corpus import Packed
+from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
+from lowtri.training.sharded_state import content_of, newest, restore_sharded, save_sharded
 
 __all__ = ["History", "Run"]
 
@@ -38,9 +41,15 @@ class Run:
     corpus: Packed
     history: History = field(default_factory=History)
     done: int = 0  # steps
+    processes: Processes = field(default_factory=Processes)
 
     def save(self, path: Path) -> None:
-        """Write the state atomically."""
+        """Write the state atomically: on one process as the file ``path``, on several as a folder of that name without its suffix."""
+        if self.processes.world > 1:
+            content = {"done": self.done, "history": asdict(self.history)}
+            content |= {"recipe": asdict(self.recipe), "corpus": self.corpus.digest()}
+            save_sharded(path.with_suffix(""), content, self.model, self.optimizer, self.processes)
+            return
         content = {
             "done": self.done,
             "model": self.model.state_dict(),
@@ -56,6 +65,21 @@ class Run:
                 torch.save(content, file)
 
         write_atomically(path, write)
+        shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # of the same run on several processes
+
+    def resume(self, path: Path) -> None:
+        """Restore what :meth:`save` has written, on any number of processes, if there is anything."""
+        sharded = newest(path.with_suffix(""))
+        if sharded is not None:
+            self._check(sharded, content_of(sharded))
+            self._continue(restore_sharded(sharded, self.model, self.optimizer))
+        elif path.exists():
+            if self.processes.world > 1:
+                raise DataError(
+                    f"{path} was written by one process.\nFix: resume it without torchrun; several processes resume what several "
+                    "have begun"
+                )
+            self.restore(path)
 
     def restore(self, path: Path) -> None:
         """Put everything back as it was saved.
@@ -67,20 +91,27 @@ class Run:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for a damaged file
             raise DataError(f"{path} is not a training state: {str(error).splitlines()[0]}") from None
-        now = asdict(self.recipe)
-        changed = [
-            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now[key]
-        ]
-        if changed:
-            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
-        if content["corpus"] != self.corpus.digest():
-            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
+        self._check(path, content)
         try:
             self.model.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
         except (RuntimeError, ValueError) as error:
             raise DataError(f"{path} belongs to a model of other sizes: {str(error).splitlines()[0]}") from None
         torch.set_rng_state(content["random"])
+        self._continue(content)
+
+    def _check(self, path: Path, content: dict[str, Any]) -> None:
+        """Raise a DataError unless the state belongs to this run."""
+        now = asdict(self.recipe)
+        changed = [
+            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now.get(key)
+        ]
+        if changed:
+            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
+        if content["corpus"] != self.corpus.digest():
+            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
+
+    def _continue(self, content: dict[str, Any]) -> None:
         validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
         self.history = History(content["history"]["losses"], validations)
         self.done = int(content["done"])

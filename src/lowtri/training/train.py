@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask, documents
 from lowtri.training.corpus import IGNORED, Packed, Rows
+from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe, rows_of_step, split
 from lowtri.training.state import History, Run
 
@@ -43,6 +44,7 @@ def train(
     *,
     state: Path | None = None,
     watch: Callable[[Step], object] | None = None,
+    processes: Processes | None = None,
 ) -> History:
     """Train a model on packed documents, in place.
 
@@ -53,7 +55,9 @@ def train(
         recipe: ``Recipe()`` if none is given.
         state: a file that keeps the run: written atomically every ``save_every`` steps, and resumed from if it
             exists. The model, the recipe and the corpus must be those it began with.
-        watch: is called after each step.
+        watch: is called after each step, on rank 0.
+        processes: those that train together; by default this one alone. Every process passes the same arguments. What is learnt does
+            not depend on their number, except for rounding.
 
     Returns:
         the losses of every step and of every validation, those before a kill included.
@@ -70,19 +74,26 @@ def train(
     >>> history.losses[0] > 1.5, history.losses[-1] < 0.2
     (True, True)
     """
-    recipe = recipe or Recipe()
+    recipe, processes = recipe or Recipe(), processes or Processes()
     corpus.require(recipe.context)
+    if recipe.batch < processes.dp * recipe.accumulate:
+        raise CallError(
+            f"train: a batch of {recipe.batch} rows cannot be shared by {processes.dp} groups in {recipe.accumulate} parts.\n"
+            f"Fix: --batch {processes.dp * recipe.accumulate} or more."
+        )
+    model = processes.shard(model, recipe.dtype)
     train_rows, held_out = split(corpus.count(recipe.context), recipe.held_out)
-    run = Run(model, _optimizer(model, recipe), recipe, corpus)
-    if state is not None and state.exists():
-        run.restore(state)
+    run = Run(model, _optimizer(model, recipe), recipe, corpus, processes=processes)
+    if state is not None:
+        run.resume(state)
     model.train()
     begun, seconds = run.done, 0.0
     while run.done < recipe.steps:
         started = time.perf_counter()
         rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
         lr = recipe.lr_at(run.done)
-        loss = _step(model, run.optimizer, rows, lr, recipe.clip)
+        with processes.answering(f"step {run.done + 1}"):
+            loss = _step(model, run.optimizer, rows, lr, recipe, processes)
         seconds += time.perf_counter() - started
         run.done += 1
         if not math.isfinite(loss):
@@ -91,11 +102,12 @@ def train(
         run.history.tokens_per_second = (run.done - begun) * rows.inputs.size / seconds
         validation = None
         if len(held_out) and _due(run.done, recipe.validate_every, recipe.steps):
-            validation = _validate(model, corpus, held_out, recipe)
+            with processes.answering(f"validation after step {run.done}"):
+                validation = _validate(model, corpus, held_out, recipe, processes)
             run.history.validations.append((run.done, validation))
         if state is not None and _due(run.done, recipe.save_every, recipe.steps):
             run.save(state)
-        if watch is not None:
+        if watch is not None and processes.is_main:
             watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
     return run.history
 
@@ -104,27 +116,52 @@ def _due(done: int, every: int, steps: int) -> bool:
     return done % every == 0 or done == steps
 
 
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Rows, lr: float, clip: float) -> float:
+def _step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: Rows,
+    lr: float,
+    recipe: Recipe,
+    processes: Processes,
+) -> float:
+    """One update; the mean loss of all targets in the batch.
+
+    Processes and parts have different numbers of targets, so a mean of their means would weight targets differently: losses are summed
+    and divided by the number of all targets. FSDP divides gradients by the number of processes, hence the factor.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = _loss(model, rows, reduction="mean")
+    scale = processes.world / max(1, int((rows.targets != IGNORED).sum()))
+    mine, total = processes.share(rows), 0.0
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    parts = np.array_split(np.arange(len(mine.inputs)), min(recipe.accumulate, len(mine.inputs)))
+    for number, part in enumerate(parts):
+        with processes.accumulating(model, number == len(parts) - 1):
+            loss = _loss(model, Rows(*(x[part] for x in mine)), "sum", processes, recipe.dtype) * scale
+            loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     optimizer.step()
-    return loss.item()
+    return processes.sum(total) / processes.world
 
 
-def _loss(model: torch.nn.Module, rows: Rows, reduction: str) -> torch.Tensor:
+_ALONE = Processes()
+
+
+def _loss(
+    model: torch.nn.Module, rows: Rows, reduction: str, processes: Processes = _ALONE, dtype: str = "float32"
+) -> torch.Tensor:
     device = next(model.parameters()).device
     ids = torch.from_numpy(rows.inputs).to(device)  # (B, N)
     targets = torch.from_numpy(rows.targets).to(device)  # (B, N)
     mask = _own_mask(model)
     # Rows of one document each need only the model's own mask, and run faster with it.
     if mask is None or (rows.documents == rows.documents[:, :1]).all():
-        logits = model(ids)  # (B, N, V)
+        mask = None
     else:
-        logits = model(ids, mask=mask & documents(rows.documents))
+        mask = mask & documents(rows.documents)
+    with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
+        logits, targets = processes.forward(model, ids, targets, mask)  # (B, N, V), (B, N)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
@@ -134,15 +171,21 @@ def _own_mask(model: torch.nn.Module) -> Mask | None:
 
 
 @torch.no_grad()
-def _validate(model: torch.nn.Module, corpus: Packed, held_out: npt.NDArray[np.int64], recipe: Recipe) -> float:
+def _validate(
+    model: torch.nn.Module,
+    corpus: Packed,
+    held_out: npt.NDArray[np.int64],
+    recipe: Recipe,
+    processes: Processes,
+) -> float:
     model.eval()
     total, count = 0.0, 0
     for start in range(0, len(held_out), recipe.batch):
         rows = corpus.rows(held_out[start : start + recipe.batch], recipe.context)
-        total += _loss(model, rows, reduction="sum").item()
+        total += _loss(model, processes.share(rows), "sum", processes, recipe.dtype).item()
         count += int((rows.targets != IGNORED).sum())
     model.train()
-    return total / max(1, count)
+    return processes.sum(total) / max(1, count)
 
 
 def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:

@@ -89,6 +89,11 @@ class PreparedKernels:
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
+        wide = self.wide_gradients(inputs, result, recorded, d_result)
+        return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(wide, inputs, strict=True)))
+
+    def wide_gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+        """The gradients in the dtype in which they are summed, at least float32."""
         import torch
 
         call = self.call
@@ -125,14 +130,13 @@ class PreparedKernels:
         )
         dk = self._summed(sums, 0, d, d_row).mul_(call.scale)
         d_values = self._summed(sums, rows * d_row, dv, dv_row)
-        to_q, to_k, to_v = (to_dtype(x, call.dtype) for x in (dq, dk, d_values))
-        to_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape).to(inputs.bias.dtype)
-        to_sinks = None
+        d_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
+        d_sinks = None
         if sinks is not None:  # d_sink = -sum over rows of P_sink * delta, without the rows that see nothing
             nothing = lse == -torch.inf
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
-            to_sinks = -(share * delta.masked_fill_(nothing, 0)).sum((0, 2)).to(inputs.sinks.dtype)
-        return Inputs(to_q, to_k, to_v, to_bias, to_sinks)
+            d_sinks = -(share * delta.masked_fill_(nothing, 0)).sum((0, 2))
+        return Inputs(dq, dk, d_values, d_bias, d_sinks)
 
     def _summed(self, sums: Any, start: int, size: int, row: int) -> Any:
         """The gradient (B, Hkv, Nk, size) of K or V: the sums of all parts, each row without its padding."""

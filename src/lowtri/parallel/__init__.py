@@ -1,0 +1,41 @@
+"""One sequence over many processes, split by what its mask shows: torch.distributed moves the keys, the mask says which.
+
+Each file imports only from the files above it:
+
+runs        runs of key blocks: which blocks the queries of a rank see
+dealing     ways of dealing blocks of tokens to ranks
+picture     pictures of a plan
+shards      ShardPlan: which rank holds which tokens, and which keys each rank needs
+planning    plan_shards
+collectives the two collectives that move tokens
+roll_call   names the processes that do not answer
+agreement   all ranks agree on the arguments of a call, or all of them raise
+route       which tokens a rank sends to whom
+exchange    keys and values from rank to rank, and their gradients back
+attend      attention of a rank's queries over the whole sequence, with gradients
+context     ContextParallel
+
+Plans need neither torch nor processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtri.parallel.planning import plan_shards
+from lowtri.parallel.shards import ShardPlan
+
+if TYPE_CHECKING:
+    from lowtri.parallel.context import ContextParallel
+
+__all__ = ["ContextParallel", "ShardPlan", "plan_shards"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "ContextParallel":
+            raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")
+        from lowtri.parallel.context import ContextParallel  # loads torch
+
+        return ContextParallel

@@ -1,0 +1,174 @@
+"""ShardPlan: which rank holds which tokens of a sequence, and which keys each rank needs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowtri.errors import CallError
+from lowtri.masks import Mask
+from lowtri.parallel.picture import RankRow, as_html, as_text
+from lowtri.parallel.runs import Ints, Runs, first_tokens
+
+__all__ = ["ShardPlan", "Way", "imbalance_of"]
+
+
+class Way(NamedTuple):
+    """What a way of dealing gives.
+
+    Attributes:
+        imbalance: the most visible pairs of a rank, over the mean.
+        received: the most tokens that a rank receives.
+        cost: of the slowest rank, in visible pairs.
+    """
+
+    imbalance: float
+    received: int
+    cost: float
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """Which rank holds which blocks of a sequence, and which keys each rank needs; made by :func:`plan_shards`.
+
+    Attributes:
+        masks: the masks that the sequence is attended with, without repetitions.
+        n: tokens of the sequence.
+        ranks: the number of ranks.
+        block: tokens that stay together, a multiple of 64; the last block may be shorter.
+        owner: (blocks,), the rank of each block.
+        pairs: (ranks,), visible pairs of the queries of each rank, summed over the masks and over their batch rows and heads.
+        received: (ranks,), tokens that each rank receives from others, summed over the masks.
+        gathers: for each mask whether all keys are sent to all ranks, which is so where the ranks need more than half of all
+            keys on average; else each rank receives only what its queries see.
+        way: the way of dealing that was chosen.
+        ways: every way that was tried, with its imbalance, the most tokens that a rank receives, and its cost.
+    """
+
+    masks: tuple[Mask, ...]
+    n: int
+    ranks: int
+    block: int
+    owner: Ints
+    pairs: Ints
+    received: Ints
+    gathers: tuple[bool, ...]
+    way: str
+    ways: dict[str, Way] = field(default_factory=dict)
+    needed: tuple[Runs, ...] = field(default=(), repr=False)  # for each mask the blocks of keys that each rank sees
+
+    @property
+    def imbalance(self) -> float:
+        """The most visible pairs of a rank, over the mean: 1 is perfect."""
+        return imbalance_of(self.pairs)
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """(ranks,), how many tokens each rank holds."""
+        sizes = np.diff(first_tokens(self.n, self.block))
+        return np.bincount(self.owner, sizes, self.ranks).astype(np.int64)
+
+    def positions(self, rank: int) -> Ints:
+        """The positions of the tokens that a rank holds, increasing."""
+        return self._positions(np.flatnonzero(self.owner == self._rank(rank)))
+
+    def key_positions(self, rank: int, mask: int = 0) -> Ints:
+        """The positions of the keys that the queries of a rank see under the mask of that index, to the block, increasing."""
+        return self._positions(self.needed[mask].blocks(self._rank(rank)))
+
+    def received_from(self, rank: int, mask: int = 0) -> Ints:
+        """(ranks,), how many tokens a rank receives from each other rank under the mask of that index."""
+        if self.gathers[mask]:
+            return np.where(np.arange(self.ranks) == self._rank(rank), 0, self.tokens)
+        blocks = self.needed[mask].blocks(self._rank(rank))
+        sizes = np.diff(first_tokens(self.n, self.block))[blocks]
+        tokens = np.bincount(self.owner[blocks], sizes, self.ranks).astype(np.int64)
+        tokens[rank] = 0
+        return tokens
+
+    def index(self, mask: Mask | None) -> int:
+        """The index of a mask among those of the plan; None stands for the only one.
+
+        Raises:
+            CallError: if the plan was not made for the mask, or has several and none is given.
+        """
+        if mask is None and len(self.masks) == 1:
+            return 0
+        for index, one in enumerate(self.masks):
+            if one is mask or one == mask:
+                return index
+        raise CallError(
+            f"ShardPlan: mask is {mask!r}, but the plan was made for {', '.join(map(repr, self.masks))}.\n"
+            "Fix: plan_shards([...], n, ranks) with every mask of the model, and mask= in each call."
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the masks and of the plan; ranks that computed the same plan have the same digest."""
+        parts = [repr((self.n, self.ranks, self.block, self.gathers, self.masks)).encode(), self.owner.tobytes()]
+        parts += [array.tobytes() for runs in self.needed for array in runs]
+        parts += [self.pairs.tobytes()]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def draw(self) -> str:
+        """The plan as text: a line for each of at most 16 ranks, █ the tokens that it holds, ▒ those whose keys it receives.
+
+        >>> from lowtri.parallel import plan_shards
+        >>> print(plan_shards("causal & window(200)", 1024, 4, block=64).draw())
+        causal & window(200): 1,024 tokens on 4 ranks, contiguous, blocks of 64, imbalance 1.11
+        rank 0  ████············  256 tokens, 31,300 pairs
+        rank 1  ▒▒▒▒████········  256 tokens, 51,200 pairs, receives 256 from 0
+        rank 2  ····▒▒▒▒████····  256 tokens, 51,200 pairs, receives 256 from 1
+        rank 3  ········▒▒▒▒████  256 tokens, 51,200 pairs, receives 256 from 2
+        """
+        return as_text(self._title(), self._rows(), self.ranks)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title(), self._rows(), self.ranks)
+
+    def __str__(self) -> str:
+        return self.draw()
+
+    def _title(self) -> str:
+        masks = ", ".join(map(repr, self.masks))
+        masks = masks if len(masks) <= 60 else masks[:57] + "..."
+        sent = ", all keys are sent to all" if all(self.gathers) else ""
+        return (
+            f"{masks}: {self.n:,} tokens on {self.ranks:,} rank{'s' * (self.ranks != 1)}, {self.way}, "
+            f"blocks of {self.block}, imbalance {self.imbalance:.2f}{sent}"
+        )
+
+    def _rows(self) -> list[RankRow]:
+        rows = []
+        for rank in range(min(self.ranks, RankRow.MOST)):
+            needed = np.zeros(len(self.owner), bool)
+            senders = np.zeros(self.ranks, np.int64)
+            for mask, runs in enumerate(self.needed):
+                needed[runs.blocks(rank)] = True
+                senders += self.received_from(rank, mask)
+            held = self.owner == rank
+            text = f"{self.tokens[rank]:,} tokens, {self.pairs[rank]:,} pairs"
+            if senders.any():
+                names = np.flatnonzero(senders).tolist()
+                few = ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                text += f", receives {int(senders.sum()):,} from {few}"
+            rows.append(RankRow(f"rank {rank}", held, needed & ~held, text))
+        return rows
+
+    def _positions(self, blocks: Ints) -> Ints:
+        positions = (blocks[:, None] * self.block + np.arange(self.block)).ravel()
+        return positions[positions < self.n]
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.ranks:
+            raise CallError(f"ShardPlan: rank is {rank}, but the plan has the ranks 0 .. {self.ranks - 1}.")
+        return rank
+
+
+def imbalance_of(pairs: Any) -> float:
+    """The most visible pairs of a rank, over the mean; 1 if nothing is visible."""
+    return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0

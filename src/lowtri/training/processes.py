@@ -1,0 +1,202 @@
+"""The processes of a training run, as torchrun starts them: ``dp`` groups share the rows of a batch, ``sp`` processes of a group share
+the tokens of a row. Weights, gradients and moments are sharded over all of them (FSDP2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtri.errors import CallError, LowtriError, RankError
+from lowtri.masks import Mask, as_mask
+from lowtri.masks.plan import TILE_Q
+from lowtri.nn.decoder import Decoder
+from lowtri.parallel.context import ContextParallel
+from lowtri.parallel.planning import plan_shards
+from lowtri.parallel.roll_call import RollCall
+from lowtri.training.corpus import IGNORED, Rows
+
+__all__ = ["Processes", "processes_of_torchrun"]
+
+T = TypeVar("T")
+
+
+class Processes:
+    """One process that trains alone: the base of :class:`Distributed`.
+
+    Attributes:
+        rank, world: this process's number, and how many there are.
+        dp, sp: groups that share the rows of a batch, and processes that share the tokens of a row.
+    """
+
+    rank, world, dp, sp = 0, 1, 1, 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and reports."""
+        return self.rank == 0
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """The result of a function that rank 0 alone runs, on every rank; its LowtriError or OSError is raised on every rank."""
+        return function()
+
+    def share(self, rows: Rows) -> Rows:
+        """The rows of this process's group."""
+        return rows
+
+    def sum(self, value: float) -> float:
+        """The sum over all processes."""
+        return value
+
+    def shard(self, model: nn.Module, dtype: str) -> nn.Module:
+        """The model with its weights sharded over all processes."""
+        return model
+
+    def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
+        """Logits, and their targets; with several processes to a row those of this process's tokens."""
+        return (model(ids) if mask is None else model(ids, mask=mask)), targets
+
+    @contextmanager
+    def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Around a part of a batch: gradients are summed over processes in the last part only."""
+        yield
+
+    @contextmanager
+    def answering(self, what: str) -> Iterator[None]:
+        """Around work in which all processes take part: if one ends, the others raise a RankError with its number."""
+        yield
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+
+class Distributed(Processes):
+    """The processes of torch.distributed, which has begun.
+
+    Raises:
+        CallError: if ``dp * sp`` is not the number of processes.
+    """
+
+    def __init__(self, dp: int | None, sp: int | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.sp = sp or self.world // (dp or self.world) or 1
+        self.dp = dp or self.world // self.sp
+        if self.dp * self.sp != self.world:
+            raise CallError(
+                f"--dp {self.dp} x --sp {self.sp}: torchrun started {self.world} processes.\n"
+                f"Fix: torchrun --nproc-per-node {max(1, self.dp * self.sp)}, or other numbers."
+            )
+        self.mesh = init_device_mesh("cpu", (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
+        self.sequence_group = self.mesh["sp"].get_group()
+        self.group = int(self.mesh.get_local_rank("dp"))
+        self._roll_call = RollCall(None, 60)
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = function()
+            except (LowtriError, OSError) as error:
+                box[1] = error
+        with self.answering("a file operation of rank 0"):
+            dist.broadcast_object_list(box)
+        if box[1] is not None:
+            raise box[1]
+        result: T = box[0]
+        return result
+
+    def share(self, rows: Rows) -> Rows:
+        mine = Rows(*(part[self.group :: self.dp] for part in rows))
+        if len(mine.inputs):
+            return mine
+        # Every process takes part in the collectives of a forward: a group without rows computes one that counts for nothing.
+        return Rows(rows.inputs[:1], np.full_like(rows.targets[:1], IGNORED), rows.documents[:1])
+
+    def sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
+    def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
+        if self.sp == 1:
+            return super().forward(model, ids, targets, mask)
+        seen = as_mask(model.config.mask) if mask is None else mask  # type: ignore[union-attr]
+        context = ContextParallel(plan_shards(seen, ids.shape[1], self.sp, block=TILE_Q), self.sequence_group)
+        logits = model(context.shard(ids), mask=seen, positions=context.positions, attend=context.attend)
+        return logits, context.shard(targets)
+
+    @contextmanager
+    def accumulating(self, model: Any, last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(last)
+        yield
+
+    def shard(self, model: nn.Module, dtype: str) -> nn.Module:
+        if self.sp > 1 and not isinstance(model, Decoder):
+            raise CallError(
+                f"--sp {self.sp}: {type(model).__name__} cannot share a row between processes. Fix: --sp 1."
+            )
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if dtype != "float32":
+            policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+        for layer in getattr(getattr(model, "model", None), "layers", ()):
+            fully_shard(layer, mesh=self._all, mp_policy=policy)
+        sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
+        return sharded
+
+    @cached_property
+    def _all(self) -> Any:
+        """One dimension of all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", (self.world,), mesh_dim_names=("all",))
+
+    @contextmanager
+    def answering(self, what: str) -> Iterator[None]:
+        try:
+            with self._roll_call.required(what):
+                yield
+        except RankError as error:
+            raise RankError(f"{str(error).splitlines()[0]}\nFix: start it again with --resume.") from error
+
+    def barrier(self) -> None:
+        with self.answering("a barrier"):
+            dist.barrier()
+
+
+@contextmanager
+def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Iterator[Processes]:
+    """The processes that torchrun started this one with, or this one alone.
+
+    Raises:
+        CallError: if ``dp`` or ``sp`` ask for several processes and there is one, or they do not give the number of processes.
+    """
+    for name, value in (("dp", dp), ("sp", sp)):
+        if value is not None and value < 1:
+            raise CallError(f"--{name}: {value} came, at least 1 is needed")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if (dp or 1) * (sp or 1) > 1:
+            count = (dp or 1) * (sp or 1)
+            raise CallError(
+                f"--dp {dp or 1} x --sp {sp or 1}: there is one process.\n"
+                f"Fix: torchrun --nproc-per-node {count} -m lowtri train ..."
+            )
+        yield Processes()
+        return
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    try:
+        yield Distributed(dp, sp)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,320 @@
+"""Functions that the tests run on each rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import lowtri
+from lowtri import masks as lt
+from lowtri.masks import Mask
+from lowtri.nn import Decoder, DecoderConfig
+from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
+from lowtri.training.corpus import Packed
+from lowtri.training.processes import Distributed, Processes
+from lowtri.training.recipe import Recipe
+from lowtri.training.sharded_state import full_weights
+from lowtri.training.train import train
+
+RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention on a whole sequence; every process draws the same tensors."""
+
+    mask: Mask | str
+    n: int
+    owner: Any = None
+    block: int = 64
+    b: int = 1
+    hq: int = 2
+    hkv: int = 1
+    d: int = 8
+    dv: int = 8
+    dtype: str = "float64"
+    seed: int = 0
+    garbage: float = 0.0  # where nobody sees anything
+    sinks: bool = False
+    bias: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # of attention
+    context: dict[str, Any] = field(default_factory=dict)  # of ContextParallel
+
+    def plan(self, ranks: int) -> ShardPlan:
+        return plan_shards(self.mask, self.n, ranks, block=self.block, owner=self.owner)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """q, k, v, d_output, d_lse and sinks of the whole sequence."""
+        source = torch.Generator().manual_seed(self.seed)
+        sizes = {
+            "q": (self.hq, self.d),
+            "k": (self.hkv, self.d),
+            "v": (self.hkv, self.dv),
+            "d_output": (self.hq, self.dv),
+        }
+        found = {
+            name: torch.randn(self.b, heads, self.n, size, generator=source, dtype=torch.float64).to(
+                getattr(torch, self.dtype)
+            )
+            for name, (heads, size) in sizes.items()
+        }
+        found["d_lse"] = torch.randn(self.b, self.hq, self.n, generator=source, dtype=torch.float64)
+        found["sinks"] = torch.randn(self.hq, generator=source, dtype=torch.float64).to(getattr(torch, self.dtype))
+        found["table"] = torch.randn(self.hq, 64, generator=source, dtype=torch.float64).to(getattr(torch, self.dtype))
+        return found
+
+
+def bias_function(kind: str, table: torch.Tensor) -> Any:
+    """A bias by formula: "" for none, "slope" without parameters, "learned" from a table of distances."""
+    if not kind:
+        return None
+    if kind == "slope":
+        return lambda q, k: (-0.01 * (q - k).abs()).to(table.dtype)
+    return lambda q, k: table[:, (q - k).abs().clamp(max=63)]
+
+
+def attention_case(group: Any, case: Case) -> dict[str, Any]:
+    """Output, log-sum-exp and gradients of this rank's tokens, what was received, and what the layer keeps."""
+    plan = case.plan(dist.get_world_size(group))
+    context = ContextParallel(plan, group, **case.context)
+    whole = case.tensors()
+    q, k, v = (context.shard(whole[name], 2).requires_grad_() for name in "qkv")
+    sinks = whole["sinks"].requires_grad_() if case.sinks else None
+    table = whole["table"].requires_grad_()
+    bias = bias_function(case.bias, table)
+    options = {**case.options, "bias": bias, "sinks": sinks, "return_lse": True}
+    kept = []
+    with Counted() as wire:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
+            output, lse = context.attention(q, k, v, **options)
+        forward = wire.rows
+        d_lse = context.shard(whole["d_lse"], 2).to(lse.dtype)
+        torch.autograd.backward([output, lse], [context.shard(whole["d_output"], 2), d_lse])
+    again = torch.autograd.grad(context.attention(q, k, v, **options)[0], k, context.shard(whole["d_output"], 2))[0]
+    third = torch.autograd.grad(context.attention(q, k, v, **options)[0], k, context.shard(whole["d_output"], 2))[0]
+    assert torch.equal(again, third), "bit-equal from run to run"
+    np.testing.assert_array_equal(
+        context.unshard(output.detach(), 2)[:, :, context.positions].numpy(), output.detach().numpy()
+    ) if (case.dtype != "bfloat16") else None
+    grads = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+    if case.sinks:
+        grads["dsinks"] = sinks.grad
+    if case.bias == "learned":
+        grads["dbias"] = table.grad
+    results = {"output": output, "lse": lse, **grads}
+    return {
+        **{name: x.detach().double().numpy() for name, x in results.items()},
+        "received": forward,
+        "messages": wire.messages,
+        "kept": sum(kept),
+    }
+
+
+def hidden_garbage(group: Any) -> dict[str, Any]:
+    """Documents on different ranks; NaN in keys that nobody sees and in blocks that only their owner sees."""
+    n = 512
+    mask = lt.causal() & lt.documents(lengths=[200, 312]) & lt.keys(np.arange(n) >= 64)
+    plan = plan_shards(mask, n, dist.get_world_size(group), block=64)
+    context = ContextParallel(plan, group)
+    q, k, v = torch.randn(3, 1, 2, n, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    k[:, :, :64], v[:, :, :64] = torch.nan, torch.inf
+    shards = [context.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    output = context.attention(*shards)
+    output.sum().backward()
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    expected = lowtri.attention(*whole, mask, engine="reference")
+    expected.sum().backward()
+    mine = torch.from_numpy(context.positions)
+    pairs = [
+        (output, expected[:, :, mine]),
+        *((a.grad, b.grad[:, :, mine]) for a, b in zip(shards, whole, strict=True)),
+    ]
+    return {"errors": [float((a - b).abs().max()) if len(mine) else 0.0 for a, b in pairs]}
+
+
+def wrong_arguments(group: Any) -> list[str]:
+    """The errors of calls in which one rank differs from the others; every rank must raise each of them."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last = rank == size - 1
+    ids = np.repeat([0, 1], [100, 156 + last])[:256]
+    ids[200] = int(last)
+    n = 256
+    good = ContextParallel(plan_shards("causal", n, size, block=64), group)
+    layers = ContextParallel(plan_shards(["causal", "full"], n, size, block=64), group)
+    q = torch.randn(1, 2, len(good.positions), 8)
+    grown = torch.cat([q, q[:, :, :1]], 2) if last else q
+    wide = q.double() if last else q
+    recorded = q.clone().requires_grad_(last)
+    calls = {
+        "another plan": lambda: ContextParallel(plan_shards("causal", n + 64 * last, size, block=64), group),
+        "other arrays": lambda: ContextParallel(plan_shards(lt.documents(ids), n, size, block=64), group),
+        "another length": lambda: good.attention(grown, grown, grown),
+        "another dtype": lambda: good.attention(wide, wide, wide),
+        "gradients on one": lambda: good.attention(recorded, q, q),
+        "another option": lambda: good.attention(q, q, q, softcap=2.0 if last else None),
+        "another mask": lambda: good.attention(q, q, q, "full" if last else "causal"),
+        "no mask of two": lambda: layers.attention(q, q, q, None if last else "full"),
+        "another layer's mask": lambda: layers.attention(q, q, q, "causal" if last else "full"),
+        "a tensor as bias": lambda: good.attention(q, q, q, bias=torch.zeros(1) if last else None),
+        "unshard": lambda: good.unshard(grown, 2),
+        "unshard with a gradient": lambda: good.unshard(recorded, 2),
+        # Errors that follow from the same arguments everywhere need no message.
+        "shard": lambda: good.shard(torch.zeros(2, n - 1)),
+        "another number of ranks": lambda: ContextParallel(plan_shards("causal", n, size + 1), group),
+        "positions": lambda: good.attend(q, q, q, "causal", q_positions=good.positions, k_positions=None),
+        "weights": lambda: good.attend(
+            q, q, q, "causal", q_positions=good.positions, k_positions=good.positions, return_weights=True
+        ),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = "no error"
+        except lowtri.LowtriError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    output = good.attention(q, q, q)  # afterwards the group still works
+    assert output.shape == q.shape
+    return messages
+
+
+def absent(group: Any, missing: int) -> str:
+    """One rank does not come; the others say which."""
+    rank = dist.get_rank(group)
+    if rank == missing:
+        return ""
+    try:
+        ContextParallel(plan_shards("causal", 512, dist.get_world_size(group)), group, timeout=0.5)
+    except lowtri.RankError as error:
+        return str(error)
+    return "no error"
+
+
+def killed(group: Any, victim: int) -> str:
+    """One rank is killed between two calls; the others say which."""
+    rank = dist.get_rank(group)
+    context = ContextParallel(plan_shards("causal & window(100)", 512, dist.get_world_size(group)), group, timeout=3)
+    q = torch.randn(1, 1, len(context.positions), 8)
+    context.attention(q, q, q)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            context.attention(q, q, q)
+    except lowtri.RankError as error:
+        return str(error)
+    return "no error"
+
+
+def functions_as_masks(group: Any) -> float:
+    """Masks of where(): each process makes its own function."""
+    mask = lt.causal() & lt.where(lambda q, k: (q // 50 + k // 50) % 3 > 0)
+    n = 400
+    context = ContextParallel(plan_shards(mask, n, dist.get_world_size(group), block=64), group)
+    whole = torch.randn(3, 1, 2, n, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shards = [context.shard(x, 2).requires_grad_() for x in whole]
+    context.attention(*shards).square().sum().backward()
+    leaves = [x.clone().requires_grad_() for x in whole]
+    lowtri.attention(*leaves, mask, engine="reference").square().sum().backward()
+    mine = torch.from_numpy(context.positions)
+    return max(float((a.grad - b.grad[:, :, mine]).abs().max()) for a, b in zip(shards, leaves, strict=True))
+
+
+def round_trip(group: Any) -> bool:
+    """unshard(shard(x)) is x, along any dimension and for any dtype."""
+    context = ContextParallel(plan_shards("causal", 333, dist.get_world_size(group)), group)
+    equal = True
+    for dim, x in ((1, torch.arange(666).reshape(2, 333)), (2, torch.randn(2, 3, 333, 4)), (-2, torch.randn(333, 2))):
+        for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
+            equal &= torch.equal(context.unshard(context.shard(x.to(dtype), dim), dim), x.to(dtype))
+    return equal
+
+
+class Counted:
+    """Counts the rows that arrive from other ranks."""
+
+    def __enter__(self) -> Counted:
+        self.rows, self.messages = 0, 0
+        self._all_to_all, self._all_gather = collectives.all_to_all, collectives.all_gather
+
+        def all_to_all(out: Any, x: Any, received: list[int], sent: list[int], group: Any) -> Any:
+            self.rows += sum(received) - received[dist.get_rank(group)]
+            self.messages += 1
+            return self._all_to_all(out, x, received, sent, group)
+
+        def all_gather(out: Any, x: Any, group: Any, *, async_op: bool = False) -> Any:
+            if x.ndim > 1:
+                self.rows += len(out) - len(x)
+                self.messages += 1
+            return self._all_gather(out, x, group, async_op=async_op)
+
+        collectives.all_to_all, collectives.all_gather = all_to_all, all_gather  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        collectives.all_to_all, collectives.all_gather = self._all_to_all, self._all_gather
+
+
+@dataclass(frozen=True)
+class Training:
+    """A short training run; every process makes the same model and corpus."""
+
+    dp: int
+    sp: int
+    folder: Path | None = None
+    kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
+    full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
+    recipe: Recipe = RECIPE
+
+    def corpus(self) -> Packed:
+        random = np.random.default_rng(0)
+        return Fatal.of([random.integers(0, 60, int(random.integers(5, 400))).tolist() for _ in range(24)])
+
+    def model(self) -> Decoder:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
+
+
+class Fatal(Packed):
+    """A corpus whose rows kill the process that asks for them too often."""
+
+    left = -1
+
+    def rows(self, *arguments: Any) -> Any:
+        if Fatal.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Fatal.left -= 1
+        return super().rows(*arguments)
+
+
+def training_run(group: Any, case: Training) -> dict[str, Any]:
+    """Losses, validations and weights of a run, or the error that ended it."""
+    processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
+    model, watched = case.model(), []
+    Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if case.full_disk == processes.rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    state = None if case.folder is None else case.folder / "training-state.pt"
+    try:
+        history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
+    except (lowtri.LowtriError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    weights = full_weights(model) if processes.world > 1 else model.state_dict()
+    return {
+        "losses": history.losses,
+        "validations": history.validations,
+        "weights": {name: weight.detach().clone().numpy() for name, weight in weights.items()},
+        "watched": [step.number for step in watched],
+    }

@@ -1,0 +1,126 @@
+"""Training on several processes learns what one process learns, and survives kills and full disks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from on_ranks import RECIPE, Training, training_run
+
+from lowtri.errors import CallError
+from lowtri.training.processes import processes_of_torchrun
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return training_run(None, Training(1, 1))
+
+
+def close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=limit)
+    np.testing.assert_allclose(
+        [loss for _, loss in found["validations"]], [loss for _, loss in expected["validations"]], rtol=limit
+    )
+    for name, weight in expected["weights"].items():
+        assert np.abs(found["weights"][name] - weight).max() < 20 * limit, name
+
+
+@pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 4), (4, 1)])
+def test_several_processes_learn_what_one_learns(ranks: Ranks, alone: dict[str, Any], dp: int, sp: int) -> None:
+    results = ranks.run(training_run, Training(dp, sp))
+    close(results[0], alone)
+    assert results[0]["watched"] == [1, 2, 3, 4] and not any(result["watched"] for result in results[1:])
+    assert all(result["losses"] == results[0]["losses"] and not result["weights"] for result in results[1:])
+
+
+def test_accumulated_gradients(ranks: Ranks, alone: dict[str, Any]) -> None:
+    """Parts with different numbers of targets weigh what they weigh together."""
+    parts = replace(RECIPE, accumulate=2)
+    close(training_run(None, Training(1, 1, recipe=parts)), alone)
+    close(ranks.run(training_run, Training(2, 2, recipe=parts))[0], alone)
+
+
+def test_bfloat16_keeps_float32_weights(ranks: Ranks, alone: dict[str, Any]) -> None:
+    half = replace(RECIPE, dtype="bfloat16")
+    for result in (
+        training_run(None, Training(1, 1, recipe=half)),
+        ranks.run(training_run, Training(2, 2, recipe=half))[0],
+    ):
+        assert all(weight.dtype == np.float32 for weight in result["weights"].values())
+        close(result, alone, limit=2e-3)
+
+
+def test_a_batch_that_cannot_be_shared(ranks: Ranks) -> None:
+    results = ranks.run(training_run, Training(2, 2, recipe=replace(RECIPE, accumulate=3)))
+    assert {result["error"] for result in results} == {
+        "CallError: train: a batch of 4 rows cannot be shared by 2 groups in 3 parts.\nFix: --batch 6 or more."
+    }
+
+
+def test_a_full_disk_is_reported_on_every_rank_and_the_last_checkpoint_stays(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks.run(training_run, Training(2, 2, tmp_path, recipe=replace(RECIPE, save_every=4)))[0]
+    (tmp_path / "training-state" / "step-4" / "run.json").write_text(
+        (tmp_path / "training-state" / "step-4" / "run.json").read_text().replace('"done": 4', '"done": 3')
+    )
+    (tmp_path / "training-state" / "step-4").rename(tmp_path / "training-state" / "step-3")
+    results = ranks.run(training_run, Training(2, 2, tmp_path, recipe=replace(RECIPE, save_every=4), full_disk=1))
+    for result in results:
+        assert re.match("OSError: .*File too large.*training-state", result["error"]), result
+    assert [path.name for path in (tmp_path / "training-state").glob("step-*")] == ["step-3"]
+    assert first["watched"]
+
+
+def killed(folder: Path, rank: int | None) -> list[Any]:
+    """What is left of a run of four processes of which one, or all, are killed in step 4; it saved after step 2."""
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, folder, kill=(rank, 4)))
+        results = group.results()
+    finally:
+        group.stop()
+    assert [path.name for path in (folder / "training-state").glob("step-*")] == ["step-2"]
+    return results
+
+
+@pytest.mark.sweep
+def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
+    """Bit-equal on as many ranks, to rounding on fewer."""
+    unbroken = ranks.run(training_run, Training(2, 2))[0]
+    assert killed(tmp_path / "a", None) == [None] * 4
+    for name in ("b", "c"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    same = ranks.run(training_run, Training(2, 2, tmp_path / "a"))[0]
+    assert same["watched"] == [3, 4] and same["losses"] == unbroken["losses"]
+    assert all(np.array_equal(same["weights"][name], weight) for name, weight in unbroken["weights"].items())
+    close(training_run(None, Training(1, 1, tmp_path / "b")), alone)
+    two = Ranks(2)
+    try:
+        close(two.run(training_run, Training(1, 2, tmp_path / "c"))[0], alone)
+    finally:
+        two.stop()
+
+
+@pytest.mark.sweep
+def test_sweep_a_killed_rank_is_named(tmp_path: Path) -> None:
+    results = killed(tmp_path, 3)
+    assert results[3] is None
+    for result in results[:3]:
+        assert re.match(
+            r"RankError: step 4: ranks? [\d, ]*\b3\b.* of 4 did not answer.*\nFix: .*--resume", result["error"]
+        ), result
+
+
+@pytest.mark.parametrize(
+    ("dp", "sp", "words"),
+    [(2, None, "--dp 2 x --sp 1: there is one process.*nproc-per-node 2"), (0, None, "--dp: 0 came"), (1, 3, "node 3")],
+)
+def test_options_that_need_torchrun(dp: int | None, sp: int | None, words: str) -> None:
+    with pytest.raises(CallError) as raised, processes_of_torchrun(dp, sp):
+        pass
+    assert re.search(words, str(raised.value), re.S)
