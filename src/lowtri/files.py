@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["MARKER", "cache_root", "write_atomically", "write_text"]
+__all__ = ["AHEAD", "MARKER", "cache_root", "write_atomically", "write_text"]
 
-MARKER = ".compiled"  # the suffix of the empty files that mark compiled kernels in the folders of the cache
+# Suffixes of the empty files that mark kernels in the folders of the cache: compiled, and compiled on request.
+MARKER, AHEAD = ".compiled", ".ahead"
 
 
 def cache_root() -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowtri.kernels import abi
-from lowtri.kernels.compilation import cache_folder, compiled, is_compiled
+from lowtri.kernels.compilation import cache_folder, compiled, is_compiled, mark_compiled_ahead
 from lowtri.kernels.select import KERNELS
 
 __all__ = ["CompiledKernel", "as_json", "as_text", "compile_kernels", "shown"]
@@ -40,6 +40,7 @@ def compile_kernels(progress: Progress = lambda done, count, name: None) -> list
         kernel = getattr(importlib.import_module(f"lowtri.kernels.{family}"), family)
         before, start = is_compiled(kernel, spec), time.process_time()
         compiled(kernel, getattr(abi, family.upper()), spec)
+        mark_compiled_ahead(kernel, spec)
         found.append(CompiledKernel(family, spec.dtype, spec.rows, before, time.process_time() - start))
     progress(len(KERNELS), len(KERNELS), "")
     return found

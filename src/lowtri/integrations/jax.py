@@ -74,10 +74,10 @@ def attention(
 ) -> Any:
     """:func:`lowtri.attention` for JAX arrays on a CPU.
 
-    >>> import jax, jax.numpy as jnp
-    >>> x = jnp.eye(3)
-    >>> attention(x, x, x, "causal").round(2)
-    Array([[1.  , 0.  , 0.  ],
+    >>> import jax, numpy as np
+    >>> x = jax.numpy.eye(3)
+    >>> np.asarray(attention(x, x, x, "causal")).round(2)
+    array([[1.  , 0.  , 0.  ],
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     >>> jax.grad(lambda x: attention(x, x, x, "causal").sum())(x).shape

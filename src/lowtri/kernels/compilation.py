@@ -24,14 +24,14 @@ import numba
 from numba import cfunc, types
 
 from lowtri.compat import numba_private
-from lowtri.files import MARKER, cache_root
+from lowtri.files import AHEAD, MARKER, cache_root
 from lowtri.kernels import target
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device_function import NUMBA_OPTIONS
 from lowtri.kernels.record import RecordType
 from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["Code", "cache_folder", "compiled", "is_compiled"]
+__all__ = ["Code", "cache_folder", "compiled", "is_compiled", "is_compiled_ahead", "mark_compiled_ahead"]
 
 _LONGEST_WAIT = 120.0  # seconds for another process to compile one kernel
 
@@ -87,6 +87,20 @@ def is_compiled(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
     """Whether the kernel's code lies in the cache folder."""
     folder = cache_folder()
     return folder is not None and _marker(folder, kernel, spec).exists()
+
+
+def mark_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> None:
+    """Note that the user asked for the kernel's code; small calls may rely on it from the next process on."""
+    folder = cache_folder()
+    if folder is not None:
+        with suppress(OSError):
+            _marker(folder, kernel, spec).with_suffix(AHEAD).touch()
+
+
+def is_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
+    """Whether the kernel's code lies in the cache folder because the user asked for it."""
+    folder = cache_folder()
+    return is_compiled(kernel, spec) and folder is not None and _marker(folder, kernel, spec).with_suffix(AHEAD).exists()
 
 
 def _marker(folder: Path, kernel: Callable[[Any], None], spec: KernelSpec) -> Path:

@@ -1,7 +1,7 @@
 """One tile of online softmax for products on tile registers: weights are rounded to pairs of bf16 in the pass that computes them.
 
-Scores and the running shift and sum are those of :mod:`lowtri.kernels.softmax`. 2 ** x has the precision of bf16, to which the weights
-are rounded next: one instruction takes the fraction, a polynomial of degree 3 its power, one instruction scales.
+Scores and the running shift and sum are those of :mod:`lowtri.kernels.softmax`. On AVX-512 one
+instruction of 2 ** x takes the fraction, a polynomial of degree 4 its power, and one instruction scales.
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ def _whole_vectors(call: Call) -> bool:
 
 
 def _is_ready(call: Call) -> bool:
-    """Whether every kernel that the call needs was compiled before this process needed one."""
-    before = compiled_before()
-    if not before or _numba_missing():
+    """Whether every kernel that the call needs was compiled ahead."""
+    before = frozenset() if _numba_missing() else compiled_before()
+    if not before:
         return False
     families = ("forward", "backward") if call.needs_grad else ("decode",) if is_decoded(call) else ("forward",)
     spec = kernel_spec(families[0], call)

@@ -98,7 +98,7 @@ class PreparedKernels:
 
         call = self.call
         q, k, v, bias, sinks = inputs if self.as_they_are else self._readable(inputs)
-        batch, heads, kv_heads, nq, _, d, dv = call.sizes
+        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
         lse, d_lse, d_output = result.lse, d_result.lse, to_dtype(d_result.output, self.read_dtype)
         delta = (to_dtype(d_output, self.compute_dtype) * to_dtype(result.output, self.compute_dtype)).sum(-1)
         if d_lse is not None:
@@ -106,14 +106,12 @@ class PreparedKernels:
         if self.spec.rows == "pairs" and not kernel_file("select").Array(d_output.stride(), dv).even:
             d_output = d_output.contiguous()
         dq = lse.new_empty((batch, heads, nq, d))
-        # The kernel adds to dk and dv, (parts, B, Hkv, padded Nk, padded size) each, in one block of zeros.
-        parts, (padded_nk, d_row, dv_row) = self.parts, self._padded
-        rows = parts * batch * kv_heads * padded_nk
-        sums = lse.new_zeros(rows * (d_row + dv_row))
+        # The kernel adds to dk and dv_sums.
+        parts, (padded_nk, *sizes) = self.parts, self._padded
+        dk, dv_sums = (lse.new_zeros((parts, batch, kv_heads, padded_nk, size)) for size in sizes)
         d_bias = None
         if call.bias is not None and call.bias.requires_grad:
             d_bias = lse.new_zeros((parts, batch, heads, *bias.shape[2:]))
-        dk_address = sums.data_ptr()
         self._launch_backward(d_output, d_bias).run_at(
             q.data_ptr(),
             k.data_ptr(),
@@ -124,28 +122,18 @@ class PreparedKernels:
             delta.data_ptr(),
             d_output.data_ptr(),
             dq.data_ptr(),
-            dk_address,
-            dk_address + sums.element_size() * rows * d_row,  # dv_sums
+            dk.data_ptr(),
+            dv_sums.data_ptr(),
             self._first_pair(d_bias, (1,)),
         )
-        dk = self._summed(sums, 0, d, d_row).mul_(call.scale)
-        d_values = self._summed(sums, rows * d_row, dv, dv_row)
+        dk, d_values = ((x[0] if parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv_sums))
         d_bias = None if d_bias is None else d_bias.sum(0).sum_to_size(bias.shape)
         d_sinks = None
         if sinks is not None:  # d_sink = -sum over rows of P_sink * delta, without the rows that see nothing
             nothing = lse == -torch.inf
             share = torch.exp(sinks[None, :, None] - lse).masked_fill(nothing, 0)
             d_sinks = -(share * delta.masked_fill_(nothing, 0)).sum((0, 2))
-        return Inputs(dq, dk, d_values, d_bias, d_sinks)
-
-    def _summed(self, sums: Any, start: int, size: int, row: int) -> Any:
-        """The gradient (B, Hkv, Nk, size) of K or V: the sums of all parts, each row without its padding."""
-        batch, _, kv_heads, _, nk, *_ = self.call.sizes
-        rows = self._padded[0]
-        steps = (kv_heads * rows * row, rows * row, row, 1)
-        if self.parts == 1:
-            return sums.as_strided((batch, kv_heads, nk, size), steps, start)
-        return sums.as_strided((self.parts, batch, kv_heads, nk, size), (batch * steps[0], *steps), start).sum(0)
+        return Inputs(dq, dk[..., :d].mul_(call.scale), d_values[..., :dv], d_bias, d_sinks)
 
     @cached_property
     def spec(self) -> Any:
