@@ -16,7 +16,6 @@ from lowtri.kernels.exponent import exp2
 from lowtri.kernels.simd import (
     add,
     any_greater,
-    as_number,
     fma,
     load,
     maximum,
@@ -27,10 +26,56 @@ from lowtri.kernels.simd import (
     sub,
 )
 
-__all__ = ["softmax_tile"]
+__all__ = ["new_shift", "shifts_large_scores", "softmax_tile"]
 
 _LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
 _MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
+
+
+@device_function
+def new_shift(scores, factors, first, last, m, l, output, size, spec):
+    """Minus the shift of a vector of queries after these scores; m, l and the output (size, 64) are rescaled if the maximum rose."""
+    step, hidden, zero = spec.row_bytes, splat(-np.inf, spec), splat(0.0, spec)
+    a = b = c = d = hidden  # four independent chains of maxima, for instruction-level parallelism
+    j = first
+    while j + 4 <= last:
+        row = scores + step * j
+        a, b = maximum(load(row, spec), a), maximum(load(row + step, spec), b)
+        c, d = maximum(load(row + 2 * step, spec), c), maximum(load(row + 3 * step, spec), d)
+        j += 4
+    while j < last:
+        a = maximum(load(scores + step * j, spec), a)
+        j += 1
+    greatest = mul(maximum(maximum(a, b), maximum(c, d)), factors)
+    old = load(m, spec)
+    limit = add(old, splat(_MAX_RISE, spec))
+    if any_greater(greatest, limit):
+        # Lane by lane: the keys of one query do not change a bit of another query's result.
+        new = select_greater(greatest, limit, maximum(greatest, old), old)
+        rescale = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
+        store(m, new)
+        store(l, mul(load(l, spec), rescale))
+        for r in range(size):
+            store(output + step * r, mul(load(output + step * r, spec), rescale))
+        old = new
+    # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
+    return sub(zero, select_greater(old, hidden, old, zero))
+
+
+@device_function
+def shifts_large_scores(scores, factors, shift, first, last, spec):
+    """Whether a shift is large: then the scores become factors * score + shift.
+
+    fma rounds the shift but not the product; for scores this large the difference exceeds 1. So both are rounded.
+    """
+    amount, large = maximum(shift, sub(splat(0.0, spec), shift)), splat(_LARGE, spec)
+    if not any_greater(amount, large):
+        return False
+    for address in range(scores + spec.row_bytes * first, scores + spec.row_bytes * last, spec.row_bytes):
+        x = load(address, spec)
+        rounded = add(mul(x, factors), shift)
+        store(address, select_greater(amount, large, rounded, fma(x, factors, shift, spec)))
+    return True
 
 
 @device_function
@@ -42,52 +87,18 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
         spans: the first key and one past the last for each 16 queries; other scores are not touched.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    zero, hidden = splat(0.0, spec), splat(-np.inf, spec)
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
         first, last, factors = spans[2 * part], spans[2 * part + 1], splat(unit, spec)
-        # Four independent chains of maxima, for instruction-level parallelism.
-        a = b = c = d = hidden
-        j = first
-        while j + 4 <= last:
-            row = scores + step * j + lane
-            a, b = maximum(load(row, spec), a), maximum(load(row + step, spec), b)
-            c, d = maximum(load(row + 2 * step, spec), c), maximum(load(row + 3 * step, spec), d)
-            j += 4
-        while j < last:
-            a = maximum(load(scores + step * j + lane, spec), a)
-            j += 1
-        greatest = mul(maximum(maximum(a, b), maximum(c, d)), factors)
-        old = load(m + lane, spec)
-        limit = add(old, splat(_MAX_RISE, spec))
-        if any_greater(greatest, limit):
-            # Lane by lane: the keys of one query do not change a bit of another query's result.
-            new = select_greater(greatest, limit, maximum(greatest, old), old)
-            rescale = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
-            store(m + lane, new)
-            store(l + lane, mul(load(l + lane, spec), rescale))
-            for r in range(size):
-                address = output + step * r + lane
-                store(address, mul(load(address, spec), rescale))
-            old = new
-        # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
-        shift = sub(zero, select_greater(old, hidden, old, zero))
-        factor = unit
-        amount, large = maximum(shift, sub(zero, shift)), splat(_LARGE, spec)
-        if any_greater(amount, large):
-            # fma rounds the shift but not the product; for scores this large the difference exceeds 1. So round both.
-            for j in range(first, last):
-                address = scores + step * j + lane
-                x = load(address, spec)
-                rounded = add(mul(x, factors), shift)
-                store(address, select_greater(amount, large, rounded, fma(x, factors, shift, spec)))
-            factor, shift = as_number(1.0, spec), zero
-        factors = splat(factor, spec)
-        a = b = zero
+        column = scores + lane
+        shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
+        if shifts_large_scores(column, factors, shift, first, last, spec):
+            factors, shift = splat(1.0, spec), splat(0.0, spec)
+        a = b = splat(0.0, spec)
         j = first
         while j + 2 <= last:
-            row = scores + step * j + lane
+            row = column + step * j
             e = exp2(fma(load(row, spec), factors, shift, spec), spec)
             f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
             store(row, e)
@@ -95,9 +106,8 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
             a, b = add(a, e), add(b, f)
             j += 2
         if j < last:
-            row = scores + step * j + lane
+            row = column + step * j
             e = exp2(fma(load(row, spec), factors, shift, spec), spec)
             store(row, e)
             a = add(a, e)
-        sums = add(a, b)
-        store(l + lane, add(load(l + lane, spec), sums))
+        store(l + lane, add(load(l + lane, spec), add(a, b)))

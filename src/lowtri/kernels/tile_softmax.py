@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.isa.baseline import halves_of_pairs
-from lowtri.kernels.simd import add, any_greater, fma, load, maximum, mul, select_greater, splat, store, sub
+from lowtri.kernels.simd import add, fma, load, splat, store
+from lowtri.kernels.softmax import new_shift, shifts_large_scores
 
 __all__ = ["pair", "softmax_pairs", "unpack_pairs"]
-
-_LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
-_MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
 
 
 @intrinsic
@@ -40,36 +37,6 @@ low_numbers, high_numbers = _half(0), _half(1)
 
 
 @device_function
-def new_shift(scores, unit, first, last, m, l, output, size, spec):
-    """The shift of 16 queries after these scores; m, l and the output so far (size, 64) are rescaled where the maximum rose."""
-    step, hidden, zero = spec.row_bytes, splat(-np.inf, spec), splat(0.0, spec)
-    a = b = c = d = hidden  # four independent chains of maxima, for instruction-level parallelism
-    j = first
-    while j + 4 <= last:
-        row = scores + step * j
-        a, b = maximum(load(row, spec), a), maximum(load(row + step, spec), b)
-        c, d = maximum(load(row + 2 * step, spec), c), maximum(load(row + 3 * step, spec), d)
-        j += 4
-    while j < last:
-        a = maximum(load(scores + step * j, spec), a)
-        j += 1
-    greatest = mul(maximum(maximum(a, b), maximum(c, d)), unit)
-    old = load(m, spec)
-    limit = add(old, splat(_MAX_RISE, spec))
-    if any_greater(greatest, limit):
-        # Lane by lane: the keys of one query do not change a bit of another query's result.
-        new = select_greater(greatest, limit, maximum(greatest, old), old)
-        factor = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
-        store(m, new)
-        store(l, mul(load(l, spec), factor))
-        for r in range(size):
-            store(output + step * r, mul(load(output + step * r, spec), factor))
-        old = new
-    # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
-    return sub(zero, select_greater(old, hidden, old, zero))
-
-
-@device_function
 def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
     """Weights 2 ** (unit * score - m) as pairs of keys (keys / 2, 64); m, l and the output so far are rescaled to the new shift.
 
@@ -79,36 +46,29 @@ def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
             on, with zeros up to a multiple of 32.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    zero, one, unit = splat(0.0, spec), splat(1.0, spec), splat(unit, spec)
-    step = spec.row_bytes
+    zero, step = splat(0.0, spec), spec.row_bytes
     for vector in range(4):
         lane, first, last = 64 * vector, spans[2 * vector], spans[2 * vector + 1]
-        column, to = scores + lane, pairs + lane
-        shift = new_shift(column, unit, first, last, m + lane, l + lane, output + lane, size, spec)
-        scale = unit
-        amount, large = maximum(shift, sub(zero, shift)), splat(_LARGE, spec)
-        if any_greater(amount, large):
-            # fma rounds the shift but not the product; for scores this large the difference exceeds 1. So round both.
-            for j in range(first, last):
-                x = load(column + step * j, spec)
-                store(column + step * j, select_greater(amount, large, mul(x, unit), x))
-            scale = select_greater(amount, large, one, unit)
+        column, to, factors = scores + lane, pairs + lane, splat(unit, spec)
+        shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
+        if shifts_large_scores(column, factors, shift, first, last, spec):
+            factors, shift = splat(1.0, spec), zero
         a = b = c = d = zero
         j = first
         while j + 4 <= last:
             row, target = column + step * j, to + step * (j // 2)
-            e = exp2(fma(load(row, spec), scale, shift, spec), spec)
-            f = exp2(fma(load(row + step, spec), scale, shift, spec), spec)
-            g = exp2(fma(load(row + 2 * step, spec), scale, shift, spec), spec)
-            h = exp2(fma(load(row + 3 * step, spec), scale, shift, spec), spec)
+            e = exp2(fma(load(row, spec), factors, shift, spec), spec)
+            f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
+            g = exp2(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
+            h = exp2(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
             store(target, pair(e, f, spec))
             store(target + step, pair(g, h, spec))
             a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
             j += 4
         while j < last:
-            e, f = exp2(fma(load(column + step * j, spec), scale, shift, spec), spec), zero
+            e, f = exp2(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
             if j + 1 < last:
-                f = exp2(fma(load(column + step * (j + 1), spec), scale, shift, spec), spec)
+                f = exp2(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
             store(to + step * (j // 2), pair(e, f, spec))
             a, b = add(a, e), add(b, f)
             j += 2
