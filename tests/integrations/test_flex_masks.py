@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,18 @@ def test_a_function_is_traced_again_when_a_variable_changes() -> None:
         np.testing.assert_array_equal(function_mask(near, (1, 1, N, N), "cpu").dense(N), expected)
         assert trace(near, "cpu", of_score=False) is trace(near, "cpu", of_score=False)
         same_blocks(create_block_mask(near, 1, 1, N, N, device="cpu"), torchs(near, 1, 1, N, N, device="cpu"))
+
+
+def test_a_setting_of_a_module_may_change() -> None:
+    settings_of_model = ModuleType("settings_of_model")
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < settings_of_model.reach
+
+    for reach_now in (3, 50):
+        settings_of_model.reach = reach_now  # type: ignore[attr-defined]
+        found = function_mask(near, (1, 1, N, N), "cpu").dense(N)
+        np.testing.assert_array_equal(found, np.subtract.outer(range(N), range(N)) < reach_now)
 
 
 def test_functions_that_cannot_be_traced_are_evaluated() -> None:

@@ -95,7 +95,7 @@ def trace(function: Callable[..., Any], device: Any, *, of_score: bool) -> Trace
     for value in _variables(function):
         if value is function:
             continue  # what is kept must not keep the function alive
-        if not isinstance(value, _VALUES):
+        if not isinstance(value, _VALUES) or (isinstance(value, ModuleType) and value.__name__ not in _MODULES):
             return _traced(function, device, of_score)  # whether it has changed since would not show
         environment.append(value)
     kept = _KEPT.get(function)
@@ -105,6 +105,7 @@ def trace(function: Callable[..., Any], device: Any, *, of_score: bool) -> Trace
 
 
 _VALUES = (int, float, str, torch.Tensor, FunctionType, BuiltinFunctionType, ModuleType, type(None))
+_MODULES = ("torch", "torch.nn.functional", "math", "numpy", "operator")  # other modules may hold settings that change
 
 
 def _same_objects(old: list[Any], new: list[Any]) -> bool:
