@@ -134,7 +134,9 @@ def test_the_choice_is_made_once_in_a_process(pinned, monkeypatch: pytest.Monkey
 def test_doctor_compiles_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(compiling, "KERNELS", select.KERNELS[:1])
-    monkeypatch.setattr(compiling, "mark_compiled_ahead", lambda kernel, spec: asked.append((kernel.__name__, spec.name)))
+    monkeypatch.setattr(
+        compiling, "mark_compiled_ahead", lambda kernel, spec: asked.append((kernel.__name__, spec.name))
+    )
     assert main(["doctor", "--compile", "--json"]) == 0
     assert asked == [(family, spec.name) for family, spec in select.KERNELS[:1]]
     found = json.loads(capsys.readouterr().out)

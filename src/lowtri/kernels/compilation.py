@@ -100,7 +100,9 @@ def mark_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> None
 def is_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
     """Whether the kernel's code lies in the cache folder because the user asked for it."""
     folder = cache_folder()
-    return is_compiled(kernel, spec) and folder is not None and _marker(folder, kernel, spec).with_suffix(AHEAD).exists()
+    return (
+        is_compiled(kernel, spec) and folder is not None and _marker(folder, kernel, spec).with_suffix(AHEAD).exists()
+    )
 
 
 def _marker(folder: Path, kernel: Callable[[Any], None], spec: KernelSpec) -> Path:

@@ -60,5 +60,6 @@ def markup(text: str) -> str:
 
 def _prose(html: str) -> str:
     html = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html)
+    html = re.sub(r"\*([A-Za-z])\*", r"<var>\1</var>", html)  # a variable is italic in every script, emphasis is not
     html = re.sub(r"\*(.+?)\*", r"<em>\1</em>", html)
     return re.sub(r"\[([qkvw]):([^\]]+)\]", r'<span class="\1">\2</span>', html)
