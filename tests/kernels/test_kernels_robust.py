@@ -90,7 +90,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
 
 
 INTERRUPTED = """
-    import ctypes, os, signal, threading, time
+    import ctypes, os, signal, sys, threading, time
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell have no handler
     import numpy as np
@@ -119,13 +119,15 @@ INTERRUPTED = """
             seen.append((time.perf_counter() - began, *counts))
 
     threads.run_team = run_team
-    try:
-        lowtri.attention(*large, "full", engine="cpu")
-        print("not interrupted")
-    except KeyboardInterrupt:
-        took, beyond, members = seen[0]
-        # Each thread leaves with one number past the last task, so all are done.
-        print("interrupted", took > 0.05, beyond == members)
+    for _ in range(3):  # a signal that comes late, on a busy machine, is sent again
+        try:
+            lowtri.attention(*large, "full", engine="cpu")
+        except KeyboardInterrupt:
+            took, beyond, members = seen[-1]
+            # Each thread leaves with one number past the last task, so all are done.
+            print("interrupted", took > 0.05, beyond == members)
+            break
+        print("not interrupted", seen[-1], file=sys.stderr)
     threads.run_team = real
     again = lowtri.attention(*small, "full", engine="cpu")
     print(bool((np.asarray(again) == np.asarray(right)).all()))
