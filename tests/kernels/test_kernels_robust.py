@@ -90,7 +90,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
 
 
 INTERRUPTED = """
-    import ctypes, os, signal, sys, threading, time
+    import ctypes, os, signal, threading, time
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell have no handler
     import numpy as np
@@ -109,7 +109,7 @@ INTERRUPTED = """
     real, seen = threads.run_team, []
 
     def run_team(code, address, members):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.perf_counter()
         try:
             real(code, address, members)
@@ -119,15 +119,18 @@ INTERRUPTED = """
             seen.append((time.perf_counter() - began, *counts))
 
     threads.run_team = run_team
-    for _ in range(3):  # a signal that comes late, on a busy machine, is sent again
+    for _ in range(5):  # on a busy machine the signal may come before the kernel begins, or after it ends
+        seen.clear()
+        inside = True
         try:
             lowtri.attention(*large, "full", engine="cpu")
+            inside = False
+            time.sleep(0.5)
         except KeyboardInterrupt:
-            took, beyond, members = seen[-1]
-            # Each thread leaves with one number past the last task, so all are done.
-            print("interrupted", took > 0.05, beyond == members)
-            break
-        print("not interrupted", seen[-1], file=sys.stderr)
+            if inside and seen and seen[0][0] > 0.05:
+                # Each thread leaves with one number past the last task, so all are done.
+                print("interrupted", seen[0][1] == seen[0][2])
+                break
     threads.run_team = real
     again = lowtri.attention(*small, "full", engine="cpu")
     print(bool((np.asarray(again) == np.asarray(right)).all()))
@@ -141,7 +144,7 @@ def test_an_interrupt_is_raised_when_all_threads_are_done(library: str) -> None:
     imports = "import torch" if with_torch else ""
     convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if with_torch else ""
     printed = python(INTERRUPTED.format(imports=imports, convert=convert, n=9000))
-    assert printed.split("\n") == ["interrupted True True", "True"]
+    assert printed.split("\n") == ["interrupted True", "True"]
 
 
 NUMBER = Abi("twice", ("doubled",), {"value": np.int64})
