@@ -106,16 +106,6 @@ def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: 
         two.stop()
 
 
-@pytest.mark.sweep
-def test_sweep_a_killed_rank_is_named(tmp_path: Path) -> None:
-    results = killed(tmp_path, 3)
-    assert results[3] is None
-    for result in results[:3]:
-        assert re.match(
-            r"RankError: step 4: ranks? [\d, ]*\b3\b.* of 4 did not answer.*\nFix: .*--resume", result["error"]
-        ), result
-
-
 @pytest.mark.parametrize(
     ("dp", "sp", "words"),
     [(2, None, "--dp 2 x --sp 1: there is one process.*nproc-per-node 2"), (0, None, "--dp: 0 came"), (1, 3, "node 3")],
