@@ -69,6 +69,12 @@ class _Part(NamedTuple):
     sinks: Tensor | None  # they take part in the softmax once
 
 
+def _options(setting: Setting, q: Tensor, part: _Part) -> dict[str, Any]:
+    """The options of attention over one part, the same forward and backward."""
+    positions = {"q_positions": setting.positions, "k_positions": part.positions}
+    return {"bias": part.bias, "sinks": part.sinks, **positions, **setting.options_of(q, part.k)}
+
+
 def attend(setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, my tokens, Dv) and log-sum-exp (B, Hq, my tokens)."""
     biases: list[Tensor | None] = []
@@ -92,12 +98,8 @@ class _Attend(torch.autograd.Function):
                 part.k,
                 part.v,
                 setting.mask,
-                bias=part.bias,
-                sinks=part.sinks,
-                q_positions=setting.positions,
-                k_positions=part.positions,
                 return_lse=True,
-                **setting.options_of(q, part.k),
+                **_options(setting, q, part),
             )
             for part in _parts(setting, k, v, pending, sinks, biases)
         ]
@@ -128,12 +130,8 @@ class _Attend(torch.autograd.Function):
                 part.k,
                 part.v,
                 setting.mask,
-                bias=part.bias,
-                sinks=part.sinks,
-                q_positions=setting.positions,
-                k_positions=part.positions,
                 wide=True,
-                **setting.options_of(q, part.k),
+                **_options(setting, q, part),
             )
             for part in _parts(setting, k, v, pending, sinks, biases)
         ]
