@@ -185,9 +185,7 @@ def as_text(report: dict[str, Any]) -> str:
             ),
         ]
         if cache["not_yet"]:
-            lines.append(
-                ("", "small calls of these run on torch until lowtri doctor --compile, or a large call, compiles them")
-            )
+            lines.append(("", "small calls of these run on torch until lowtri doctor --compile compiles them"))
     if speed is not None:
         bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
         share = speed["attention"] / speed["multiply"]
