@@ -92,6 +92,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
 INTERRUPTED = """
     import ctypes, os, signal, threading, time
 
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "2"  # a team, also where the tests run with one thread
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell have no handler
     import numpy as np
     {imports}
@@ -103,8 +104,6 @@ INTERRUPTED = """
         [rng.normal(size=(1, 4, n, 64)).astype(np.float32) for _ in range(3)] for n in (64, {n})
     )
     {convert}
-    from lowtri.ops import call
-    call.thread_count = lambda is_numpy: 2
     right = lowtri.attention(*small, "full", engine="cpu")
     real, seen = threads.run_team, []
 
