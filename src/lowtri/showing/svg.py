@@ -116,7 +116,7 @@ def _numbers(maps: Maps, x: float, y: float, cell: float) -> Iterator[str]:
         weight = cells.values[i, j]
         if cells.visible is not None and cells.visible[i, j] == 0 and weight == 0:
             continue
-        dark = np.isnan(weight) or weight / maps.greatest > 0.5
+        dark = np.isnan(weight) or weight / maps.greatest > 0.65  # where ink and paper are equally far from the fill
         style = f' text-anchor="middle" font-size="11" {fill("paper" if dark else "ink")}'
         yield text(x + (j + 0.5) * cell, y + (i + 0.5) * cell + 4, short_number(weight), style)
 
