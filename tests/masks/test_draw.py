@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
-from lowtri.masks import causal, documents, first, full, heads, keys, mask, palette, strided, table, where, window
+from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
 from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
@@ -420,17 +420,6 @@ def test_notebooks_show_pictures() -> None:
     assert "<code>causal &amp; window(3)</code>" in mask._repr_html_() and len(mask._repr_html_()) < 20_000
     small: Any = table(np.ones((3, 3), bool))
     assert small._repr_svg_() is None and small._repr_html_() is None  # the text stands alone
-
-
-def test_the_lesson_has_the_same_colours() -> None:
-    style = (Path(__file__).parents[2] / "src/lowtri/lesson/assets/style/lesson.css").read_text(encoding="utf-8")
-    for name, colour in (
-        ("w-hue", palette.VISIBLE),
-        ("bad", palette.LEAK),
-        ("ink", palette.INK),
-        ("hatch", palette.HATCH),
-    ):
-        assert f"--{name}: {colour.light};" in style and f"--{name}: {colour.dark};" in style
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,24 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowtri.masks.palette import HATCH, INK, KEY, LEAK, LINE, PAPER, PARTLY, QUERY, SOFT, VALUE, VISIBLE
 
-__all__ = ["HIDDEN", "LETTER", "document", "fill", "figure", "grid_lines", "legend", "legend_width", "page", "text"]
+__all__ = [
+    "HIDDEN",
+    "LETTER",
+    "document",
+    "fill",
+    "figure",
+    "grid_lines",
+    "legend",
+    "legend_width",
+    "page",
+    "shaded",
+    "text",
+]
 
 LETTER = 7.2  # width of one column of text at 12 px
 
@@ -57,6 +72,30 @@ def document(width: float, height: float, title: str, body: Iterable[str]) -> st
 def text(x: float, y: float, words: str, style: str = "") -> str:
     """A line of text; ``words`` are escaped."""
     return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{escape(words)}</text>'
+
+
+def shaded(
+    shares: NDArray[np.float64], filling: str, x: float, y: float, wide: float, high: float, *, other: str = HIDDEN
+) -> Iterator[str]:
+    """Cells in 16 opacities of one colour, from transparent at 0 to full at 1.
+
+    Cells of one opacity are one path, so that a picture does not grow with the attributes of its cells.
+
+    >>> len(list(shaded(np.eye(3), fill("visible"), 0, 0, 10, 10)))
+    1
+
+    Args:
+        shares: (rows, columns) in 0 .. 1; NaN for cells that are filled with ``other``.
+    """
+    levels = np.nan_to_num(np.ceil(shares * 16 - 1e-9), nan=-1)  # only 0 is level 0
+    for level in np.unique(levels[levels != 0]).astype(int):
+        outline = []
+        for i, row in enumerate(levels):
+            for first, end in np.flatnonzero(np.diff(np.r_[False, row == level, False])).reshape(-1, 2):
+                across = f"{(end - first) * wide:.5g}"
+                outline.append(f"M{x + first * wide:.5g} {y + i * high:.5g}h{across}v{high:.5g}h-{across}z")
+        look = other if level < 0 else f'{filling} fill-opacity="{level / 16:.4g}"'
+        yield f'<path d="{"".join(outline)}" {look}/>'
 
 
 def grid_lines(x: float, y: float, rows: int, columns: int, wide: float, high: float) -> str:

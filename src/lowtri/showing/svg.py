@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from lowtri.masks.labels import display_width
-from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, legend, legend_width, text
+from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, legend, legend_width, shaded, text
 from lowtri.showing.reading import Cells, Maps
 from lowtri.showing.text import FEW, cell_note, short_number
 
 __all__ = ["as_svg"]
 
-_LEVELS = 16  # opacities that are told apart
 _MARGIN, _AXIS = 16, 18
-_THUMB, _GAP, _A_ROW = 64, 16, 8  # the overview: side of a map, distance, maps in a row
+_THUMB, _GAP, _A_ROW = 60, 20, 8  # the overview: side of a map, distance, maps in a row
 
 
 def as_svg(maps: Maps) -> str:
@@ -44,7 +43,7 @@ def as_svg(maps: Maps) -> str:
         heading = f"head {maps.head}" if maps.small else _title(maps)
         yield text(side if maps.small else _MARGIN, large - slanted - 14, heading, ' font-weight="bold"')
         yield from _labels(maps, side, large, cell)
-        yield from _map(maps.large, maps.greatest, side, large, cell, cell)
+        yield from _map(maps.large, maps.greatest, side, large, cell)
         if few:
             yield from _numbers(maps, side, large, cell)
         yield grid_lines(side, large, rows, columns, cell, cell)
@@ -71,33 +70,20 @@ def _overview(maps: Maps) -> Iterator[str]:
         unit = _THUMB / max(rows, columns)
         shown = ' font-weight="bold"' if h == maps.head else f" {fill('soft')}"
         yield text(x, y - 4, f"head {h}", f' font-size="10"{shown}')
-        yield from _map(cells, maps.greatest, x, y, unit, unit)
+        yield from _map(cells, maps.greatest, x, y, unit)
         yield grid_lines(x, y, 1, 1, columns * unit, rows * unit)
     if maps.left_out:
         y = _MARGIN + 40 + -(-len(maps.small) // _A_ROW) * (_THUMB + 28)
         yield text(_MARGIN, y, f"... and {maps.left_out:,} more heads")
 
 
-def _map(cells: Cells, greatest: float, x: float, y: float, wide: float, high: float) -> Iterator[str]:
-    """One path for each opacity, so that a picture's size does not grow with its cells' attributes."""
-    levels = np.nan_to_num(np.ceil(cells.values / greatest * _LEVELS - 1e-9), nan=-1)  # only 0 is level 0
+def _map(cells: Cells, greatest: float, x: float, y: float, cell: float) -> Iterator[str]:
+    """The weights, then what is hidden; a weight on a hidden pair is drawn as a weight."""
+    shares = cells.values / greatest
+    yield from shaded(shares, fill("visible"), x, y, cell, cell, other=fill("leak"))
     if cells.visible is not None:
-        levels[(cells.visible == 0) & (levels == 0)] = -2  # a weight on a hidden pair is drawn as a weight
-    for level in np.unique(levels).astype(int):
-        if level == 0:
-            continue
-        outline = []
-        for i, row in enumerate(levels):
-            for first, end in np.flatnonzero(np.diff(np.r_[False, row == level, False])).reshape(-1, 2):
-                across = f"{(end - first) * wide:.5g}"
-                outline.append(f"M{x + first * wide:.5g} {y + i * high:.5g}h{across}v{high:.5g}h-{across}z")
-        yield f'<path d="{"".join(outline)}" {_filling(level)}/>'
-
-
-def _filling(level: int) -> str:
-    if level < 0:
-        return HIDDEN if level == -2 else fill("leak")
-    return f'{fill("visible")} fill-opacity="{level / _LEVELS:.4g}"'
+        hidden = np.where((cells.visible == 0) & (shares == 0), np.nan, 0.0)
+        yield from shaded(hidden, "", x, y, cell, cell)
 
 
 def _labels(maps: Maps, x: float, y: float, cell: float) -> Iterator[str]:
