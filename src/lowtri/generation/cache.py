@@ -40,7 +40,8 @@ class KVCache(CachePicture):
     (8, 100)
 
     ``cache.attend(q, k, v)`` appends, and then computes the attention of the new queries over all keys that they can see. NumPy
-    arrays and torch tensors of any dtype and device are accepted; gradients are not recorded.
+    arrays and torch tensors of any dtype and device are accepted; gradients are not recorded. ``print(cache)`` and notebooks show
+    which positions are held, for how long, and which are evicted.
 
     Args:
         mask: the mask that the attention uses, or its text. A key at ``k`` is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)``

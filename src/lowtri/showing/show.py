@@ -78,7 +78,7 @@ def show(
     >>> print(show(weights, tokens="The black cat", mask="causal"))
            The  black  cat
     The      1      ╱    ╱
-    black   .5     .5    ╱
+    black  .50    .50    ╱
     cat    .33    .33  .33
     <BLANKLINE>
     queries down, keys across; · 0, █ 1, ╱ hidden

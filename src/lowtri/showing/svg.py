@@ -67,7 +67,7 @@ def _overview(maps: Maps) -> Iterator[str]:
         x = _MARGIN + h % _A_ROW * (_THUMB + _GAP)
         y = _MARGIN + 40 + h // _A_ROW * (_THUMB + 28)
         rows, columns = cells.values.shape
-        unit = _THUMB / max(rows, columns)
+        unit = _THUMB // max(rows, columns)  # whole numbers keep the paths short
         shown = ' font-weight="bold"' if h == maps.head else f" {fill('soft')}"
         yield text(x, y - 4, f"head {h}", f' font-size="10"{shown}')
         yield from _map(cells, maps.greatest, x, y, unit)
