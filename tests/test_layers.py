@@ -21,8 +21,10 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "_version",
     "errors",
     "files",
+    "picture_files",
     "compat",
     "masks",
+    "showing",
     "pages",
     "plain",
     "ops",
@@ -237,7 +239,7 @@ def test_the_public_names() -> None:
     masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
     biases = "alibi distance_bias DistanceBias"
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
-    calls += "KVCache generate audit assert_causal AuditReport explain"
+    calls += "KVCache generate audit assert_causal AuditReport explain show"
     errors = "LowtriError MaskError CallError EngineError DataError LeakError RankError UndecidedError"
     expected = {
         *masks.split(),
@@ -288,6 +290,7 @@ def loaded_after(statement: str) -> set[str]:
         ("import lowtri", {"numpy", "torch", "numba", "rich", "typer"}),
         ("import lowtri; lowtri.causal().draw(4)", {"torch", "numba", "rich", "typer"}),
         ("import lowtri; lowtri.mask('causal & window(4)').pairs(100)", {"torch", "numba"}),
+        ("import lowtri; lowtri.show([[1.0]]).to_svg()", {"torch", "numba", "matplotlib"}),
         ("import lowtri.errors", {"numpy", "torch", "numba"}),
         ("from lowtri.cli.main import main; main(['--help'])", {"numpy", "torch", "numba", "matplotlib"}),
         ("from lowtri.cli.main import main; main(['mask', 'causal'])", {"torch", "numba", "matplotlib"}),

@@ -4,8 +4,10 @@ The packages, in reading order; a package imports only packages above it:
 
     errors        the exception classes
     files         atomic writes
+    picture_files pictures as SVG, HTML, PNG and PDF
     compat        every use of private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, tile answers, plans, pictures
+    showing       attention weights as pictures
     pages         JSON, and the layout of the HTML pages of explain and audit
     plain         the textbook formulas, under the names that notebooks use
     ops           the checked description of an attention call, and the definition of attention in float64
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     )
     from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
     from lowtri.explaining.steps import explain as explain
+    from lowtri.showing.show import show as show
     from lowtri.masks import (
         Mask as Mask,
         Tile as Tile,
@@ -90,6 +93,7 @@ _NAMES = {
     "lowtri.auditing.audit": ("audit", "assert_causal"),
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),
+    "lowtri.showing.show": ("show",),
     "lowtri.errors": (
         *(
             "LowtriError",

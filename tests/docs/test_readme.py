@@ -57,6 +57,7 @@ def test_the_table_of_packages_is_complete() -> None:
     packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {
         "errors",
         "files",
+        "picture_files",
         "pages",
         "plain",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -324,10 +325,54 @@ def test_the_page_fits_a_narrow_screen_and_a_dark_one() -> None:
     assert page.count('<div class="scroll"><table>') == page.count("<table>")  # a wide table scrolls by itself
     assert ".scroll { max-width: 100%; overflow-x: auto }" in style and "overflow-wrap: anywhere" in style
     light, dark = style.split("@media (prefers-color-scheme: dark)")
-    names = set(re.findall(r"(--\w+):", light))
-    assert names == set(re.findall(r"(--\w+):", dark.split("} }")[0])) == set(re.findall(r"var\((--\w+)\)", page))
+    names, in_the_dark = (set(re.findall(r"(--[\w-]+): ", part)) for part in (light, dark.split("} }")[0]))
+    assert names == in_the_dark and {"--ink", "--card", "--q-hue"} < names
+    sizes_and_hues = set(re.findall(r"(--[\w-]+): ", dark)) - names
+    assert set(re.findall(r"var\((--[\w-]+)", page)) <= names | sizes_and_hues
     selectors = [one.strip() for one in re.sub(r"/\*.*?\*/|\{[^{}]*\}", ",", style.replace("<style>", "")).split(",")]
-    assert all(one.startswith((".lowtri", "@media", "}")) for one in selectors if one)  # nothing else in a notebook
+    assert all(
+        one.startswith((".lowtri", ":where(.lowtri)", "@media", "}")) for one in selectors if one
+    )  # nothing else in a notebook
+
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def words_of(picture: str) -> list[str | None]:
+    return [node.text for node in ET.fromstring(picture).iter(f"{SPACE}text")]
+
+
+def test_the_picture_reads_as_the_equation() -> None:
+    words = words_of(worked().to_svg())
+    names = [
+        word for word in words if word in ("q", "·", "k^T", "=", "scores", "masked", "→", "weights", "v", "output")
+    ]
+    assert names == ["q", "·", "k^T", "=", "scores", "masked", "→", "weights", "·", "v", "=", "output"]
+    weights = worked()["weights"].value
+    assert all(f"{weights[pair]:.2f}" in words for pair in ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)))
+    assert words.count("-1e9") == 3 and words.count("0") == 3  # the hidden pairs of masked and of weights
+    assert words.count("Write") == 2 + 4  # the queries of two rows; the keys of k^T, scores, masked and weights
+    assert words_of(lowtri.explain(scores=np.zeros((2, 2)), mask="causal").to_svg()).count("weights") == 1
+
+
+@pytest.mark.parametrize("n", [1, 7, 200])
+def test_the_picture_is_bounded_and_draws_inside_its_frame(n: int) -> None:
+    explanation = lowtri.explain(tuple(qkv(n=n, heads=2, kv_heads=2)), mask="causal", tokens=["<script>&\u202e"] * n)
+    picture: Any = explanation._repr_svg_()
+    assert len(picture) < 60_000 and "<script" not in picture and "\u202e" not in picture
+    root = ET.fromstring(picture)
+    assert "the first of 2 heads" in (root.findtext(f"{SPACE}title") or "")
+    wide = float(root.attrib["width"])
+    for node in root.iter(f"{SPACE}text"):
+        if node.get("x") and node.get("text-anchor") is None:
+            assert float(node.attrib["x"]) + 7.2 * len(node.text or "") <= wide + 1, node.text
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html", "json", "txt", "png"])
+def test_an_explanation_is_saved_by_the_name_of_the_file(suffix: str, tmp_path: Path) -> None:
+    content = worked().save(tmp_path / f"steps.{suffix}").read_bytes()
+    starts = {"svg": b"<svg", "html": b"<!doctype html>", "json": b"{", "txt": b"mask causal", "png": b"\x89PNG"}
+    assert content.startswith(starts[suffix])
 
 
 def test_long_sentences_are_cut_where_they_are_shown_and_whole_in_json() -> None:
@@ -356,7 +401,11 @@ def test_the_page_is_one_whole_file_without_network() -> None:
     page = worked().to_html()
     reader.feed(page)
     assert reader.open == [] and not {"script", "link", "img"} & reader.tags
-    assert "http" not in page and "url(" not in page and "repeating-linear-gradient" in page
+    assert (
+        "http" not in page
+        and set(re.findall(r"url\((.*?)\)", page)) == {"#hidden"}
+        and "repeating-linear-gradient" in page
+    )
     for name in ALL_STEPS:
         assert f"<h2>{name}" in page
 

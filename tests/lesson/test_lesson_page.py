@@ -200,4 +200,20 @@ def test_what_notebooks_show() -> None:
     for value in shown:
         html = value._repr_html_()
         assert "<" in html and "<b>" not in html and len(html) < 30_000
-    assert report._repr_svg_().startswith("<svg")
+        assert value._repr_svg_().startswith("<svg")
+
+
+def test_the_pages_share_their_style() -> None:
+    """One palette, one type scale and one look of cards in the lesson, and on the pages of explain and audit."""
+    from lowtri.masks import palette
+    from lowtri.pages import shared_style
+
+    page = lesson_page("en")
+    assert shared_style(":root") in page
+    for name in ("INK", "SOFT", "QUERY", "KEY", "VALUE", "VISIBLE", "LEAK", "HATCH"):
+        colour = getattr(palette, name)
+        assert (
+            page.count(f": {colour.light}") >= 2 and page.count(f": {colour.dark}") >= 2
+        )  # the system's, and the button's
+    explained = lowtri.explain(scores=np.zeros((2, 2)), mask="causal").to_html()
+    assert shared_style(".lowtri") in explained and "--s2: 1.0625rem" in explained and 'class="figure' in explained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from inspect import cleandoc
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
-from lowtri.masks import causal, documents, first, full, heads, keys, mask, palette, strided, table, where, window
+from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
 from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
@@ -377,6 +378,42 @@ def test_a_page(tmp_path: Path) -> None:
     assert page.startswith("<!doctype html>") and svg(causal(), 4) in page and "<title>causal</title>" in page
 
 
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_pictures_by_matplotlib(suffix: str, magic: bytes, tmp_path: Path) -> None:
+    """Every element of the SVG is drawn; dollar signs and markup of labels are letters."""
+    path = tmp_path / f"mask.{suffix}"
+    options = {"tokens": ["$x_1$", "<b>", "R&D"], "beside": "full", "weights": np.eye(3)}
+    causal().save(path, 3, **options)
+    first_content = path.read_bytes()
+    assert first_content.startswith(magic) and len(first_content) < 200_000
+    causal().save(path, 3, **options)
+    assert path.read_bytes() == first_content and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_raster_picture_has_the_cells_of_the_svg(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    causal().save(tmp_path / "mask.png", 8)
+    red, green, blue = np.moveaxis(imread(tmp_path / "mask.png")[..., :3], -1, 0)
+    root = ET.fromstring(svg(causal(), 8))
+    scale = red.shape[1] / float(root.get("width", "0"))
+    visible = 0
+    for node in root.iter(f"{SPACE}rect"):
+        if node.get("class") == "lowtri-visible" and "stroke" not in node.attrib:
+            x, y, wide, high = (float(node.get(name, "0")) for name in ("x", "y", "width", "height"))
+            i, j = int((y + high / 2) * scale), int((x + wide / 2 + 3) * scale)
+            assert (round(red[i, j] * 255), round(green[i, j] * 255), round(blue[i, j] * 255)) == (122, 60, 158)
+            visible += 1
+    assert visible == 8
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(DataError, match=r"mask.png needs matplotlib. Fix: pip install 'lowtri\[plot\]', or mask.svg"):
+        causal().save(tmp_path / "mask.png")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_notebooks_show_pictures() -> None:
     mask: Any = causal() & window(3)
     assert mask._repr_svg_() == svg(mask, 12)
@@ -385,21 +422,11 @@ def test_notebooks_show_pictures() -> None:
     assert small._repr_svg_() is None and small._repr_html_() is None  # the text stands alone
 
 
-def test_the_lesson_has_the_same_colours() -> None:
-    style = (Path(__file__).parents[2] / "src/lowtri/lesson/assets/style/lesson.css").read_text(encoding="utf-8")
-    for name, colour in (
-        ("w-hue", palette.VISIBLE),
-        ("bad", palette.LEAK),
-        ("ink", palette.INK),
-        ("hatch", palette.HATCH),
-    ):
-        assert f"--{name}: {colour.light};" in style and f"--{name}: {colour.dark};" in style
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mask.png", "ends neither in .svg nor in .html, the formats that are written. Fix: mask.svg"),
+        ("mask.doc", "ends in none of .svg, .html, .png, .pdf, the formats that are written. Fix: mask.svg"),
+        ("nowhere/mask.png", "cannot be written: No such file or directory. Fix: a folder that exists"),
         ("nowhere/mask.svg", "cannot be written: No such file or directory. Fix: a folder that exists"),
         ("folder.svg", "folder.svg cannot be written: "),
     ],
@@ -497,7 +524,7 @@ def test_the_command_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFi
         (["causal", "--n", "0"], "--n"),
         (["causal", "--n", "3", "--queries", "4"], "mask: --queries is 4, but there are 3 positions"),
         (["causal", "--svg", "nowhere/m.svg"], "there is no folder nowhere. Fix: make it first"),
-        (["causal", "--svg", "m.png"], "ends neither in .svg nor in .html"),
+        (["causal", "--svg", "m.doc"], "ends in none of .svg, .html, .png, .pdf"),
         (["heads([causal, full])", "--head", "2"], "head 2 of a mask with batch (1, 2)"),
         (["heads([causal, full]) & keys(lengths=[1, 2])", "--head", "0"], "Fix: say --batch as well"),
         (["causal", "--frobnicate"], "No such option"),

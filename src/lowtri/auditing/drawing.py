@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.masks.palette import HATCH, INK, LEAK, PAPER, PARTLY, VISIBLE
+from lowtri.masks.palette import HATCH, LEAK, PAPER, PARTLY, VISIBLE
 from lowtri.pages import colours
 
 __all__ = ["cells", "draw_svg", "draw_text"]
@@ -27,10 +27,9 @@ _LOOKS = {
     "·": _Look("hidden", "hidden"),
     "✗": _Look("leak", "leak"),
 }
-_LIGHT, _DARK = zip(INK, PAPER, HATCH, VISIBLE, PAPER, PARTLY, LEAK, strict=True)
-_NAMES = ("ink", "paper", "line", "seen", "blind", "open", "leak")
+_OWN = {"paper": PAPER, "line": HATCH, "seen": VISIBLE, "blind": PAPER, "open": PARTLY, "leak": LEAK}
 _STYLE = (
-    colours("svg", dict(zip(_NAMES, _LIGHT, strict=True)), dict(zip(_NAMES, _DARK, strict=True)))
+    colours("svg", _OWN)
     + ".seen{fill:var(--seen)}.open{fill:var(--open)}.leak{fill:var(--leak)}.blind{fill:var(--blind);stroke:var(--seen)}"
     ".hidden{fill:url(#hatch)}.frame{fill:none;stroke:var(--line)}text{fill:var(--ink);font:12px system-ui,sans-serif}"
 )

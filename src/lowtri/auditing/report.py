@@ -14,7 +14,7 @@ from lowtri.auditing.noise import Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out
-from lowtri.masks.palette import LEAK
+from lowtri.masks.palette import Colour
 from lowtri.pages import html_text, json_text, page
 
 __all__ = ["AuditReport"]
@@ -25,11 +25,14 @@ _VERDICTS = {
     "could not decide": ("undecided", 3),
 }  # style, exit code
 _STYLE = """.lowtri svg { width: 100%; max-width: 34em; height: auto }
-.lowtri td { padding: .2em .8em .2em 0; vertical-align: top } .lowtri td:not(:last-child) { white-space: nowrap }
-.lowtri .leak { color: var(--leak) } .lowtri .clean { color: var(--clean) } .lowtri .undecided { color: var(--undecided) }
+.lowtri h1::first-letter { text-transform: uppercase } .lowtri .lead { font-size: var(--s3); line-height: 1.5; color: var(--soft) }
+.lowtri table { border-collapse: collapse; font-size: var(--s1); line-height: 1.45; color: inherit }
+.lowtri td, .lowtri th { text-align: left; padding: .65rem .9rem .65rem 0; vertical-align: top; border-bottom: 1px solid var(--line) }
+.lowtri th { color: var(--soft); font-size: var(--s0) } .lowtri td:not(:last-child) { white-space: nowrap }
+.lowtri .scroll { overflow-x: auto } .lowtri .leak { color: var(--bad) } .lowtri .clean { color: var(--good) }
+.lowtri .undecided { color: var(--undecided) }
 """
-_LIGHT = {"leak": LEAK.light, "clean": "#2f855a", "undecided": "#975a16"}
-_DARK = {"leak": LEAK.dark, "clean": "#68d391", "undecided": "#f6ad55"}
+_OWN = {"undecided": Colour("#975a16", "#f6ad55")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,14 +169,16 @@ class AuditReport:
         """The report as one self-contained HTML page with the drawing."""
         rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
         table = "\n".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        head = "<tr><th>probe</th><th>result</th><th>what it found</th></tr>"
         parts = [
-            f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1><p>{html_text(self.message)}</p>',
+            f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1>',
+            f'<p class="lead">{html_text(self.message)}</p>',
             f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
-            draw_svg(self._cells(96), self.n),
-            f"<table>{table}</table>",
+            f'<section class="figure">{draw_svg(self._cells(96), self.n)}</section>',
+            f'<section class="figure scroll"><table><thead>{head}</thead><tbody>{table}</tbody></table></section>',
             *(f"<p>{html_text(note)}</p>" for note in self.notes),
         ]
-        return page("lowtri audit", parts, _STYLE, _LIGHT, _DARK)
+        return page("lowtri audit", parts, _STYLE, _OWN)
 
     def to_svg(self) -> str:
         """The drawing alone, as SVG."""

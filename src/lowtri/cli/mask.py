@@ -34,7 +34,13 @@ def command(
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", "--out", metavar="FILE", help="Write the picture there as SVG, too.", callback=writable),
+        typer.Option(
+            "--svg",
+            "--out",
+            metavar="FILE",
+            help="The picture as .svg, .html, .png or .pdf.",
+            callback=writable,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

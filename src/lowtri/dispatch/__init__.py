@@ -6,6 +6,7 @@ signature         everything about a call except the data of its arrays: the key
 prepared          the cache of prepared calls
 autograd          gradients of prepared calls
 backward          attention_backward(): gradients from a known output and log-sum-exp
+choice_picture    the answers of all engines as SVG
 choose            which backend runs a call
 programs          attention() under torch.compile and torch.export: two operators
 merge             merges results over disjoint sets of keys

@@ -9,6 +9,7 @@ from typing import cast
 
 from lowtri.backends import BACKENDS
 from lowtri.backends.base import Backend
+from lowtri.dispatch.choice_picture import choice_svg, duration
 from lowtri.errors import EngineError
 from lowtri.ops.call import Call
 from lowtri.pages import html_text
@@ -37,21 +38,25 @@ class Choice:
     def __str__(self) -> str:
         lines = [f"{self.engine} runs: {self.weighed}"]
         for name, answer in self.answers.items():
-            cost = f", estimated {_duration(self.costs[name])}" if name in self.costs else ""
+            cost = f", estimated {duration(self.costs[name])}" if name in self.costs else ""
             remark = f" ({self.remarks[name]})" if name in self.remarks else ""
             lines.append(f"{name:<10} {answer}{cost}{remark}")
         return "\n".join(lines)
 
+    def _repr_svg_(self) -> str:
+        """What notebooks show: estimated times as bars."""
+        return choice_svg(self.engine, self.weighed, self.answers, self.costs)
+
     def _repr_html_(self) -> str:
-        """What notebooks show: a row for each engine."""
+        """The same above a table with every answer in full."""
         rows = [
-            (name, answer, _duration(self.costs[name]) if name in self.costs else "")
+            (name, answer, duration(self.costs[name]) if name in self.costs else "")
             for name, answer in self.answers.items()
         ]
         cells = "".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
         head = "<tr><th>engine</th><th>can it run?</th><th>estimated</th></tr>"
         sentence = html_text(f"{self.engine} runs: {self.weighed}")
-        return f"<table><caption>{sentence}</caption><thead>{head}</thead><tbody>{cells}</tbody></table>"
+        return f"{self._repr_svg_()}<table><caption>{sentence}</caption><thead>{head}</thead><tbody>{cells}</tbody></table>"
 
 
 @cache
@@ -87,12 +92,6 @@ def weigh(call: Call, name: str, instead_of: str | None, by_name: bool) -> Choic
     # A backend may have the function remark(call) -> str | None.
     remarks = {one: getattr(load(one), "remark", lambda call: None)(call) for one in costs}
     return Choice(name, weighed, answers, costs, {one: words for one, words in remarks.items() if words})
-
-
-def _duration(microseconds: float) -> str:
-    if microseconds >= 1e9:
-        return "a last resort"
-    return f"{microseconds / 1000:.3g} ms"
 
 
 def _answers(call: Call) -> dict[str, str]:

@@ -5,6 +5,7 @@ capture      what a module computes before attention: encodings, projections, q,
 explanation  the result of explain(): the steps, as text, JSON and HTML
 step         the steps as data
 show         the steps as tables of text
+equation     the steps as one picture, laid out as the equation reads
 html         the steps as one page
 example      inputs for explain() without a trained model: the worked example, or random weights
 """

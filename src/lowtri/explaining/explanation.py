@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lowtri.explaining.equation import as_svg
 from lowtri.explaining.html import as_html
 from lowtri.explaining.show import as_text
 from lowtri.explaining.step import Step, Steps
 from lowtri.pages import json_value
+from lowtri.picture_files import save_picture
 
 __all__ = ["Explanation", "Step"]
 
@@ -54,4 +57,17 @@ class Explanation(Steps):
         """One self-contained HTML page: no network, no script."""
         return as_html(self)
 
-    _repr_html_ = to_html
+    def to_svg(self) -> str:
+        """The first head's matrices as one picture, laid out as the equation reads."""
+        return as_svg(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page as .html, the numbers as .json, the tables as .txt, or the picture as .svg, .png or .pdf; atomically.
+
+        Raises:
+            DataError: if the name ends in none of these, or the file cannot be written, or matplotlib is missing.
+        """
+        forms = {".svg": self.to_svg, ".html": self.to_html, ".json": self.to_json, ".txt": lambda: f"{self}\n"}
+        return save_picture(path, forms)
+
+    _repr_html_, _repr_svg_ = to_html, to_svg

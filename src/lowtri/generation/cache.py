@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.generation.buffers import Layer, Layers, batch_of, check_new, check_query, describe
+from lowtri.generation.cache_picture import CachePicture
 from lowtri.generation.missing import Missing
 from lowtri.generation.positions import ends_of, rows_of
 from lowtri.generation.slots import SlotAllocator
@@ -24,7 +25,7 @@ from lowtri.ops.arguments import plain_array
 __all__ = ["KVCache"]
 
 
-class KVCache:
+class KVCache(CachePicture):
     """A key/value cache for all layers that use the same mask; it evicts keys that no later query can see.
 
     >>> import numpy as np
@@ -39,7 +40,8 @@ class KVCache:
     (8, 100)
 
     ``cache.attend(q, k, v)`` appends, and then computes the attention of the new queries over all keys that they can see. NumPy
-    arrays and torch tensors of any dtype and device are accepted; gradients are not recorded.
+    arrays and torch tensors of any dtype and device are accepted; gradients are not recorded. ``print(cache)`` and notebooks show
+    which positions are held, for how long, and which are evicted.
 
     Args:
         mask: the mask that the attention uses, or its text. A key at ``k`` is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)``
@@ -103,9 +105,6 @@ class KVCache:
         allocated = self._layers.appends(layer) < self._slots.appends  # by another layer of the same append
         positions = self._slots.newest.copy() if allocated else self._slots.upcoming(n)
         return positions[0] if len(positions) == 1 else positions
-
-    def __repr__(self) -> str:
-        return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
 
     def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
         """Append the keys and values of new tokens; return all that their queries can see.

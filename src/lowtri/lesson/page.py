@@ -13,7 +13,7 @@ from lowtri.errors import DataError
 from lowtri.files import write_text
 from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
-from lowtri.pages import json_value
+from lowtri.pages import colours, declared, json_value, shared_style
 
 __all__ = ["file_name", "lesson_page", "programs", "write_lesson"]
 
@@ -66,7 +66,7 @@ def lesson_page(language: str = "en") -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}">',
             '<link rel="icon" href="data:,">',
             f"<title>{escape(written['title'])}</title>",
-            f"<style>{_file('style', 'lesson.css')}</style>",
+            f"<style>{_style()}</style>",
             "</head>",
             "<body>",
             *_top(language, written),
@@ -130,6 +130,12 @@ def _contents(body: str, written: dict[str, str]) -> Iterator[str]:
     for name, title in re.findall(r'<section id="(\w+)">\s*<h2>(.*?)</h2>', body):
         yield f'<li><a href="#{name}">{title}</a></li>'
     yield "</ol></details></nav>"
+
+
+def _style() -> str:
+    """The reader's system chooses light or dark colours, and the page's own button overrules it."""
+    chosen = [f":root[data-theme={theme}] {{ {declared(theme)} }}" for theme in ("light", "dark")]
+    return "\n".join([colours(":root"), *chosen, shared_style(":root"), _file("style", "lesson.css")])
 
 
 def _file(folder: str, name: str) -> str:

@@ -159,7 +159,7 @@ class Mask(TileLaw):
             """The mask as text: :func:`lowtri.masks.draw.draw`."""
 
         def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
-            """The mask as an SVG file or a page: :func:`lowtri.masks.svg.save`."""
+            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.svg.save`."""
 
         def _repr_svg_(self) -> str | None:
             """What notebooks show."""

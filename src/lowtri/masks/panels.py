@@ -30,6 +30,7 @@ __all__ = [
     "Picture",
     "Tokens",
     "cell_size",
+    "cells_of",
     "compose",
 ]
 
@@ -99,7 +100,11 @@ def compose(
     for index in islice(np.ndindex(batch), MAX_PANELS):
         b, h = (*index, 0, 0)[:2]
         parts = [
-            Part(name, _cells(mask.at(b, h), nq, nk), None if of_batch is None else _weights_at(of_batch, b, h))
+            Part(
+                name,
+                cells_of(mask.at(b, h), nq, nk, cell_size(nq, nk)),
+                None if of_batch is None else _weights_at(of_batch, b, h),
+            )
             for name, mask, of_batch in zip(names, masks, checked_weights, strict=True)
         ]
         panels.append(Panel(_heading(batch, b, h), tuple(parts)))
@@ -112,9 +117,8 @@ def cell_size(nq: int, nk: int) -> int:
     return -(-max(nq, nk) // MAX_CELLS)
 
 
-def _cells(mask: Mask, nq: int, nk: int) -> NDArray[np.int8]:
-    """(rows, columns): the answer for each cell."""
-    step = cell_size(nq, nk)
+def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
+    """(rows, columns): for each cell of ``step`` positions each way, 0 hidden, 1 partly, 2 visible."""
     if step == 1:  # pair by pair, since the answer for a tile of one pair may be PARTIAL
         return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
     start, nq, nk = first_position(mask, nq, nk)

@@ -1,0 +1,156 @@
+"""Pictures of a cache: which positions are held, for how long, and which are evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.generation.missing import row_masks
+from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
+from lowtri.masks.svg_parts import HIDDEN, LETTER, document, figure, fill, grid_lines, legend, legend_width, text
+
+if TYPE_CHECKING:
+    from lowtri.generation.slots import SlotAllocator
+
+__all__ = ["CachePicture"]
+
+_CELLS = 64  # of a row; beyond it a cell stands for several positions
+_ROWS = 8  # rows of a batch that are drawn; the rest is counted
+_NOT_HELD, _FREED, _HELD, _STAYS = range(4)
+
+
+class _State(NamedTuple):
+    sign: str
+    fill: str
+    meaning: str
+
+
+_STATES = (
+    _State("·", HIDDEN, "not held: evicted, or padding"),
+    _State("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
+    _State("▓", fill("partly"), "held until the mask hides it"),
+    _State("█", fill("visible"), "stays: every later query sees it"),
+)
+
+
+class CachePicture:
+    """What notebooks and terminals show of a cache."""
+
+    if TYPE_CHECKING:
+        mask: Mask
+        _slots: SlotAllocator
+
+        @property
+        def held(self) -> int: ...
+        @property
+        def dropped(self) -> int: ...
+        @property
+        def capacity(self) -> int: ...
+        @property
+        def bytes(self) -> int: ...
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
+
+    def draw(self) -> str:
+        """The positions from 0 on, a sign for each, and a line for each row of a batch with positions of its own.
+
+        >>> import numpy as np
+        >>> from lowtri import KVCache
+        >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
+        >>> for t in range(12):
+        ...     _ = cache.append(np.zeros((1, 8)), np.zeros((1, 8)))
+        >>> print(cache.draw())
+        KVCache(causal & (window(4) | first(2))): 6 held, 6 dropped, 768 bytes
+        ██······░▓▓▓
+        · not held: evicted, or padding
+        ░ held, hidden from now on
+        ▓ held until the mask hides it
+        █ stays: every later query sees it
+
+        Sinks and prefixes stay; a window's keys are held until no later query sees them. Beyond 64 positions a sign stands for
+        several, and for the longest-lived of them.
+        """
+        rows, step = self._cells()
+        used = sorted({int(state) for row in rows for state in row})
+        lines = ["".join(_STATES[state].sign for state in row) for row in rows]
+        left_out = len(self._slots.positions) - len(rows)
+        lines += [f"... and {left_out} more rows"] * bool(left_out)
+        lines += [f"{_STATES[state].sign} {_STATES[state].meaning}" for state in used]
+        return "\n".join([repr(self), *lines, *([f"a sign: {step:,} positions"] if step > 1 else [])])
+
+    def __str__(self) -> str:
+        return self.draw()
+
+    def _repr_svg_(self) -> str:
+        rows, step = self._cells()
+        columns = len(rows[0])
+        cell = min(24.0, 640 / max(columns, 1))
+        used = sorted({int(state) for row in rows for state in row})
+        entries = [(_STATES[state].fill, _STATES[state].meaning) for state in used]
+        left_out = len(self._slots.positions) - len(rows)
+        left, top = (16.0 if len(rows) == 1 else 70.0), 50.0
+        bottom = top + len(rows) * 24 + 34
+        note = f"a cell: {step:,} positions, and the longest-lived of them" if step > 1 else ""
+        last = f"{int(self._slots.next.max()) - 1:,}"
+        title = repr(self) if len(repr(self)) <= 90 else repr(self)[:89] + "…"
+
+        def body() -> Iterator[str]:
+            yield text(16, 24, title, ' font-weight="bold"')
+            for i, row in enumerate(rows):
+                if len(rows) > 1:
+                    yield text(16, top + i * 24 + 16, f"row {i}")
+                for j, state in enumerate(row):
+                    at = f'x="{left + j * cell:.1f}" y="{top + i * 24}" width="{cell:.1f}" height="24"'
+                    yield f"<rect {at} {_STATES[state].fill}/>"
+            if columns:
+                yield grid_lines(left, top, len(rows), columns, cell, 24)
+                yield text(left, top - 6, "0")
+                if columns > 1:
+                    yield text(left + columns * cell, top - 6, last, ' text-anchor="end"')
+            more = f"   ... and {left_out:,} more rows" if left_out else ""
+            yield text(left, bottom - 18, ("positions →" if columns else "nothing appended yet") + more)
+            for i, entry in enumerate(entries):
+                yield from legend(16, bottom + 20 * i, [entry])
+            if note:
+                yield text(16, bottom + 20 * len(entries) + 11, note)
+
+        widest = max([legend_width([entry]) for entry in entries] + [LETTER * len(title), LETTER * len(note), 220])
+        height = bottom + 20 * (len(entries) + bool(note)) + 10
+        return document(max(left + columns * cell, 16 + widest) + 16, height, title, body())
+
+    def _repr_html_(self) -> str:
+        held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.dropped:,} tokens evicted, {self.bytes:,} bytes"
+        return figure(self._repr_svg_(), held)
+
+    def _cells(self) -> tuple[list[NDArray[np.int8]], int]:
+        """The states of each row's positions, (cells,), and how many positions a cell stands for."""
+        slots = self._slots
+        n = int(slots.next.max())
+        step = max(1, -(-n // _CELLS))
+        rows = []
+        for b in range(min(len(slots.positions), _ROWS)):
+            states = np.zeros(-(-n // step) * step, np.int8)
+            positions = slots.positions[b, : slots.top]
+            positions = positions[positions >= 0]
+            if len(positions):
+                states[positions] = self._states(b, positions)
+            rows.append(states.reshape(-1, step).max(1))
+        return rows, step
+
+    def _states(self, b: int, positions: NDArray[np.int64]) -> NDArray[np.int8]:
+        """How long the held positions of a row will be seen, by the mask's answers for all later queries."""
+        slots = self._slots
+        answers = np.stack(
+            [
+                np.broadcast_to(mask.tile(int(slots.next[b]), POSITION_MAX, positions, positions + 1), positions.shape)
+                for mask in row_masks(self.mask, b, len(slots.positions))
+            ]
+        )
+        states = np.full(len(positions), _HELD, np.int8)
+        states[(answers == EMPTY).all(0)] = _FREED
+        states[(answers == FULL).all(0)] = _STAYS
+        return states
