@@ -38,6 +38,8 @@ IDIOMS = (
     *("plain.softmax", "nn.MultiheadAttention", "key_padding_mask", "generate_square_subsequent_mask", "enable_gqa"),
     *("mask_mod", "window_size", "cu_seqlens", "softcap", "alibi_slopes", "cache_seqlens", "causal=True"),
     *("out, weights = attend", "weights[1, 2]", "softmax(scores +", "-inf", "\\begin{array}", "我 爱 你"),
+    *("tanh_cap", "mask_mod=causal", "average_attn_weights", "TransformerEncoderLayer", "src_mask=future"),
+    *("sdpa(jq, jk, jv, is_causal=True)", "local_window_size", "key_value_seq_lengths", "jax.grad"),
     *("sliding_window", "attention_mask", "position_ids", "or_mask_function", "past_key_values", "generate("),
 )
 
@@ -102,7 +104,7 @@ def same(left: Any, right: Any) -> None:
 @pytest.mark.parametrize(("number", "title", "left", "right"), ROWS, ids=[row[1] for row in ROWS])
 def test_both_columns_give_the_same(number: int, title: str, left: str, right: str) -> None:
     assert "lowtri" not in left, "the left column must not use lowtri"
-    assert "lowtri." in right or "ours" in right
+    assert "lowtri" in right or "ours" in right
     names = prepared(number)
     same(value_of(left, names), value_of(right, names))
 

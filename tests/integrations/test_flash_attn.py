@@ -268,7 +268,10 @@ CALLS: dict[str, tuple[Any, str]] = {
         "q has 1 rows, but the cache 2. Fix: cache_batch_idx=",
     ),
     "rotary": (lambda x: ours.flash_attn_with_kvcache(x, x, x, rotary_cos=x[0, 0]), "Fix: rotary_cos="),
-    "padding": (lambda x: unpad_input(x, torch.ones(2, 2)), r"attention_mask is \(2, 2\)\. Fix: \(2, 3\)"),
+    "padding": (
+        lambda x: unpad_input(x, torch.ones(2, 2)),
+        r"attention_mask is \(2, 2\)\. Fix: a torch tensor \(2, 3\)",
+    ),
 }
 
 

@@ -205,6 +205,37 @@ def test_wrong_arguments_are_named(name: str) -> None:
         call()
 
 
+TRACED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "softcap": (lambda x: attention(x, x, x, "causal", softcap=-1.0), CallError, "softcap is -1.0"),
+    "head size": (lambda x: attention(x, x[..., :2], x, "causal"), CallError, "q and k differ in head size D"),
+    "more queries": (
+        lambda x: attention(x, x[:, :, :2], x[:, :, :2], "causal"),
+        MaskError,
+        "Fix: pass their positions",
+    ),
+    "bias": (lambda x: attention(x, x, x, "causal", bias=x[0, 0, :, :1, None]), CallError, "bias is"),
+    "scale": (
+        lambda x: attention(x, x, x, "causal", scale=x[0, 0, 0, 0]),
+        CallError,
+        "scale is traced.*static_argnames",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_wrong_arguments_are_named_while_a_program_is_traced(name: str) -> None:
+    """Raised by the callback, an error would reach the caller as an internal error of XLA, with the message cut off."""
+    call, kind, words = TRACED[name]
+    with pytest.raises(kind, match=words):
+        jax.jit(call)(jnp.ones((1, 2, 3, 4)))
+
+
+def test_positions_of_unequal_length_are_named() -> None:
+    x = jnp.ones((2, 1, 2, 4))
+    with pytest.raises(CallError, match="q_positions has rows of different lengths"):
+        attention(x, x, x, "causal", q_positions=[[0], [0, 1]])
+
+
 def test_jax_is_loaded_when_it_is_used_and_its_absence_is_named() -> None:
     code = (
         "import sys, numpy as np, lowtri; from lowtri.integrations.jax import attention\n"

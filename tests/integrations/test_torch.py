@@ -328,3 +328,26 @@ def test_inputs_of_unequal_rank_are_named() -> None:
     q, k, v = inputs_of(module_of("plain"))
     with pytest.raises(CallError, match=r"query \(5, 16\), key \(3, 7, 16\).*all have 3 dimensions"):
         switch(module_of("plain"))(q[0], k, v)
+
+
+def test_inputs_of_another_kind_or_size_are_named() -> None:
+    module, x = switch(nn.MultiheadAttention(8, 2, batch_first=True, kdim=4)), torch.ones(2, 3, 8)
+    with pytest.raises(CallError, match=r"query is ndarray\. Fix: a torch tensor"):
+        module(x.numpy(), x, x)
+    with pytest.raises(CallError, match=r"key is \(2, 3, 8\)\. Fix: a last dimension of 4"):
+        module(x, x, x)
+    with pytest.raises(CallError, match=r"attn_mask is str. Fix: a torch tensor, True = hidden"):
+        module(x, x[..., :4], x, attn_mask="causal")
+
+
+@pytest.mark.parametrize("model", [None, "model", nn.MultiheadAttention])
+def test_only_models_are_switched(model: Any) -> None:
+    with pytest.raises(EngineError, match="Fix: an instance"):
+        switch(model)
+
+
+def test_an_unknown_engine_is_named_before_anything_is_switched() -> None:
+    module = nn.MultiheadAttention(8, 2)
+    with pytest.raises(EngineError, match="there is no engine 'fast'"):
+        switch(module, engine="fast")
+    assert type(module) is nn.MultiheadAttention

@@ -5,6 +5,7 @@
 torch's own function does not train on a CPU: it raises for tensors that require gradients. :func:`block_mask` makes torch's BlockMask
 from a lowtri mask, also for torch's own function on a GPU.
 
+flex_functions    checks of mask_mod and score_mod, and errors that name them
 flex_trace        mask_mod and score_mod as graphs of torch operations
 flex_bounds       tile answers from the graph of a mask_mod
 flex_masks        a mask_mod, and the blocks of a BlockMask, as a lowtri mask
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -27,6 +29,7 @@ from lowtri.dispatch.attend import attention
 from lowtri.dispatch.eager import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
 from lowtri.integrations.flex_block_masks import block_mask, create_block_mask, mask_of
+from lowtri.integrations.flex_functions import check_function
 from lowtri.integrations.flex_scores import read_score_mod, tile_function
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
@@ -102,6 +105,12 @@ def _flex_attention(
     return_aux: Any = None,
 ) -> Any:
     _check(query, key, value, block_mask, enable_gqa)
+    if score_mod is not None:
+        check_function(_NAME, "score_mod", score_mod)
+    if scale is not None and not isinstance(scale, int | float | np.integer | np.floating):
+        raise CallError(f"{_NAME}: scale is {type(scale).__name__}, but it takes one plain number. Fix: float(scale).")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise CallError(f"{_NAME}: return_aux is {type(return_aux).__name__}. Fix: AuxRequest(lse=True).")
     if return_aux is not None and (return_lse or return_aux.max_scores):
         trouble = "return_lse and return_aux exclude each other" if return_lse else "max_scores is not computed"
         raise CallError(f"{_NAME}: {trouble}. Fix: return_aux=AuxRequest(lse=True).")
@@ -158,6 +167,10 @@ def _check(q: Any, k: Any, v: Any, blocks: Any, enable_gqa: bool) -> None:
         raise CallError(
             f"{_NAME}: block_mask is {type(blocks).__name__}, but it takes a BlockMask.\n"
             "Fix: create_block_mask for a mask_mod; lowtri.integrations.flex.block_mask for a mask of lowtri."
+        )
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise CallError(
+            f"{_NAME}: query is {tuple(q.shape)} and key {tuple(k.shape)}. Fix: the same head size, the last dimension, at least 1."
         )
     if not enable_gqa and q.shape[1] != k.shape[1]:
         raise CallError(

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
 from lowtri.compat.torch_private import version_of
 from lowtri.errors import CallError, MaskError
+from lowtri.integrations.flex_functions import check_function
 from lowtri.integrations.flex_masks import Blocks, function_mask
 from lowtri.integrations.flex_trace import trace
 from lowtri.masks.arrays import positions_in_numpy
@@ -66,7 +67,7 @@ def block_mask(
 
     Raises:
         MaskError: if block is not a multiple of 64, or there are more queries than keys and no positions.
-        CallError: if the positions do not fit.
+        CallError: if the positions do not fit, or the device cannot be used.
 
     Source: Dong et al. 2024, Flex Attention.
     """
@@ -80,6 +81,7 @@ def block_mask(
     q, k = _positions("q_positions", q_positions, nq), _positions("k_positions", k_positions, nk)
     if q is None:
         q = default_positions(mask, nq, nk)[0] if k is None or nq > nk else k[..., nk - nq :]
+    device = _device("block_mask", device)
     return block_mask_of(plan(mask, q, np.arange(nk) if k is None else k, tile_k=block), block, device)
 
 
@@ -115,7 +117,8 @@ def create_block_mask(
         _compile, dq_kv_order: ignored.
 
     Raises:
-        CallError: with ``compute_dq_write_order=True``, which only torch's own function computes.
+        CallError: if mask_mod cannot be called, or the device not used; with ``compute_dq_write_order=True``, which only torch's own
+            function computes.
         MaskError: if mask_mod does not give bools.
 
     Source: the documentation of torch.nn.attention.flex_attention.create_block_mask.
@@ -125,10 +128,16 @@ def create_block_mask(
             "create_block_mask: compute_dq_write_order=True is not computed here. "
             "Fix: torch.nn.attention.flex_attention.create_block_mask."
         )
-    device = _accelerator() if device is None else device
+    check_function("create_block_mask", "mask_mod", mask_mod)
+    device = _device("create_block_mask", _accelerator() if device is None else device)
     rows, heads = (1 if x is None else check_count("create_block_mask", name, x, 1) for name, x in (("B", B), ("H", H)))
     nq, nk = check_count("create_block_mask", "Q_LEN", Q_LEN, 1), check_count("create_block_mask", "KV_LEN", KV_LEN, 1)
-    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    size: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
+    size = tuple(size)
+    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise CallError(
+            f"create_block_mask: BLOCK_SIZE is {BLOCK_SIZE!r:.60}. Fix: queries and keys in a block, 128 or (128, 128)."
+        )
     mask = function_mask(mask_mod, (rows, heads, nq, nk), device)
     if size[0] % TILE_Q == 0:
         seen, whole = blocks_of_plan(plan(mask, np.arange(nq), np.arange(nk), tile_k=size[1]), size[0])
@@ -218,3 +227,12 @@ def _positions(name: str, positions: Any, n: int) -> NDArray[np.int64] | None:
 def _accelerator() -> Any:
     current = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     return current or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _device(name: str, device: Any) -> Any:
+    """A device on which torch can make tensors."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError):
+        raise CallError(f'{name}: torch cannot use the device {device!r} here. Fix: device="cpu".') from None
+    return device

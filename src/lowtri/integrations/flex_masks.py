@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lowtri.compat.torch_private import mapped_indexing
 from lowtri.errors import MaskError
 from lowtri.integrations.flex_bounds import Bounds, Range, bounds_of
+from lowtri.integrations.flex_functions import tensor_function
 from lowtri.integrations.flex_trace import Trace, trace
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import Positions
@@ -152,7 +153,7 @@ class _FunctionMask(Mask):
         b, h = (torch.tensor(x, device=self.device) for x in (self.b, self.h))
         indices = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in (q, k))
         with mapped_indexing(), torch.no_grad():
-            visible = torch.vmap(self.fn, in_dims=(None, None, 0, 0))(b, h, *indices)
+            visible = torch.vmap(tensor_function("mask_mod", self.fn), in_dims=(None, None, 0, 0))(b, h, *indices)
         if visible.dtype != torch.bool:
             raise MaskError(
                 f"flex_attention: mask_mod gives {visible.dtype}, but it must give bools, True = may see. Fix: != 0."

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lowtri.compat.torch_private import mapped_indexing
+from lowtri.integrations.flex_functions import tensor_function
 from lowtri.integrations.flex_masks import function_mask
 from lowtri.integrations.flex_trace import Trace, trace
 from lowtri.masks.mask import Mask
@@ -72,7 +73,7 @@ def read_score_mod(score_mod: Callable[..., Any] | None, shape: tuple[int, int, 
 
 def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int, int, int, int]], Tensor]:
     """A score_mod as a function of a tile of scores (B, H, n, Nk) and the tile."""
-    mapped = score_mod
+    mapped: Callable[..., Any] = tensor_function("score_mod", score_mod)
     for axis in (4, 3, 2, 1):  # k, q, h, b: the scores are mapped with each of them
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if i == axis else None for i in range(1, 5))))
 
@@ -154,7 +155,9 @@ def _agrees(found: Scores, score_mod: Callable[..., Any], device: Any) -> bool:
     if found.mask is not None and not found.mask.at(0, 0)(0, 0):
         expected = torch.full_like(scores, -math.inf)
     with torch.no_grad(), mapped_indexing():
-        actual = torch.vmap(score_mod, in_dims=(0, None, None, None, None))(scores, b, h, q, k)
+        actual = torch.vmap(tensor_function("score_mod", score_mod), in_dims=(0, None, None, None, None))(
+            scores, b, h, q, k
+        )
     return torch.allclose(actual.double(), expected, rtol=1e-6, atol=0)
 
 

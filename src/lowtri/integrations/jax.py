@@ -24,6 +24,8 @@ from lowtri.dispatch.attend import attention as attend
 from lowtri.errors import CallError, EngineError
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask
+from lowtri.ops.call import CallOptions
+from lowtri.ops.describe import describe
 
 if TYPE_CHECKING:
     import jax
@@ -112,6 +114,7 @@ def attention(
         as_mask(mask), scale, softcap, _positions("q_positions", q_positions), _positions("k_positions", k_positions),
         return_lse, engine,
     )  # fmt: skip
+    _check_traced(options, arrays)
     results = _operation()(options, q, k, v, bias, sinks)
     return results if return_lse else results[0]
 
@@ -139,10 +142,35 @@ def _positions(name: str, x: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(x, jax.core.Tracer):
         raise CallError(f"attention: {name} is traced, and positions are constants of a program. Fix: a NumPy array.")
-    array = np.asarray(x)
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        raise CallError(f"attention: {name} has rows of different lengths; expected (N,) or (B, N).") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise CallError(f"attention: {name} is {array.dtype} {array.shape}; expected whole numbers, (N,) or (B, N).")
     return tuple(array.tolist()) if array.ndim == 1 else tuple(map(tuple, array.tolist()))
+
+
+def _check_traced(options: _Options, arrays: dict[str, Any]) -> None:
+    """Raise while a program is traced what its callback would raise when it runs."""
+    import jax
+
+    for name in ("scale", "softcap"):
+        if isinstance(getattr(options, name), jax.core.Tracer):
+            raise CallError(
+                f"attention: {name} is traced, and it is a constant of a program. Fix: a Python number, or static_argnames."
+            )
+    shapes = [size for x in arrays.values() if x is not None for size in x.shape]
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays.values()) or not all(isinstance(n, int) for n in shapes):
+        return
+    like = {
+        name: None if x is None else torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
+        for name, x in arrays.items()
+    }
+    q, k, v, bias, sinks = like.values()
+    given = options.arguments()
+    del given["engine"]
+    describe(q, k, v, options.mask, CallOptions(bias=bias, sinks=sinks, **given))
 
 
 # The operation: eager where its arrays hold numbers, a callback where they are traced.

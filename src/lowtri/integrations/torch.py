@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from lowtri.backends import BACKENDS
 from lowtri.errors import EngineError
 from lowtri.integrations import x_transformers
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
@@ -47,10 +48,15 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
         give 0.
 
     Raises:
-        EngineError: if no attention in the module can be switched, or one has a ``forward`` of its own; nothing is switched then.
+        EngineError: if no attention in the module can be switched, one has a ``forward`` of its own, or there is no such engine;
+            nothing is switched then.
 
     Source: the documentation of torch.nn.MultiheadAttention.
     """
+    if not isinstance(module, nn.Module):
+        raise EngineError(f"switch: the model is {module!r:.60}, but it takes an nn.Module. Fix: an instance of one.")
+    if engine not in ("auto", *BACKENDS):
+        raise EngineError(f"switch: there is no engine {engine!r}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
     switched = [part for part in parts if isinstance(part, Replaced) and hasattr(part, "lowtri_engine")]
     if back:

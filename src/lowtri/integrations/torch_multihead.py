@@ -57,6 +57,8 @@ def multi_head_attention(
         CallError: for nested tensors, and where torch raises.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise CallError(f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor.")
         if x.is_nested:
             raise CallError(
                 f"{_NAME}: {name} is a nested tensor, and lowtri takes padded ones.\n"
@@ -68,12 +70,15 @@ def multi_head_attention(
     if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
         shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("query", query), ("key", key), ("value", value)))
         raise CallError(f"{_NAME}: {shapes}; all have 3 dimensions, or 2 without a batch.")
+    sizes = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
+    for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
+        if x.shape[-1] != size:
+            raise CallError(f"{_NAME}: {name} is {tuple(x.shape)}. Fix: a last dimension of {size}, the module's size.")
     same, shared = key is value, query is key
     if not batched or not module.batch_first:  # to (B, N, E)
         query, key, value = (x.transpose(0, 1) if batched else x[None] for x in (query, key, value))
     q, k, v = _project(module, query, key, value, same and shared, same)
-    sizes = (q.shape[0], module.num_heads, q.shape[1], k.shape[1])
-    attn_mask, padding = _checked(masks, sizes, batched, q.dtype)
+    attn_mask, padding = _checked(masks, (q.shape[0], module.num_heads, q.shape[1], k.shape[1]), batched, q.dtype)
     added = 0
     if module.bias_k is not None:
         k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, module.bias_k), (v, module.bias_v)))
@@ -127,6 +132,11 @@ def _checked(
     for name, shapes in expected.items():
         x = masks[name]
         if x is not None:
+            if not isinstance(x, Tensor):
+                raise CallError(
+                    f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor, True = hidden; the lowtri mask goes to "
+                    "lowtri.nn.MultiHeadAttention."
+                )
             if not torch.compiler.is_compiling():
                 x = plain_array(name, x, _NAME)
             if x.dtype != torch.bool and not x.is_floating_point():

@@ -5,12 +5,16 @@ varlen        flash_attn_varlen_func and its packed forms: sequences packed one 
 kvcache       flash_attn_with_kvcache: a cache that is written in place
 rotary        rotary embedding of the new tokens, interleaved or in halves
 bert_padding  unpad_input, pad_input, index_first_axis
+arguments     checks, with errors in flash-attn's own names and layout
 settings      the arguments that all functions share, as a mask and options of lowtri.attention
 install       makes ``import flash_attn`` find these functions; ``python -m lowtri.integrations.flash_attn script.py``
 
-The masks are those of flash-attn: aligned to the bottom right corner, windows (left, right) that exclude the query's own position from
-the count. Any float dtype and head size is accepted. Gradients flow to q, k and v. Differences: ``deterministic`` changes nothing,
-since lowtri always is; returned probabilities are those before dropout; a CUDA tensor goes to the real package where it is installed.
+The masks are those of flash-attn: the last query stands at the last key, and a window (left, right) counts the keys before and after
+the query's own position, which it always shows. Any float dtype and head size is accepted. Gradients flow to q, k and v.
+
+Differences: ``deterministic`` changes nothing, since lowtri always is; returned probabilities are those before dropout; a CUDA tensor
+goes to the real package where it is installed. Under ``torch.compile``, calls with sequence lengths, a cache or ALiBi slopes
+run outside of the graph.
 
 Source: flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
 """

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtri.integrations.flash_attn.arguments import check_shapes, check_slopes, check_tensor
 from lowtri.integrations.flash_attn.real import real_function
-from lowtri.integrations.flash_attn.settings import Settings, aligned, check_tensor, seen
+from lowtri.integrations.flash_attn.settings import Settings, aligned, seen
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
@@ -58,6 +59,8 @@ def flash_attn_func(
         return real(q, k, v, *options, deterministic, return_attn_probs)
     for argument, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, argument, x, "(B, N, H, D)")
+    check_shapes(name, q, k, v)
+    check_slopes(name, alibi_slopes, q.shape[0], q.shape[2])
     settings = Settings(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     at = aligned(q.shape[1], k.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)

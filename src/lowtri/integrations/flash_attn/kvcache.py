@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.errors import CallError
+from lowtri.integrations.flash_attn.arguments import (
+    check_shapes,
+    check_slopes,
+    check_tensor,
+    read_window,
+    whole_numbers,
+)
 from lowtri.integrations.flash_attn.real import real_function
 from lowtri.integrations.flash_attn.rotary import rotate
-from lowtri.integrations.flash_attn.settings import Positions, Settings, check_tensor, seen
+from lowtri.integrations.flash_attn.settings import Positions, Settings, seen
+from lowtri.masks import POSITION_MAX
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -61,7 +70,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: how many keys of each row are in the cache, an int or (B,); default all slots.
         cache_batch_idx: (B,), the row of the cache of each row of q; default 0 .. B-1.
         cache_leftpad: (B,), the slot in which each row begins; default 0.
-        block_table: (B, pages of a row), the pages of each row in their order.
+        block_table: (B, pages of a row), the pages of each row in their order; entries past its last page are ignored.
         rotary_interleaved: see :func:`~lowtri.integrations.flash_attn.rotary.rotate`.
         num_splits: accepted; lowtri chooses how it splits the work.
         return_softmax_lse: also return the log-sum-exp, (B, Hq, Nq).
@@ -71,13 +80,22 @@ def flash_attn_with_kvcache(
         (B, Nq, Hq, D), or a tuple with the log-sum-exp.
 
     Raises:
-        CallError: if the arguments do not fit together, or new tokens do not fit into the cache, which is then unchanged.
+        CallError: if the arguments do not fit together, or new tokens do not fit into the cache. The cache is then unchanged.
     """
     if (real := real_function(_NAME, q)) is not None:
         cached = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
         rest = (softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits)
         return real(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *cached, *rest, return_softmax_lse)
     settings = Settings(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+    cache = (k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    return _outside(settings, q, (k, v), (rotary_cos, rotary_sin, rotary_interleaved), cache)
+
+
+def _attend(
+    settings: Settings, q: Tensor, fresh: tuple[Any, Any], rotary: tuple[Any, Any, bool], cache: tuple[Any, ...]
+) -> Any:
+    (k, v), (rotary_cos, rotary_sin, interleaved) = fresh, rotary
+    k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table = cache
     mask = settings.mask(_NAME)
     slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
     lengths = slots.rows("cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens)  # (B,)
@@ -86,71 +104,102 @@ def flash_attn_with_kvcache(
         raise CallError(f"{_NAME}: k came without v or cache_seqlens, or v without k. Fix: all three, or none.")
     new = 0
     if k is not None:
-        check_tensor(_NAME, "k", k, "(B, N, H, D)")
-        new = k.shape[1]
-        for argument, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            expected = (q.shape[0], new, *cache.shape[2:])
-            if x is not None and tuple(x.shape) != expected:
-                raise CallError(f"{_NAME}: {argument} is {tuple(x.shape)}. Fix: {expected}, as q and the cache.")
-    if int(lengths.max()) + new > slots.count or int(lengths.min()) < 0:
+        new = slots.check_new(q, k, v)
+    ends = (lengths + new).numpy()
+    if ends.max(initial=0) > slots.count:
         raise CallError(
             f"{_NAME}: cache_seqlens is {lengths.tolist()!r:.60} and {new} tokens are new, but a row has {slots.count} slots.\n"
             "Fix: a larger cache."
         )
+    slots.check_pages(ends)
+    check_slopes(_NAME, settings.alibi_slopes, q.shape[0], q.shape[2])
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
             raise CallError(
                 f"{_NAME}: rotary tables need each other and new keys. Fix: rotary_cos=, rotary_sin= and k=."
             )
-        own = causal or tuple(window_size) != (-1, -1)
+        check_tensor(_NAME, "rotary_cos", rotary_cos, "(positions, R)")
+        check_tensor(_NAME, "rotary_sin", rotary_sin, "(positions, R)")
+        own = settings.causal or read_window(_NAME, settings.window_size) != (-1, -1)
         steps = torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64)
-        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
-        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), rotary_interleaved)
+        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), interleaved)
     if k is not None and v is not None:
         slots.write(lengths, k, v)
-    ends = (lengths + new).numpy()
-    keys, values = slots.read(int(ends.max()))  # (B, S, Hkv, D)
+    keys, values = slots.read(int(ends.max(initial=0)))  # (B, S, Hkv, D)
     at = _positions(q.shape[1], keys.shape[1], starts.numpy(), ends)
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))  # (B, H, N, D)
     output, lse, _ = settings.run(q, keys, values, mask, at)
     output = output.transpose(1, 2).contiguous()
-    return (output, seen(lse)) if return_softmax_lse else output
+    return (output, seen(lse)) if settings.return_attn_probs else output
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(
+    _attend
+)  # masks and positions are made of the numbers in cache_seqlens
 
 
 class _Slots:
     """The slots of each row of q in a cache: rows of it, or pages."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, index: Tensor | None) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
         check_tensor(_NAME, "q", q, "(B, N, H, D)")
         check_tensor(_NAME, "k_cache", k, "(B, slots, H, D)")
         check_tensor(_NAME, "v_cache", v, "(B, slots, H, D)")
+        check_shapes(_NAME, q, k, v, ("k_cache", "v_cache"), one_batch=False)
+        if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
+            raise CallError(
+                f"{_NAME}: q is {q.dtype}, k_cache {k.dtype} and v_cache {v.dtype}. Fix: one dtype, as q.to(k_cache.dtype)."
+            )
         if table is not None and index is not None:
             raise CallError(
                 f"{_NAME}: block_table and cache_batch_idx exclude each other. Fix: the rows of block_table."
             )
-        self.k, self.v, self.batch, self.index = k, v, q.shape[0], index
-        self.table = None if table is None else table.long()
-        self.count = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-        rows = len(table) if table is not None else len(index) if index is not None else len(k)
-        if rows != self.batch:
+        self.k, self.v, self.batch = k, v, q.shape[0]
+        self.table = None if table is None else whole_numbers(_NAME, "block_table", table, (self.batch, "pages"), None)
+        self.index = None if index is None else whole_numbers(_NAME, "cache_batch_idx", index, (self.batch,), len(k))
+        self.count = k.shape[1] if self.table is None else self.table.shape[1] * k.shape[1]
+        if table is None and index is None and len(k) != self.batch:
             raise CallError(
-                f"{_NAME}: q has {self.batch} rows, but the cache {rows}. Fix: cache_batch_idx=, one per row of q."
+                f"{_NAME}: q has {self.batch} rows, but the cache {len(k)}. Fix: cache_batch_idx=, one per row of q."
             )
 
     def rows(self, argument: str, value: int | Tensor) -> Tensor:
         """(B,) numbers from one for all rows, or one for each."""
-        numbers = torch.as_tensor(value).cpu().long()
-        if numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != self.batch):
-            raise CallError(f"{_NAME}: {argument} is {tuple(numbers.shape)}. Fix: an int, or ({self.batch},).")
-        return numbers.expand(self.batch)
+        sizes = () if np.ndim(value) == 0 else (self.batch,)
+        return whole_numbers(_NAME, argument, value, sizes, POSITION_MAX).expand(self.batch)
+
+    def check_new(self, q: Tensor, k: Any, v: Any) -> int:
+        """The number of new tokens of each row."""
+        for argument, x, cache in (("k", k, self.k), ("v", v, self.v)):
+            check_tensor(_NAME, argument, x, "(B, N, H, D)")
+            expected = (self.batch, k.shape[1], *cache.shape[2:])
+            if tuple(x.shape) != expected or not x.is_floating_point():
+                raise CallError(
+                    f"{_NAME}: {argument} is {tuple(x.shape)} {x.dtype}. Fix: {expected} floats, as q and the cache."
+                )
+            if any(step == 0 and size > 1 for step, size in zip(cache.stride(), cache.shape, strict=True)):
+                raise CallError(
+                    f"{_NAME}: {argument}_cache is expanded, so its rows share memory and cannot hold different tokens. "
+                    f"Fix: {argument}_cache.contiguous()."
+                )
+        return int(k.shape[1])
+
+    def check_pages(self, ends: NDArray[np.int64]) -> None:
+        """Raise if a page that is used does not exist; other entries of the table may hold anything."""
+        if self.table is None:
+            return
+        used = torch.from_numpy(np.arange(self.table.shape[1]) < -(-ends // max(1, self.k.shape[1]))[:, None])
+        whole_numbers(_NAME, "block_table", self.table[used], ("pages",), len(self.k))
+        self.table = self.table.where(used, 0)
 
     def write(self, lengths: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new keys and values (B, N, H, D) after the present ones."""
         place = lengths[:, None] + torch.arange(k.shape[1])  # (B, N)
         if self.table is not None:
-            row, place = self.table.cpu().gather(1, place // self.k.shape[1]), place % self.k.shape[1]
+            row, place = self.table.gather(1, place // self.k.shape[1]), place % self.k.shape[1]
         else:
-            row = (torch.arange(self.batch) if self.index is None else self.index.cpu().long())[:, None]
+            row = (torch.arange(self.batch) if self.index is None else self.index)[:, None]
         for cache, fresh in ((self.k, k), (self.v, v)):
             cache[row.to(cache.device), place.to(cache.device)] = fresh.to(cache.dtype)
 
@@ -160,13 +209,14 @@ class _Slots:
             pages = self.table[:, : -(-n // self.k.shape[1])]
             return self.k[pages].flatten(1, 2)[:, :n], self.v[pages].flatten(1, 2)[:, :n]
         if self.index is not None:
-            index = self.index.long()
-            return self.k[index, :n], self.v[index, :n]
+            return self.k[self.index, :n], self.v[self.index, :n]
         return self.k[:, :n], self.v[:, :n]
 
 
 def _positions(nq: int, nk: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Positions:
     """Slots as positions, -1 before a row's start and after its end; the last query stands at the last key."""
+    if not len(ends):  # no rows, so no position of each row
+        return Positions(np.arange(nq), np.arange(nk))
     if (ends == nk).all() and not starts.any() and nq <= nk:
         return Positions()
     slots = np.arange(nk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.dispatch.attend import attention
-from lowtri.errors import CallError
+from lowtri.integrations.flash_attn.arguments import check_numbers, read_window
 from lowtri.masks import POSITION_MAX, Mask, band, causal, full, window
 from lowtri.ops.distance_bias import alibi
 
-__all__ = ["Positions", "Settings", "aligned", "check_tensor", "seen"]
+__all__ = ["Positions", "Settings", "aligned", "seen"]
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,23 @@ class Settings:
             "k_positions": at.k,
         }
         if (slopes := self.alibi_slopes) is not None:
-            batch, heads = q.shape[:2]
-            if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-                raise CallError(
-                    f"alibi_slopes is {tuple(slopes.shape)}. Fix: ({heads},) or ({batch}, {heads}), one per query head."
-                )
             options["bias"] = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
-        result: Any = attention(q, k, v, mask, **options)
+        attend = attention if slopes is None else _outside  # a formula bias is no operator of torch.compile
+        result: Any = attend(q, k, v, mask, **options)
         output, *rest = result if isinstance(result, tuple) else (result,)
         none = q.new_empty(0)
         weights = rest[0] if options["return_weights"] else none
         return output, rest[-1] if self.return_attn_probs else none, weights
 
     def mask(self, name: str) -> Mask:
-        """Who may see whom, for positions that end together."""
-        if len(self.window_size) != 2:
-            raise CallError(f"{name}: window_size is {self.window_size!r:.60}. Fix: (left, right), -1 for no limit.")
-        left, right = (int(n) for n in self.window_size)
+        """Who may see whom, for positions that end together.
+
+        Raises:
+            CallError: if an option of the function ``name`` has no meaning.
+        """
+        left, right = read_window(name, self.window_size)
+        if not torch.compiler.is_compiling():  # lowtri.attention checks the numbers of a program
+            check_numbers(name, self.dropout_p, self.softmax_scale, self.softcap, self.causal)
         right = 0 if self.causal else right
         if left < 0 and right < 0:
             return full()
@@ -88,8 +89,4 @@ def seen(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf).float()
 
 
-def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
-    """Raise unless x is a tensor with as many dimensions as its layout."""
-    if not isinstance(x, Tensor) or x.ndim != layout.count(",") + 1:
-        came = f"{tuple(x.shape)}" if hasattr(x, "shape") else type(x).__name__
-        raise CallError(f"{name}: {argument} is {came}. Fix: a torch tensor {layout}.")
+_outside: Callable[..., Any] = torch.compiler.disable(attention)

@@ -6,6 +6,7 @@ queries and keys, which both stand at its end: this is flash-attn's alignment to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.errors import CallError
+from lowtri.integrations.flash_attn.arguments import check_shapes, check_slopes, check_tensor, whole_numbers
 from lowtri.integrations.flash_attn.real import real_function
-from lowtri.integrations.flash_attn.settings import Positions, Settings, check_tensor, seen
+from lowtri.integrations.flash_attn.settings import Positions, Settings, seen
 from lowtri.masks import Mask, documents
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
@@ -51,10 +53,11 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, Hq, D).  k, v: (total_k, Hkv, D); with ``block_table`` pages (pages, page size, Hkv, D).
-        cu_seqlens_q, cu_seqlens_k: (B + 1,), where each sequence begins, from 0, and the end of the last one.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,), where each sequence begins, from 0, and the end of the last one. Queries past this end
+            give 0.
         max_seqlen_q, max_seqlen_k: the longest sequence; not needed here.
         alibi_slopes: (Hq,), or (B, Hq).
-        block_table: (B, pages of a sequence), the pages of each sequence's keys in their order.
+        block_table: (B, pages of a sequence), the pages of each sequence's keys in their order; entries past its last page are ignored.
         The others: those of :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
 
     Returns:
@@ -68,30 +71,8 @@ def flash_attn_varlen_func(
     if (real := real_function(_NAME, q)) is not None:
         edges: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return real(q, k, v, *edges, *options, deterministic, return_attn_probs, block_table)
-    of_q, of_k = _edges("cu_seqlens_q", cu_seqlens_q), _edges("cu_seqlens_k", cu_seqlens_k)
-    if len(of_q) != len(of_k):
-        raise CallError(
-            f"{_NAME}: cu_seqlens_q has {len(of_q)} edges and cu_seqlens_k {len(of_k)}. Fix: B + 1 in both."
-        )
-    if block_table is not None:
-        k, v = (_from_pages(x, of_k, block_table) for x in (k, v))
-    for argument, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(_NAME, argument, x, "(total, H, D)")
-    for argument, found, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_k", of_k, k)):
-        if found[-1] > len(x):
-            raise CallError(
-                f"{_NAME}: {argument} ends at {found[-1]}, but there are {len(x)} tokens. Fix: its last edge."
-            )
     settings = Settings(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    apart, at = _documents(of_q, of_k, len(q), len(k))
-    own = settings.mask(_NAME)
-    mask = own if apart is None else own & apart
-    if alibi_slopes is not None and alibi_slopes.ndim == 2:
-        return _row_by_row(settings, (q, k, v), (of_q, of_k))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
-    output, lse, weights = settings.run(q, k, v, mask, at)
-    output = output[0].transpose(0, 1).contiguous()
-    return (output, seen(lse)[0], weights[0] if weights.numel() else weights) if return_attn_probs else output
+    return _outside(settings, (q, k, v), (cu_seqlens_q, cu_seqlens_k), block_table)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -156,14 +137,48 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, *edges, *options)
 
 
+def _attend(settings: Settings, tensors: tuple[Tensor, ...], cu_seqlens: tuple[Any, ...], block_table: Any) -> Any:
+    of_q, of_k = (_edges(f"cu_seqlens_{x}", edges) for x, edges in zip("qk", cu_seqlens, strict=True))
+    if len(of_q) != len(of_k):
+        raise CallError(
+            f"{_NAME}: cu_seqlens_q has {len(of_q)} edges and cu_seqlens_k {len(of_k)}. Fix: B + 1 in both."
+        )
+    q, k, v = tensors
+    if block_table is not None:
+        k, v = (_from_pages(x, of_k, block_table) for x in (k, v))
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(_NAME, argument, x, "(total, H, D)")
+    check_shapes(_NAME, q, k, v)
+    check_slopes(_NAME, settings.alibi_slopes, len(of_q) - 1, q.shape[1])
+    for argument, edges, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_k", of_k, k)):
+        if edges[-1] > len(x):
+            raise CallError(
+                f"{_NAME}: {argument} ends at {edges[-1]}, but there are {len(x)} tokens. Fix: an end of at most {len(x)}."
+            )
+    own = settings.mask(_NAME)
+    if settings.alibi_slopes is not None and settings.alibi_slopes.ndim == 2:
+        return _row_by_row(settings, (q, k, v), (of_q, of_k))
+    apart, at = _documents(of_q, of_k, len(q), len(k))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
+    output, lse, weights = settings.run(q, k, v, own if apart is None else own & apart, at)
+    output = output[0].transpose(0, 1).contiguous()
+    if not settings.return_attn_probs:
+        return output
+    return output, seen(lse)[0], weights[0] if weights.numel() else weights
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(
+    _attend
+)  # masks and positions are made of the numbers in cu_seqlens
+
+
 def _edges(argument: str, edges: Any) -> NDArray[np.int64]:
-    array = np.asarray(edges.cpu() if isinstance(edges, Tensor) else edges)
-    fits = array.ndim == 1 and array.dtype.kind in "iu" and len(array) > 1
-    if not fits or array[0] != 0 or np.any(np.diff(array.astype(np.int64)) < 0):
+    array: NDArray[np.int64] = whole_numbers(_NAME, argument, edges, ("B + 1",), None).numpy()
+    if len(array) < 2 or array[0] != 0 or np.any(np.diff(array) < 0):
         raise CallError(
             f"{_NAME}: {argument} is {array.tolist()!r:.60}. Fix: (B + 1,) whole numbers, ascending from 0."
         )
-    return array.astype(np.int64)
+    return array
 
 
 def _documents(
@@ -186,18 +201,22 @@ def _positions(edges: NDArray[np.int64], ends: NDArray[np.int64], total: int) ->
     return positions
 
 
-def _from_pages(pages: Tensor, edges: NDArray[np.int64], block_table: Tensor) -> Tensor:
+def _from_pages(pages: Tensor, edges: NDArray[np.int64], block_table: Any) -> Tensor:
     """The keys of all sequences, packed, from their pages."""
     check_tensor(_NAME, "k and v with block_table", pages, "(pages, page size, H, D)")
     lengths, size = np.diff(edges), pages.shape[1]
-    if block_table.shape[0] != len(lengths) or lengths.max(initial=0) > block_table.shape[1] * size:
+    table = whole_numbers(_NAME, "block_table", block_table, (len(lengths), "pages"), None)
+    if lengths.max(initial=0) > table.shape[1] * size:
         raise CallError(
-            f"{_NAME}: block_table is {tuple(block_table.shape)} with pages of {size}, but there are {len(lengths)} sequences "
+            f"{_NAME}: block_table is {tuple(table.shape)} with pages of {size}, but there are {len(lengths)} sequences "
             f"of up to {lengths.max(initial=0)} keys. Fix: one row per sequence, with all of its pages."
         )
     row = np.repeat(np.arange(len(lengths)), lengths)
     place = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
-    page = block_table[torch.from_numpy(row), torch.from_numpy(place // size)].long()
+    page = table[
+        torch.from_numpy(row), torch.from_numpy(place // size)
+    ]  # entries past a sequence's last page are not read
+    page = whole_numbers(_NAME, "block_table", page, ("pages",), len(pages)).to(pages.device)
     return pages[page, torch.from_numpy(place % size).to(pages.device)]
 
 
@@ -208,9 +227,11 @@ def _row_by_row(settings: Settings, tensors: tuple[Tensor, ...], edges: tuple[ND
     (q, k, v), (of_q, of_k), s = tensors, edges, settings
     assert s.alibi_slopes is not None
     outputs, lses = [], []
+    dropped = s.return_attn_probs and s.dropout_p > 0
+    weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
     for b, slopes in enumerate(s.alibi_slopes):
         own_q, own_k = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
-        output, lse, _ = flash_attn_func(
+        output, lse, own = flash_attn_func(
             q[own_q][None],
             k[own_k][None],
             v[own_k][None],
@@ -224,7 +245,9 @@ def _row_by_row(settings: Settings, tensors: tuple[Tensor, ...], edges: tuple[ND
         )
         outputs.append(output[0])
         lses.append(lse[0])
+        if dropped:
+            weights[:, own_q, own_k] = own[0].detach()
     rest = len(q) - int(of_q[-1])
     whole = torch.cat([*outputs, q.new_zeros(rest, *q.shape[1:2], v.shape[2])])
     lse = torch.nn.functional.pad(torch.cat(lses, 1), (0, rest), value=torch.inf)
-    return (whole, lse, q.new_empty(0)) if s.return_attn_probs else whole
+    return (whole, lse, weights) if s.return_attn_probs else whole

@@ -1,0 +1,109 @@
+"""Checks of flash-attn's arguments, in its own layout and under its own names; errors say what came, what is expected, and the fix."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtri.errors import CallError
+from lowtri.masks import POSITION_MAX
+
+__all__ = ["check_numbers", "check_shapes", "check_slopes", "check_tensor", "read_window", "whole_numbers"]
+
+
+def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
+    """Raise unless x is a tensor with the dimensions of its layout; a digit in the layout is the size of that dimension."""
+    sizes = [part.strip(" ()") for part in layout.split(",")]
+    fits = isinstance(x, Tensor) and x.ndim == len(sizes)
+    if not fits or any(size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)):
+        came = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise CallError(f"{name}: {argument} is {came}. Fix: a torch tensor {layout}.")
+
+
+def check_shapes(
+    name: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *, one_batch: bool = True
+) -> None:
+    """Raise unless q (..., Nq, Hq, D), k (..., Nk, Hkv, D) and v (..., Nk, Hkv, Dv) fit together."""
+    (of_q, of_k, of_v), (key, value) = (tuple(x.shape) for x in (q, k, v)), names
+    rule = ""
+    if of_q[-1] != of_k[-1] or of_q[-1] == 0:
+        rule = f"q and {key} have the same head size D, at least 1"
+    elif of_k[:-1] != of_v[:-1]:
+        rule = f"{key} and {value} have the same shape, up to the head size of {value}"
+    elif of_k[-2] == 0 or of_q[-2] % of_k[-2]:
+        rule = f"the heads of q, in its dimension before the last, are a multiple of the heads of {key}"
+    elif one_batch and of_q[:-3] != of_k[:-3]:
+        rule = f"q, {key} and {value} have the same batch size"
+    if rule:
+        raise CallError(f"{name}: q is {of_q}, {key} {of_k} and {value} {of_v}. Fix: {rule}.")
+
+
+def check_numbers(name: str, dropout_p: Any, softmax_scale: Any, softcap: Any, causal: Any) -> None:
+    """Raise unless each option is one plain number, in its range."""
+    numbers = (
+        ("dropout_p", dropout_p, 0.0, 1.0, "a probability, 0 .. 1"),
+        ("softmax_scale", softmax_scale, -math.inf, math.inf, "a finite number, or None for 1 / sqrt(D)"),
+        ("softcap", softcap, 0.0, math.inf, "a positive number, or 0.0 for no cap"),
+    )
+    for argument, value, low, high, fix in numbers:
+        if value is None and argument != "dropout_p":
+            continue
+        plain = isinstance(value, int | float | np.integer | np.floating)
+        if not plain or not (low <= value <= high and math.isfinite(value)):
+            raise CallError(f"{name}: {argument} is {_came(value)}. Fix: {fix}.")
+    if not isinstance(causal, bool | int | np.bool_ | None):
+        raise CallError(f"{name}: causal is {_came(causal)}. Fix: True or False; there are no tables of who sees whom.")
+
+
+def read_window(name: str, window_size: Any) -> tuple[int, int]:
+    """(left, right), -1 for no limit."""
+    try:
+        left, right = (operator.index(n) for n in window_size)
+    except (TypeError, ValueError):
+        raise CallError(
+            f"{name}: window_size is {_came(window_size)}. Fix: (left, right), two whole numbers, -1 for no limit."
+        ) from None
+    return tuple(-1 if n < 0 or n >= POSITION_MAX else n for n in (left, right))  # type: ignore[return-value]
+
+
+def check_slopes(name: str, slopes: Any, rows: int, heads: int) -> None:
+    """Raise unless slopes, where given, are one per query head, and per sequence or not."""
+    if slopes is None or (isinstance(slopes, Tensor) and tuple(slopes.shape) in ((heads,), (rows, heads))):
+        return
+    came = tuple(slopes.shape) if isinstance(slopes, Tensor) else type(slopes).__name__
+    raise CallError(
+        f"{name}: alibi_slopes is {came}. Fix: a torch tensor ({heads},) or ({rows}, {heads}), one per query head."
+    )
+
+
+def whole_numbers(name: str, argument: str, value: Any, sizes: tuple[int | str, ...], below: int | None) -> Tensor:
+    """An argument of whole numbers as int64 on the CPU, of the given sizes; the name of a size fits any.
+
+    Args:
+        below: the bound of the numbers, which are at least 0; None if they are not checked.
+    """
+    try:
+        numbers = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.empty(0)
+    fits = numbers.ndim == len(sizes) and all(
+        isinstance(a, str) or a == b for a, b in zip(sizes, numbers.shape, strict=True)
+    )
+    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    if not fits or not whole:
+        came = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _came(value)
+        shape = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
+        raise CallError(f"{name}: {argument} is {came}. Fix: whole numbers {shape}.")
+    if below is not None and numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < below:
+        fix = "at least 0" if below == POSITION_MAX else f"each of 0 .. {below - 1}"
+        raise CallError(f"{name}: {argument} is {numbers.tolist()!r:.60}. Fix: {fix}.")
+    return numbers.long()
+
+
+def _came(value: Any) -> str:
+    return "a torch tensor" if isinstance(value, Tensor) else f"{value!r:.60}"

@@ -1,0 +1,91 @@
+"""FlexAttention called wrongly: errors name the argument and the fix, where torch's tracing would raise something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowtri
+from lowtri.errors import CallError
+from lowtri.integrations.flex import block_mask, create_block_mask, flex_attention
+
+Q, K = torch.ones(1, 2, 5, 8), torch.ones(1, 2, 7, 8)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+SCORES: dict[str, tuple[Any, str]] = {
+    "a block mask": (
+        create_block_mask(causal, None, None, 5, 7, device="cpu"),
+        "score_mod is BlockMask. Fix: block_mask=",
+    ),
+    "a mask_mod": (causal, r"score_mod takes \(b.*called with \(score, b, h, q, k\)\. Fix: create_block_mask"),
+    "text": ("causal", r"score_mod is str\. Fix: a function score_mod\(score, b, h, q, k\)"),
+    "too many": (lambda s, b, h, q, k, x: s, r"score_mod takes .*Fix: score_mod\(score"),
+    "no result": (lambda s, b, h, q, k: None, "score_mod gives NoneType. Fix: a tensor"),
+    "a number": (lambda s, b, h, q, k: 0.0, "score_mod gives float. Fix: a tensor"),
+    "a condition": (lambda s, b, h, q, k: q >= k, r"score_mod gives torch.bool.*Fix: torch.where"),
+    "a branch": (lambda s, b, h, q, k: s if q > k else -s, r"score_mod reads the value(.|\n)*Fix: torch.where"),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_mods(name):
+    score_mod, words = SCORES[name]
+    with pytest.raises(CallError, match=words):
+        flex_attention(Q, K, K, score_mod)
+
+
+MASKS: dict[str, tuple[Any, str]] = {
+    "text": ("causal", "mask_mod is str. Fix: lowtri.integrations.flex.block_mask"),
+    "a lowtri mask": (lowtri.causal(), "mask_mod is Band. Fix: lowtri.integrations.flex.block_mask"),
+    "a table": (torch.ones(5, 7) > 0, r"mask_mod is Tensor\. Fix: a function mask_mod\(b, h, q, k\)"),
+    "too few": (lambda b, q, k: q >= k, r"mask_mod takes \(b, q, k\).*Fix: mask_mod\(b, h, q, k\)"),
+    "True": (lambda b, h, q, k: True, "mask_mod gives bool. Fix: a tensor"),
+    "and": (lambda b, h, q, k: q >= k and k > 1, r"mask_mod reads the value(.|\n)*Fix: torch.where"),
+    "a list": (lambda b, h, q, k: [0, 1, 2, 3, 4][q] >= k, r"mask_mod reads the value(.|\n)*tensors in place of lists"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_mods(name):
+    mask_mod, words = MASKS[name]
+    with pytest.raises(CallError, match=words):
+        create_block_mask(mask_mod, None, None, 5, 7, device="cpu")
+
+
+def test_errors_of_the_function_are_its_own():
+    with pytest.raises(ZeroDivisionError):
+        flex_attention(Q, K, K, lambda s, b, h, q, k: s + 1 / 0)
+
+
+@pytest.mark.parametrize("size", [0, -64, "128", None, (64, 64, 64), (64, 0)])
+def test_block_sizes(size):
+    with pytest.raises(CallError, match=r"BLOCK_SIZE is .*Fix: queries and keys in a block"):
+        create_block_mask(causal, None, None, 5, 7, device="cpu", BLOCK_SIZE=size)
+
+
+def test_devices():
+    with pytest.raises(CallError, match=r"create_block_mask: torch cannot use the device 'no'.*Fix: device=\"cpu\""):
+        create_block_mask(causal, None, None, 5, 7, device="no")
+    with pytest.raises(CallError, match=r"block_mask: torch cannot use the device 'no'.*Fix: device=\"cpu\""):
+        block_mask("causal", 5, device="no")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": "1"}, r"scale is str.*Fix: float\(scale\)"),
+        ({"scale": torch.tensor(1.0, requires_grad=True)}, r"scale is Tensor.*Fix: float\(scale\)"),
+        ({"return_aux": True}, r"return_aux is bool\. Fix: AuxRequest\(lse=True\)"),
+        ({"query": Q[..., :0], "key": K[..., :0]}, r"query is \(1, 2, 5, 0\).*Fix: the same head size"),
+        ({"key": K[..., :4]}, r".*key \(1, 2, 7, 4\)\. Fix: the same head size"),
+    ],
+)
+def test_numbers_and_sizes(options, words):
+    with pytest.raises(CallError, match=f"flex_attention: {words}"):
+        flex_attention(**{"query": Q, "key": K, "value": K, **options})
