@@ -34,32 +34,32 @@ def compile_kernels(progress: Progress = lambda done, count, name: None) -> list
 
     Several processes may do so at once: each kernel is compiled by one of them, while the others wait for it or go on.
     """
-    found = []
+    kernels = []
     for done, (family, spec) in enumerate(KERNELS):
         progress(done, len(KERNELS), f"{family} {spec.dtype}")
         kernel = getattr(importlib.import_module(f"lowtri.kernels.{family}"), family)
         before, start = is_compiled(kernel, spec), time.process_time()
         compiled(kernel, getattr(abi, family.upper()), spec)
         mark_compiled_ahead(kernel, spec)
-        found.append(CompiledKernel(family, spec.dtype, spec.rows, before, time.process_time() - start))
+        kernels.append(CompiledKernel(family, spec.dtype, spec.rows, before, time.process_time() - start))
     progress(len(KERNELS), len(KERNELS), "")
-    return found
+    return kernels
 
 
-def as_json(found: list[CompiledKernel]) -> dict[str, Any]:
+def as_json(kernels: list[CompiledKernel]) -> dict[str, Any]:
     folder = cache_folder()
-    return {"folder": None if folder is None else str(folder), "kernels": [asdict(one) for one in found]}
+    return {"folder": None if folder is None else str(folder), "kernels": [asdict(one) for one in kernels]}
 
 
-def as_text(found: list[CompiledKernel]) -> str:
+def as_text(kernels: list[CompiledKernel]) -> str:
     """A line for each kernel, and the folder."""
     lines = [
         f"{one.family:<10}{one.dtype:<10}{one.rows:<10}"
         + ("was compiled" if one.was_compiled else f"compiled in {one.seconds:.1f} s of CPU time")
-        for one in found
+        for one in kernels
     ]
-    new = [one.seconds for one in found if not one.was_compiled]
-    total = f"{len(new)} of {len(found)} kernels compiled in {sum(new):.1f} s of CPU time"
+    new = [one.seconds for one in kernels if not one.was_compiled]
+    total = f"{len(new)} of {len(kernels)} kernels compiled in {sum(new):.1f} s of CPU time"
     return "\n".join([*lines, f"{total}; their code is in {cache_folder() or 'memory only: no folder can be written'}"])
 
 

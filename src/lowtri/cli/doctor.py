@@ -50,9 +50,9 @@ def _compile(json: bool) -> None:
     from lowtri.benching.compiling import as_json, as_text, compile_kernels, shown
 
     with shown() as progress:
-        found = compile_kernels(progress)
-    result = as_json(found)
-    print_json(result) if json else print(as_text(found))
+        kernels = compile_kernels(progress)
+    result = as_json(kernels)
+    print_json(result) if json else print(as_text(kernels))
     if result["folder"] is None:
         note("the folder for compiled code cannot be written. Fix: LOWTRI_CACHE=FOLDER names one that can.")
         raise typer.Exit(1)
