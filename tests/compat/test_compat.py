@@ -132,11 +132,13 @@ print(lowtri.which_engine(x, x, x, "causal").answers["cpu"])
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["torch._C._dispatch_keys", "torch._C._functorch.peek_interpreter_stack"])
 def test_without_the_dispatcher_s_keys_kernels_do_not_run_and_the_reason_is_given(name: str) -> None:
     assert f"has no {name}" in run(f"import torch; del {name}\n{ATTENTION}")
 
 
+@pytest.mark.sweep
 def test_attention_runs_without_functions_for_special_tensors() -> None:
     run(f"""
 import torch
@@ -163,6 +165,7 @@ def test_without_a_name_of_numba_the_kernels_give_the_reason() -> None:
     assert "numba cannot be loaded: cannot import name 'lower_constant'" in run(f"{code}\n{ATTENTION}")
 
 
+@pytest.mark.sweep
 def test_the_doctor_names_what_numba_lacks() -> None:
     code = "import numba.core.imputils as imputils; del imputils.lower_constant; from lowtri.benching.checkup import checkup"
     report = run(f"{code}; print(checkup()['trouble'])")

@@ -48,6 +48,7 @@ print(sorted({"torch", "numba"} & set(sys.modules)))
     assert fresh(program) == "[]"
 
 
+@pytest.mark.sweep
 def test_attention_runs_where_torch_comes_first_or_last():
     for order in ("import torch, lowtri", "import lowtri, torch"):
         program = f"{order}\nq = torch.ones(1, 1, 3, 2)\nprint(lowtri.attention(q, q, q, 'causal').sum().item())"
@@ -57,6 +58,7 @@ def test_attention_runs_where_torch_comes_first_or_last():
 # Memory.
 
 
+@pytest.mark.sweep
 def test_the_formula_takes_memory_by_the_tile():
     """4,096 queries and keys, 4 heads: one table of scores is 268 MB. Forward and backward together stay far below."""
     program = """
@@ -207,7 +209,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor it meets
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.sweep)])
 def test_inside_a_compiled_model(backend):
     """torch.compile, graph breaks allowed: the same output, gradients and steps, with more than one length."""
     torch._dynamo.reset()

@@ -126,7 +126,7 @@ def test_scores_of_ten_thousand(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("at_once", [1, 2**12, 2**14])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2**12, marks=pytest.mark.sweep), 2**14])
 def test_tiles_of_the_formula_change_rounding_only(at_once, dtype, monkeypatch):
     """Tiles of 64 queries instead of all at once: the same output, extras and gradients, of every option."""
     masks = [causal(), causal() & (window(30) | first(3)), heads([causal(), window(5), full(), ~causal()])]

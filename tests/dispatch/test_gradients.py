@@ -36,6 +36,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Masks and options by themselves; every combination is a sweep.
+COMBINED = [
+    (mask, option) if mask == "causal" or option == "plain" else pytest.param(mask, option, marks=pytest.mark.sweep)
+    for mask in MASKS
+    for option in OPTIONS
+]
+
+
 def small(mask: Any, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[str], dict[str, Any]]:
     """Leaves in float64 (q, k, v and what else has a gradient), the names of the others, and the plain options."""
     q, k, v = draw(hq=2, hkv=1, nq=4, nk=4, d=2, dv=3, dtype="float64", seed=3)
@@ -58,8 +66,7 @@ def checked(engine: str, mask: Any, options: dict[str, Any], check: Any = gradch
     return check(run, leaves, atol=1e-6, rtol=1e-5, fast_mode=check is gradgradcheck)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "options"), COMBINED)
 def test_finite_differences_of_the_output(mask, options):
     leaves, names, plain = small(MASKS[mask], OPTIONS[options])
     ran = able(*leaves[:3], MASKS[mask], **dict(zip(names, leaves[3:], strict=True)), **plain)
@@ -69,7 +76,9 @@ def test_finite_differences_of_the_output(mask, options):
 
 
 @pytest.mark.parametrize("options", ["plain", "bias of one row, sinks, softcap"])
-@pytest.mark.parametrize("mask", ["causal", "rows that see nothing", "by row and head"])
+@pytest.mark.parametrize(
+    "mask", ["causal", *(pytest.param(m, marks=pytest.mark.sweep) for m in MASKS if m != "causal")]
+)
 @pytest.mark.parametrize("asked", [{"return_lse": True}, {"return_weights": True, "return_lse": True}], ids=str)
 def test_finite_differences_of_weights_and_log_sum_exp(mask, options, asked):
     leaves, names, plain = small(MASKS[mask], OPTIONS[options])
@@ -77,8 +86,7 @@ def test_finite_differences_of_weights_and_log_sum_exp(mask, options, asked):
         assert checked(engine, MASKS[mask], OPTIONS[options], **asked), engine
 
 
-@pytest.mark.parametrize("options", ["plain", "bias by head", "bias of one row, sinks, softcap"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "options"), COMBINED)
 def test_finite_differences_of_the_gradients(mask, options):
     """Every engine, of the output, and of what else is returned."""
     leaves, names, plain = small(MASKS[mask], OPTIONS[options])

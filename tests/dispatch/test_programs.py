@@ -226,6 +226,7 @@ def test_a_step_of_training_compiled(backend: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sweep
 def test_calls_without_an_operator_run_outside_of_the_graph() -> None:
     """Weights, dropout and Python formulas: a graph break, and an error where the program must be whole."""
     x = inputs()
@@ -248,6 +249,7 @@ def test_calls_without_an_operator_run_outside_of_the_graph() -> None:
         torch.testing.assert_close(found, fn(*x), msg=name)
 
 
+@pytest.mark.sweep
 def test_wrong_arguments_raise_as_in_eager_mode() -> None:
     x = inputs()
     with pytest.raises(MaskError, match="there is no mask 'casual'"):

@@ -248,6 +248,7 @@ def test_a_mask_and_is_causal_exclude_each_other():
         ours(Q, K, V, attn_mask=BOOLS, is_causal=True)
 
 
+@pytest.mark.sweep
 def test_in_torch_s_own_place():
     """Put where torch's function is, before and after lowtri has loaded torch's: it never calls itself."""
     program = """
@@ -279,6 +280,7 @@ def test_a_head_size_of_0(mask):
         ours(Q, q, v)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_once_for_all_lengths():
     """No size of a dynamic program is looked into, but for what broadcasting and grouping ask."""

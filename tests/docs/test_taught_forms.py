@@ -462,6 +462,7 @@ class OnLowtri:
         return output.transpose(1, 2), None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["GPT", "Whisper", "T5", "BART"])
 def test_d_each_of_the_four_families_runs_on_lowtri_and_passes_the_audit(name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface

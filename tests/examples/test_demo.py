@@ -105,6 +105,7 @@ def test_figures_that_are_not_the_notebooks_are_seen(tmp_path: Path, monkeypatch
     assert not steps.run(Context(tmp_path)).checks[0].passed
 
 
+@pytest.mark.sweep
 def test_the_acts_that_look_at_trained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Setting(
         layers=2, hidden=32, rows=4, prompt=8, recipe=Recipe(steps=40, batch=8, context=48, lr=5e-3, validate_every=20)

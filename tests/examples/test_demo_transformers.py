@@ -13,6 +13,7 @@ from lowtri.training.recipe import Recipe
 from why_mask.experiment import Setting, why_mask
 
 
+@pytest.mark.sweep
 def test_the_act_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(steps=40, batch=8, context=48, lr=5e-3, validate_every=20)
     text = [Document("rhyme", "the black cat sat on the mat and saw the dog.\n" * 400)]

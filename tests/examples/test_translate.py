@@ -55,6 +55,7 @@ def test_dates_in_two_languages() -> None:
     }
 
 
+@pytest.mark.sweep
 def test_no_source_has_two_translations_and_no_letter_is_unknown() -> None:
     letters, found = example.Letters(), {}
     days = example.split(SMALL)[0][::40]
@@ -75,6 +76,7 @@ def test_held_out_dates_are_not_trained_on() -> None:
 # The three attentions.
 
 
+@pytest.mark.sweep
 def test_it_learns(trained: Any) -> None:
     _, letters, losses = trained
     uniform = torch.tensor(float(len(letters))).log()
@@ -82,6 +84,7 @@ def test_it_learns(trained: Any) -> None:
     assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
 
 
+@pytest.mark.sweep
 def test_the_same_setting_gives_the_same_weights(trained: Any) -> None:
     brief = replace(SMALL, steps=8)
     (one, _, losses), (two, _, again) = example.train(brief), example.train(brief)
@@ -91,6 +94,7 @@ def test_the_same_setting_gives_the_same_weights(trained: Any) -> None:
     assert other != losses
 
 
+@pytest.mark.sweep
 def test_maps_of_a_trained_model(trained: Any, tmp_path: Path) -> None:
     model, letters, _ = trained
     source, target = example.written(SUNDAY, "full", "en")
@@ -108,6 +112,7 @@ def test_maps_of_a_trained_model(trained: Any, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
+@pytest.mark.sweep
 @torch.no_grad()
 def test_pads_leave_no_trace(trained: Any) -> None:
     model, letters, _ = trained
@@ -123,6 +128,7 @@ def test_pads_leave_no_trace(trained: Any) -> None:
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_a_cache_changes_no_letter_and_neighbours_do_not_either(trained: Any) -> None:
     model, letters, _ = trained
     sources = [example.written(SUNDAY, *form)[0] for form in example.FORMS]
@@ -132,6 +138,7 @@ def test_a_cache_changes_no_letter_and_neighbours_do_not_either(trained: Any) ->
     assert len(set(together)) > 1  # a model that always writes the same would say nothing here
 
 
+@pytest.mark.sweep
 @torch.no_grad()
 def test_the_decoder_is_audited(trained: Any) -> None:
     model, letters, _ = trained
@@ -173,6 +180,7 @@ def test_a_decoder_that_sees_the_future_translates_nothing() -> None:
     assert share["causal"] > 0.5 and share["full"] < 0.02
 
 
+@pytest.mark.sweep
 def test_without_babel_it_says_what_to_install() -> None:
     run = f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     code = f"import sys, runpy; sys.modules['babel'] = None; sys.argv = ['translate.py']; {run}"

@@ -1,6 +1,6 @@
 """What becomes of a model that peeks: its consequences, measured on trained weights by the experiment itself.
 
-The small experiment takes seconds; the one that `examples/why_mask` and `make demo` run is among the sweeps.
+The small experiment takes half a minute; both it and the one that `examples/why_mask` and `make demo` run are sweeps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = Setting(
 )
 
 
-@pytest.fixture(scope="module", params=["small", pytest.param("full", marks=pytest.mark.sweep)])
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.sweep) for size in ("small", "full")])
 def found(request: pytest.FixtureRequest) -> Experiment:
     if request.param == "full":
         return why_mask()

@@ -219,6 +219,7 @@ def same_stream(found, exact):
     return float((found - exact).abs().max()) < 16 * room
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "limit", [20, 21, 48]
 )  # at 20 the sinks and the window fill all places: a shift for every token

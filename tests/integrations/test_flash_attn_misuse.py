@@ -174,6 +174,7 @@ def test_weights_of_sequences_with_slopes_of_their_own():
     torch.testing.assert_close(whole, apart, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_compiled_calls_equal_eager_ones():
     """Sequence lengths, a cache and slopes are read outside of the graph."""
     slopes, lengths = torch.tensor([0.5, 0.25, 0.125, 0.0]), torch.tensor([1, 2])

@@ -88,6 +88,7 @@ def test_a_causal_model_needs_no_table() -> None:
     assert not any(getattr(node.meta.get("example_value"), "dtype", None) == torch.bool for node in graph.graph.nodes)
 
 
+@pytest.mark.sweep
 def test_lengths_may_vary() -> None:
     made: list[Any] = []
 
@@ -108,6 +109,7 @@ def test_lengths_may_vary() -> None:
     torch.testing.assert_close(for_any(ids, use_cache=False).logits, switched(ids).logits)
 
 
+@pytest.mark.sweep
 def test_a_step_of_training() -> None:
     switched = model()
     switched.train()
@@ -119,6 +121,7 @@ def test_a_step_of_training() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.sweep
 def test_generating_with_a_compiled_forward() -> None:
     options = {"attention_mask": PADS, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     right = model(implementation="sdpa").generate(IDS, **options)
@@ -127,6 +130,7 @@ def test_generating_with_a_compiled_forward() -> None:
     assert torch.equal(switched.generate(IDS, **options), right)
 
 
+@pytest.mark.sweep
 def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
     switched = model()
     right = switched(IDS, output_attentions=True).attentions

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lowtri.kernels.isa import ALL
 from recipes import blocks, copy_of_lowtri, replace_line, run
 
 TITLE = "Adding an instruction set or a dtype to the kernels"
 
 
+@pytest.mark.sweep
 def test_the_recipe(tmp_path: Path) -> None:
     file, lines = blocks(TITLE)
     added_import, table = lines.strip().split("\n\n")

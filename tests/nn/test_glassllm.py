@@ -161,6 +161,7 @@ def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
 # The demo's part
 
 
+@pytest.mark.sweep
 def test_the_part_of_the_demo_passes_its_checks(tmp_path: Path) -> None:
     from demo.context import Context
     from demo.glassllm import run

@@ -76,6 +76,7 @@ def test_only_configuration_tokenizer_and_safetensors_are_downloaded() -> None:
     assert chosen == names
 
 
+@pytest.mark.sweep
 def test_the_cache_of_huggingface_hub_is_read_without_a_network(model: Decoder, tmp_path: Path) -> None:
     cached(model, tmp_path)
     program = f"from lowtri.nn import Decoder; print(Decoder.from_pretrained({NAME!r}).config.vocab_size)"

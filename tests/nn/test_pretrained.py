@@ -412,6 +412,7 @@ def test_templates_are_read_from_two_files(tmp_path: Path) -> None:
     assert chat_text(tmp_path, HELLO) == "yes"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("template", "words"),
     [

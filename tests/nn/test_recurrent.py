@@ -83,6 +83,7 @@ def test_rows_can_be_reordered(model: RecurrentLM) -> None:
     torch.testing.assert_close(got[:1], model(torch.cat([ids[1:], more[:1]], 1))[:, -1:], atol=1e-6, rtol=0)
 
 
+@pytest.mark.sweep
 def test_the_audit_finds_no_leak(model: RecurrentLM) -> None:
     report = lowtri.audit(model, some_ids(2, 10))
     assert report.ok, report

@@ -83,6 +83,7 @@ def compare(case: Case, parts: list[dict[str, Any]], limit: float) -> None:
     ]
 
 
+@pytest.mark.sweep
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shard_masks, st.integers(1, 300), st.integers(2, 4), st.data())
 def test_random_masks(ranks: Ranks, mask: lt.Mask, n: int, size: int, data: st.DataObject) -> None:

@@ -157,6 +157,7 @@ def test_the_price_of_a_token_decides_between_balance_and_traffic() -> None:
     assert even.ways[even.way].cost <= 1.1 * cheapest
 
 
+@pytest.mark.sweep
 def test_a_million_tokens_on_a_thousand_ranks_in_bounded_memory() -> None:
     n = 2**20
     mask = causal() & documents(lengths=document_lengths(n, 0))

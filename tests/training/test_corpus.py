@@ -72,6 +72,7 @@ def python() -> list[Document]:
     return python_text()  # some seconds of parsing
 
 
+@pytest.mark.sweep
 def test_python_brings_text_of_its_own(python: list[Document]) -> None:
     assert sum(len(document.text) for document in python) > 1_000_000
     names = [document.name for document in python]
@@ -82,6 +83,7 @@ def test_python_brings_text_of_its_own(python: list[Document]) -> None:
     assert not any("site-packages" in name or "idlelib" in name for name in names)
 
 
+@pytest.mark.sweep
 def test_python_s_text_is_the_same_in_any_process_and_imports_no_module_of_it(python: list[Document]) -> None:
     program = """
 import hashlib, sys
@@ -111,6 +113,7 @@ def test_any_text_survives_bytes_and_merges(text: str) -> None:
 TOKENIZERS = [learn(["the cat sat on the mat, the cat sat"], vocabulary) for vocabulary in (BYTES, 300)]
 
 
+@pytest.mark.sweep
 def test_learning_is_deterministic_and_documents_are_framed(python: list[Document]) -> None:
     texts = [document.text for document in python[:60]]
     once, twice = learn(texts, 1000), learn(texts, 1000)
