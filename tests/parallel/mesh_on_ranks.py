@@ -1,4 +1,4 @@
-"""Functions of test_meshes that run on each rank: two groups share the rows of a batch, two processes of a group the tokens of a row."""
+"""Functions of test_meshes that run on each rank: two groups share rows, two processes of a group share the tokens of a row."""
 
 from __future__ import annotations
 

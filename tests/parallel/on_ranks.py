@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
 from lowtri.training.corpus import Packed
-from lowtri.training.processes import Distributed, Processes
+from lowtri.training.processes import Distributed, Processes, ending_together
 from lowtri.training.recipe import Recipe
 from lowtri.training.sharded_state import full_weights
 from lowtri.training.train import train
@@ -271,6 +273,7 @@ class Training:
     sp: int
     folder: Path | None = None
     kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
+    together: bool = False  # whether the others end when a process has ended, as on the command line
     full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
     recipe: Recipe = RECIPE
 
@@ -301,12 +304,16 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
     model, watched = case.model(), []
     Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
+    if case.together:
+        assert case.folder is not None
+        sys.stderr = open(case.folder / f"stderr-{processes.rank}", "w")  # noqa: SIM115
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if case.full_disk == processes.rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     state = None if case.folder is None else case.folder / "training-state.pt"
     try:
-        history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
+        with ending_together() if case.together else nullcontext():
+            history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
     except (lowtri.LowtriError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -88,6 +88,26 @@ def killed(folder: Path, rank: int | None) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize(
+    "victim", [1, pytest.param(0, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep)]
+)
+def test_after_a_kill_the_others_end_with_one_line_that_names_it(tmp_path: Path, victim: int) -> None:
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill=(victim, 4), together=True))
+        assert group.results(60) == [None] * 4
+        for process in group.processes:
+            process.join(20)
+        assert [process.exitcode for process in group.processes] == [-9 if rank == victim else 1 for rank in range(4)]
+    finally:
+        group.stop()
+    lines = [line for path in tmp_path.glob("stderr-*") for line in path.read_text().splitlines()]
+    assert len(lines) == 1 and re.match(rf"lowtri: .*rank {victim} of 4 ended; start again with --resume", lines[0]), (
+        lines
+    )
+    assert [path.name for path in (tmp_path / "training-state").glob("step-*")] == ["step-2"]
+
+
 @pytest.mark.sweep
 def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     """Bit-equal on as many ranks, to rounding on fewer."""

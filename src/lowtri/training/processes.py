@@ -21,11 +21,12 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.plan import TILE_Q
 from lowtri.nn.decoder import Decoder
 from lowtri.parallel.context import ContextParallel
+from lowtri.parallel.heartbeat import beating
 from lowtri.parallel.planning import plan_shards
 from lowtri.parallel.roll_call import RollCall
 from lowtri.training.corpus import IGNORED, Rows
 
-__all__ = ["Processes", "processes_of_torchrun"]
+__all__ = ["Processes", "ending_together", "processes_of_torchrun"]
 
 T = TypeVar("T")
 
@@ -169,7 +170,8 @@ class Distributed(Processes):
             with self._roll_call.required(what):
                 yield
         except RankError as error:
-            raise RankError(f"{str(error).splitlines()[0]}\nFix: start it again with --resume.") from error
+            line = str(error).splitlines()[0].removesuffix("; start again with --resume.")
+            raise RankError(f"{line}\nFix: start it again with --resume.") from error
 
     def barrier(self) -> None:
         with self.answering("a barrier"):
@@ -197,6 +199,20 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
         return
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     try:
-        yield Distributed(dp, sp)
+        with ending_together():
+            yield Distributed(dp, sp)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """If a process ends, end the others, too, with one line that names it. All processes enter it together."""
+    with beating() as heartbeat:
+        try:
+            yield
+        except RankError as error:
+            if heartbeat is None:
+                raise
+            line = str(error).splitlines()[0].rstrip(".")
+            heartbeat.leave(line if "--resume" in line else f"{line}; start again with --resume")
