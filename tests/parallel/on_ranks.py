@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,6 +275,7 @@ class Training:
     folder: Path | None = None
     kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
     together: bool = False  # whether the others end when a process has ended, as on the command line
+    kill_save: int | None = None  # all processes are killed in the middle of their n-th checkpoint
     full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
     recipe: Recipe = RECIPE
 
@@ -291,12 +293,33 @@ class Fatal(Packed):
     """A corpus whose rows kill the process that asks for them too often."""
 
     left = -1
+    after: Path | None = None  # a checkpoint that must be complete before
 
     def rows(self, *arguments: Any) -> Any:
         if Fatal.left == 0:
+            until = time.monotonic() + 30
+            while Fatal.after is not None and not Fatal.after.exists() and time.monotonic() < until:
+                time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
         Fatal.left -= 1
         return super().rows(*arguments)
+
+
+def kill_in_save(number: int) -> None:
+    """End this process when its shard of a checkpoint is written, and the checkpoint is not complete."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write, left = FileSystemWriter.write_data, [number]
+
+    def fatal(*arguments: Any) -> Any:
+        left[0] -= 1
+        written = write(*arguments)
+        if left[0] == 0:
+            written.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    FileSystemWriter.write_data = fatal  # type: ignore[method-assign]
 
 
 def training_run(group: Any, case: Training) -> dict[str, Any]:
@@ -307,6 +330,9 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     if case.together:
         assert case.folder is not None
         sys.stderr = open(case.folder / f"stderr-{processes.rank}", "w")  # noqa: SIM115
+    Fatal.after = None if case.folder is None else case.folder / "training-state" / f"step-{case.recipe.save_every}"
+    if case.kill_save:
+        kill_in_save(case.kill_save)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if case.full_disk == processes.rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))

@@ -88,6 +88,22 @@ def killed(folder: Path, rank: int | None) -> list[Any]:
     return results
 
 
+def test_a_kill_in_the_middle_of_a_save_loses_the_steps_since_the_one_before(ranks: Ranks, tmp_path: Path) -> None:
+    """And the resumed run is bit-equal to one that was never killed."""
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill_save=2))
+        assert group.results(60) == [None] * 4
+    finally:
+        group.stop()
+    state = tmp_path / "training-state"
+    assert {path.name for path in state.iterdir()} == {"step-2", ".step-4.part"}
+    resumed, unbroken = ranks.run(training_run, Training(2, 2, tmp_path))[0], ranks.run(training_run, Training(2, 2))[0]
+    assert resumed["watched"] == [3, 4] and resumed["losses"] == unbroken["losses"]
+    assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())
+    assert {path.name for path in state.iterdir()} == {"step-4"}
+
+
 @pytest.mark.parametrize(
     "victim", [1, pytest.param(0, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep)]
 )

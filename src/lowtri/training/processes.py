@@ -76,6 +76,10 @@ class Processes:
         """Around work in which all processes take part: if one ends, the others raise a RankError with its number."""
         yield
 
+    def new_group(self) -> Any:
+        """A group of all processes for collectives of another thread."""
+        return None
+
     def barrier(self) -> None:
         """Wait for all processes."""
 
@@ -172,6 +176,9 @@ class Distributed(Processes):
         except RankError as error:
             line = str(error).splitlines()[0].removesuffix("; start again with --resume.")
             raise RankError(f"{line}\nFix: start it again with --resume.") from error
+
+    def new_group(self) -> Any:
+        return dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
         with self.answering("a barrier"):
