@@ -278,6 +278,7 @@ class Training:
     kill_save: int | None = None  # all processes are killed in the middle of their n-th checkpoint
     full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
     recipe: Recipe = RECIPE
+    meta: bool = False  # whether the model is made on the meta device
 
     def corpus(self) -> Packed:
         random = np.random.default_rng(0)
@@ -286,7 +287,8 @@ class Training:
     def model(self) -> Decoder:
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
+        with torch.device("meta") if self.meta else nullcontext():
+            return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
 
 
 class Fatal(Packed):

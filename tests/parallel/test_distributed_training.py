@@ -39,6 +39,17 @@ def test_several_processes_learn_what_one_learns(ranks: Ranks, alone: dict[str, 
     assert all(result["losses"] == results[0]["losses"] and not result["weights"] for result in results[1:])
 
 
+def test_weights_of_a_model_on_the_meta_device_do_not_depend_on_the_number_of_processes(ranks: Ranks) -> None:
+    expected = training_run(None, Training(1, 1, meta=True))
+    results = ranks.run(training_run, Training(2, 2, meta=True))
+    close(results[0], expected)
+    # Before the first step, the same bits: a rate of almost nothing shows them.
+    still = replace(RECIPE, steps=1, lr=1e-30)
+    first = ranks.run(training_run, Training(4, 1, recipe=still, meta=True))[0]
+    for name, weight in training_run(None, Training(1, 1, recipe=still, meta=True))["weights"].items():
+        assert np.array_equal(first["weights"][name], weight), name
+
+
 def test_accumulated_gradients(ranks: Ranks, alone: dict[str, Any]) -> None:
     """Parts with different numbers of targets weigh what they weigh together."""
     parts = replace(RECIPE, accumulate=2)

@@ -25,6 +25,7 @@ from lowtri.parallel.heartbeat import beating
 from lowtri.parallel.planning import plan_shards
 from lowtri.parallel.roll_call import RollCall
 from lowtri.training.corpus import IGNORED, Rows
+from lowtri.training.initial import initialise
 
 __all__ = ["Processes", "ending_together", "processes_of_torchrun"]
 
@@ -59,7 +60,8 @@ class Processes:
         return value
 
     def shard(self, model: nn.Module, dtype: str) -> nn.Module:
-        """The model with its weights sharded over all processes."""
+        """The model with its weights sharded over all processes, and drawn if it was made on the meta device."""
+        initialise(model)
         return model
 
     def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
@@ -159,6 +161,8 @@ class Distributed(Processes):
         for layer in getattr(getattr(model, "model", None), "layers", ()):
             fully_shard(layer, mesh=self._all, mp_policy=policy)
         sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
+        with self.answering("drawing the weights"):
+            initialise(sharded)
         return sharded
 
     @cached_property
