@@ -275,6 +275,7 @@ class Training:
     folder: Path | None = None
     kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
     together: bool = False  # whether the others end when a process has ended, as on the command line
+    raises: bool = False  # instead of being killed, it runs out of memory
     kill_save: int | None = None  # all processes are killed in the middle of their n-th checkpoint
     full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
     recipe: Recipe = RECIPE
@@ -296,12 +297,15 @@ class Fatal(Packed):
 
     left = -1
     after: Path | None = None  # a checkpoint that must be complete before
+    raises = False
 
     def rows(self, *arguments: Any) -> Any:
         if Fatal.left == 0:
             until = time.monotonic() + 30
             while Fatal.after is not None and not Fatal.after.exists() and time.monotonic() < until:
                 time.sleep(0.005)
+            if Fatal.raises:
+                raise MemoryError("no memory for the rows")
             os.kill(os.getpid(), signal.SIGKILL)
         Fatal.left -= 1
         return super().rows(*arguments)
@@ -332,6 +336,7 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     if case.together:
         assert case.folder is not None
         sys.stderr = open(case.folder / f"stderr-{processes.rank}", "w")  # noqa: SIM115
+    Fatal.raises = case.raises
     Fatal.after = None if case.folder is None else case.folder / "training-state" / f"step-{case.recipe.save_every}"
     if case.kill_save:
         kill_in_save(case.kill_save)

@@ -136,6 +136,19 @@ def test_after_a_kill_the_others_end_with_one_line_that_names_it(tmp_path: Path,
 
 
 @pytest.mark.sweep
+def test_sweep_after_an_error_on_one_process_the_others_name_it_and_its_error(tmp_path: Path) -> None:
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill=(2, 4), raises=True, together=True))
+        results = group.results(60)
+    finally:
+        group.stop()
+    assert [repr(result) for result in results] == ["None", "None", "MemoryError: no memory for the rows", "None"]
+    lines = [line for path in tmp_path.glob("stderr-*") for line in path.read_text().splitlines()]
+    assert len(lines) == 1 and "rank 2 of 4 ended (MemoryError: no memory for the rows); start again" in lines[0], lines
+
+
+@pytest.mark.sweep
 def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     """Bit-equal on as many ranks, to rounding on fewer."""
     unbroken = ranks.run(training_run, Training(2, 2))[0]

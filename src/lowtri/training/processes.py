@@ -208,12 +208,29 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
             )
         yield Processes()
         return
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    _begin(timedelta(minutes=10))
     try:
         with ending_together():
             yield Distributed(dp, sp)
     finally:
         dist.destroy_process_group()
+
+
+def _begin(timeout: timedelta) -> None:
+    """Begin torch.distributed with the processes of torchrun.
+
+    After a restart in place (``--max-restarts``), the store of torchrun still has the addresses of the processes that have ended, and
+    torch would wait for those: each attempt has names of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # its stores are documented, but not marked as exported for type checkers
+    store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
+    attempt = stores.PrefixStore(f"lowtri/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=timeout)
 
 
 @contextmanager
