@@ -84,11 +84,16 @@ class Heartbeat:
         reason = next((f" ({reason})" for reason in missing.values() if reason), "")
         return f"rank{'s' * (len(missing) > 1)} {names} of {self.world} ended{reason}; start again with --resume"
 
+    def is_first_to_report(self) -> bool:
+        """True for the first process that calls it: the one that prints an error which all of them have."""
+        with suppress(RuntimeError), self._lock:
+            return bool(self._store.add(f"{self._name}/reported", 1) == 1)
+        return True
+
     def leave(self, message: str, code: int = 1) -> None:
         """End this process at once: a regular end would wait for threads and collectives. One process prints the message."""
-        first = True
+        first = self.is_first_to_report()
         with suppress(RuntimeError), self._lock:  # the store may have ended, too
-            first = self._store.add(f"{self._name}/reported", 1) == 1
             self._store.set(f"{self._name}/{_ENDED}", message)
         if first:
             print(f"lowtri: {message}", file=sys.stderr, flush=True)

@@ -235,7 +235,10 @@ def _begin(timeout: timedelta) -> None:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """If a process ends, end the others, too, with one line that names it. All processes enter it together."""
+    """If a process ends, end the others, too, with one line that names it. All processes enter it together.
+
+    An error that every process has is raised in one of them; the others end without a word.
+    """
     with beating() as heartbeat:
         try:
             yield
@@ -244,3 +247,7 @@ def ending_together() -> Iterator[None]:
                 raise
             line = str(error).splitlines()[0].rstrip(".")
             heartbeat.leave(line if "--resume" in line else f"{line}; start again with --resume")
+        except LowtriError as error:
+            if heartbeat is None or heartbeat.is_first_to_report():
+                raise
+            raise SystemExit(error.exit_code) from None
