@@ -63,8 +63,8 @@ def gradients(group: Any, kind: str) -> float:
     (loss * dist.get_world_size()).backward()  # DDP and FSDP average over the processes
     differences = []
     for name, expected in gradients_of_one().items():
-        found = dict(mine.named_parameters())[name].grad
-        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+        gradient: Any = dict(mine.named_parameters())[name].grad
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         differences.append(float((whole - expected).abs().max() / expected.abs().max()))
     return max(differences)
 

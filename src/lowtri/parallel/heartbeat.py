@@ -172,7 +172,7 @@ class Heartbeat:
             self._store.set(f"{self._name}/{self.rank}", str(self._count))
 
     def _ended(self) -> str:
-        """What another process has found to have ended, or nothing."""
+        """The message of another process that has noticed an end, or nothing."""
         return self._value(_ENDED).decode()
 
     def _read(self, rank: int) -> bytes:
