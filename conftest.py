@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,3 +16,13 @@ def nothing_is_compiled_before() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ready, "found", lambda: frozenset())
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Four processes, for all tests of a session."""
+    from ranks import Ranks
+
+    group = Ranks(4)
+    yield group
+    group.stop()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
 from lowtri.training.corpus import Packed
-from lowtri.training.processes import Distributed, Processes
+from lowtri.training.processes import Distributed, Processes, ending_together
 from lowtri.training.recipe import Recipe
 from lowtri.training.sharded_state import full_weights
 from lowtri.training.train import train
@@ -271,8 +274,12 @@ class Training:
     sp: int
     folder: Path | None = None
     kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
+    together: bool = False  # whether the others end when a process has ended, as on the command line
+    raises: bool = False  # instead of being killed, it runs out of memory
+    kill_save: int | None = None  # all processes are killed in the middle of their n-th checkpoint
     full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
     recipe: Recipe = RECIPE
+    meta: bool = False  # whether the model is made on the meta device
 
     def corpus(self) -> Packed:
         random = np.random.default_rng(0)
@@ -281,19 +288,44 @@ class Training:
     def model(self) -> Decoder:
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
+        with torch.device("meta") if self.meta else nullcontext():
+            return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
 
 
 class Fatal(Packed):
     """A corpus whose rows kill the process that asks for them too often."""
 
     left = -1
+    after: Path | None = None  # a checkpoint that must be complete before
+    raises = False
 
     def rows(self, *arguments: Any) -> Any:
         if Fatal.left == 0:
+            until = time.monotonic() + 30
+            while Fatal.after is not None and not Fatal.after.exists() and time.monotonic() < until:
+                time.sleep(0.005)
+            if Fatal.raises:
+                raise MemoryError("no memory for the rows")
             os.kill(os.getpid(), signal.SIGKILL)
         Fatal.left -= 1
         return super().rows(*arguments)
+
+
+def kill_in_save(number: int) -> None:
+    """End this process when its shard of a checkpoint is written, and the checkpoint is not complete."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write, left = FileSystemWriter.write_data, [number]
+
+    def fatal(*arguments: Any) -> Any:
+        left[0] -= 1
+        written = write(*arguments)
+        if left[0] == 0:
+            written.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    FileSystemWriter.write_data = fatal  # type: ignore[method-assign]
 
 
 def training_run(group: Any, case: Training) -> dict[str, Any]:
@@ -301,12 +333,20 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
     model, watched = case.model(), []
     Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
+    if case.together:
+        assert case.folder is not None
+        sys.stderr = open(case.folder / f"stderr-{processes.rank}", "w")  # noqa: SIM115
+    Fatal.raises = case.raises
+    Fatal.after = None if case.folder is None else case.folder / "training-state" / f"step-{case.recipe.save_every}"
+    if case.kill_save:
+        kill_in_save(case.kill_save)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if case.full_disk == processes.rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     state = None if case.folder is None else case.folder / "training-state.pt"
     try:
-        history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
+        with ending_together() if case.together else nullcontext():
+            history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
     except (lowtri.LowtriError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -39,6 +39,17 @@ def test_several_processes_learn_what_one_learns(ranks: Ranks, alone: dict[str, 
     assert all(result["losses"] == results[0]["losses"] and not result["weights"] for result in results[1:])
 
 
+def test_weights_of_a_model_on_the_meta_device_do_not_depend_on_the_number_of_processes(ranks: Ranks) -> None:
+    expected = training_run(None, Training(1, 1, meta=True))
+    results = ranks.run(training_run, Training(2, 2, meta=True))
+    close(results[0], expected)
+    # Before the first step, the same bits: a rate of almost nothing shows them.
+    still = replace(RECIPE, steps=1, lr=1e-30)
+    first = ranks.run(training_run, Training(4, 1, recipe=still, meta=True))[0]
+    for name, weight in training_run(None, Training(1, 1, recipe=still, meta=True))["weights"].items():
+        assert np.array_equal(first["weights"][name], weight), name
+
+
 def test_accumulated_gradients(ranks: Ranks, alone: dict[str, Any]) -> None:
     """Parts with different numbers of targets weigh what they weigh together."""
     parts = replace(RECIPE, accumulate=2)
@@ -86,6 +97,55 @@ def killed(folder: Path, rank: int | None) -> list[Any]:
         group.stop()
     assert [path.name for path in (folder / "training-state").glob("step-*")] == ["step-2"]
     return results
+
+
+def test_a_kill_in_the_middle_of_a_save_loses_the_steps_since_the_one_before(ranks: Ranks, tmp_path: Path) -> None:
+    """And the resumed run is bit-equal to one that was never killed."""
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill_save=2))
+        assert group.results(60) == [None] * 4
+    finally:
+        group.stop()
+    state = tmp_path / "training-state"
+    assert {path.name for path in state.iterdir()} == {"step-2", ".step-4.part"}
+    resumed, unbroken = ranks.run(training_run, Training(2, 2, tmp_path))[0], ranks.run(training_run, Training(2, 2))[0]
+    assert resumed["watched"] == [3, 4] and resumed["losses"] == unbroken["losses"]
+    assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())
+    assert {path.name for path in state.iterdir()} == {"step-4"}
+
+
+@pytest.mark.parametrize(
+    "victim", [1, pytest.param(0, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep)]
+)
+def test_after_a_kill_the_others_end_with_one_line_that_names_it(tmp_path: Path, victim: int) -> None:
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill=(victim, 4), together=True))
+        assert group.results(60) == [None] * 4
+        for process in group.processes:
+            process.join(20)
+        assert [process.exitcode for process in group.processes] == [-9 if rank == victim else 1 for rank in range(4)]
+    finally:
+        group.stop()
+    lines = [line for path in tmp_path.glob("stderr-*") for line in path.read_text().splitlines()]
+    assert len(lines) == 1 and re.match(rf"lowtri: .*rank {victim} of 4 ended; start again with --resume", lines[0]), (
+        lines
+    )
+    assert [path.name for path in (tmp_path / "training-state").glob("step-*")] == ["step-2"]
+
+
+@pytest.mark.sweep
+def test_sweep_after_an_error_on_one_process_the_others_name_it_and_its_error(tmp_path: Path) -> None:
+    group = Ranks(4, once=True)
+    try:
+        group.start(training_run, Training(2, 2, tmp_path, kill=(2, 4), raises=True, together=True))
+        results = group.results(60)
+    finally:
+        group.stop()
+    assert [repr(result) for result in results] == ["None", "None", "MemoryError: no memory for the rows", "None"]
+    lines = [line for path in tmp_path.glob("stderr-*") for line in path.read_text().splitlines()]
+    assert len(lines) == 1 and "rank 2 of 4 ended (MemoryError: no memory for the rows); start again" in lines[0], lines
 
 
 @pytest.mark.sweep

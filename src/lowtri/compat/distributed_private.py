@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store"]
+__all__ = ["default_store", "own_store"]
 
 
 def default_store() -> Any:
@@ -17,3 +17,13 @@ def default_store() -> Any:
     """
     find = getattr(distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
+
+
+def own_store() -> Any:
+    """The same store by another connection, for a thread: on one connection, a call waits for those before it.
+
+    None where this torch does not expose the store, or cannot clone it.
+    """
+    store = default_store()
+    clone = getattr(store, "clone", None)
+    return None if clone is None else clone()

@@ -13,6 +13,7 @@ from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.transformers_dense import read_dense_mask
 from lowtri.integrations.transformers_lazy import LazyMask
+from lowtri.integrations.transformers_sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 
 __all__ = ["apply_sinks", "attend", "is_causal_layer", "reject_unsupported", "weights_requested"]
@@ -71,6 +72,11 @@ def attend(
         lazy = LazyMask(causal() if is_causal_layer(module, is_causal, nq) else full(), 0, nq, 0, nk)
     else:
         lazy, bias = read_dense_mask(attention_mask, nq, nk, query.dtype)
+    weighted = weights_requested(output_attentions)
+    if lazy.context is not None:
+        refused = {"dropout": dropout or None, "position_bias": position_bias, "sinks of single queries": sinks}
+        refused |= {"indices": indices, "block_indices": block_indices, "output_attentions": weighted or None}
+        return attend_sharded(lazy, (query, key, value), scaling, softcap, s_aux, engine, refused), None
     if block_indices is not None:
         position_ids = _position_ids(others, nq, nk, query)
         visible = _dense_table(lazy, query.device)
@@ -82,7 +88,6 @@ def attend(
         lazy, _ = read_dense_mask(chosen & _dense_table(lazy, query.device), nq, nk, query.dtype)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    weighted = weights_requested(output_attentions)
     if not weighted and lazy.trimmed is not lazy:
         cut = slice(lazy.trimmed.k0 - lazy.k0, lazy.trimmed.k0 - lazy.k0 + lazy.trimmed.nk)
         key, value = key[..., cut, :], value[..., cut, :]

@@ -45,6 +45,7 @@ class LazyMask:
     k0: int
     nk: int
     given: Mask | None = field(default=None, repr=False)  # the mask of a user that it was made from
+    context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
 
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:
@@ -81,18 +82,28 @@ class LazyMask:
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
+        self._require_positions()
         return replace(self, q0=self.q0 + start, nq=max(stop - start, 0))
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
+        self._require_positions()
         return replace(self, k0=self.k0 + start, nk=max(stop - start, 0))
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
+        self._require_positions()
         q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
         pairs = np.asarray(self.mask(q[:, None], k[None, :]))
         lead = (*self.mask.batch, 1, 1)[:2]
         return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
+
+    def _require_positions(self) -> None:
+        if self.context is not None:
+            raise CallError(
+                "transformers: the model reads its mask, but no process has all pairs of the sequence.\n"
+                "Fix: use(model) without context_parallel for this model."
+            )
 
 
 def _all_hidden(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> bool:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
+from lowtri.integrations.transformers_caches import check_cache
 from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
+from lowtri.integrations.transformers_sharded import mask_of_plan
 from lowtri.integrations.transformers_traced import can_omit_mask
-from lowtri.integrations.transformers_use import check_cache, given_mask
+from lowtri.integrations.transformers_use import given_mask
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Documents
@@ -80,18 +82,21 @@ def make_mask(
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
-    pattern = None
+    pattern, context = None, None if given is None else given.context
     if given is not None:
-        given.asked = True
-        pattern = given.placed(attention_mask, max(q0 + q_length, k0 + kv_length))
-        pattern = check_cache(pattern, q0, q_length, k0, kv_length)
+        given.asked, pattern = True, given.mask
+        if pattern is not None and context is None:
+            pattern = given.placed(pattern, attention_mask, max(q0 + q_length, k0 + kv_length))
+            pattern = check_cache(pattern, q0, q_length, k0, kv_length)
     if mask_function is None:
         mask = causal() if pattern is None else pattern
     else:
         mask = read_function(mask_function, batch_size, use_vmap, str(device), pattern)
-    if attention_mask is not None:
+    if context is not None:
+        mask = mask_of_plan(mask, context.plan, _and)
+    elif attention_mask is not None:
         mask = _and(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, None if given is None else given.mask)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, None if given is None else given.mask, context)
     return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
 
 

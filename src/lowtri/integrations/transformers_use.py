@@ -2,7 +2,8 @@
 
     model(ids, attention_mask="causal & window(4)")    this forward
     use(model, mask="causal & window(4)")              every forward, in training and generate, too
-    use(model, mask=None)                              the model's own mask again
+    use(model, context_parallel=context)               every forward on this process's part of a sequence
+    use(model)                                         the model's own mask, and whole sequences, again
 
 The mask replaces the model's own pattern (causal, sliding, chunked) in every attention layer. Padding and packed documents still hide
 what they hide; positions count from the first token of a left-padded row, and from the start of each packed document. So a padded or
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -27,18 +28,20 @@ import torch
 from torch import Tensor
 
 from lowtri.compat.transformers_private import attention_name, is_stateful
-from lowtri.errors import CallError, EngineError
-from lowtri.generation.missing import row_masks, visible_pair
+from lowtri.errors import EngineError
 from lowtri.integrations.transformers_functions import RemappedMask
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
+from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.formulas import Band, first, full
+from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import EMPTY
 
-__all__ = ["GivenMask", "add_hooks", "check_cache", "given_mask", "use"]
+if TYPE_CHECKING:
+    from lowtri.parallel.context import ContextParallel
+
+__all__ = ["GivenMask", "add_hooks", "given_mask", "use"]
 
 M = TypeVar("M")
 
@@ -47,23 +50,24 @@ M = TypeVar("M")
 class GivenMask:
     """The mask of the forward that runs, and whether a layer of the model has asked for it."""
 
-    mask: Mask
+    mask: Mask | None  # None for the model's own, where the sequence is spread over processes
     model: Any
     asked: bool = False
+    context: ContextParallel | None = None
 
-    def placed(self, valid: Tensor | None, length: int) -> Mask:
-        """The mask at positions that count from the first token of each row.
+    def placed(self, mask: Mask, valid: Tensor | None, length: int) -> Mask:
+        """A mask at positions that count from the first token of each row.
 
         Args:
             valid: (B, N) bools, True = a token, False = padding; None without padding.
             length: of the longest row, past tokens included.
         """
-        if valid is None or isinstance(self.mask, Band) or self.mask == full():  # which compare distances only
-            return self.mask
+        if valid is None or isinstance(mask, Band) or mask == full():  # which compare distances only
+            return mask
         pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
         if not pads.any():
-            return self.mask
-        return RemappedMask(self.mask, FrozenArray(np.maximum(np.arange(length) - pads, 0)))
+            return mask
+        return RemappedMask(mask, FrozenArray(np.maximum(np.arange(length) - pads, 0)))
 
 
 @dataclass(eq=False)
@@ -72,6 +76,7 @@ class _Setting:
 
     model: Any
     mask: Mask | None = None
+    context: ContextParallel | None = None
     hooked: bool = (
         False  # whether any forward has had a mask; until then the hooks do nothing, and torch.compile traces them
     )
@@ -80,7 +85,7 @@ class _Setting:
         _settings.add(self)
 
     def __deepcopy__(self, memo: Any) -> _Setting:
-        return _Setting(copy.deepcopy(self.model, memo), self.mask)
+        return _Setting(copy.deepcopy(self.model, memo), self.mask, self.context)
 
 
 _settings: WeakSet[_Setting] = WeakSet()
@@ -106,8 +111,8 @@ def _is_of(config: Any, model: Any) -> bool:
     return config is not None and (config is model.config or config is model.config.get_text_config())
 
 
-def use(model: M, mask: Mask | str | None) -> M:
-    """Set the mask of a switched model, in place, for every forward from now on.
+def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextParallel | None = None) -> M:
+    """Set the mask of a switched model, or the processes that share its sequences, in place, for every forward from now on.
 
     >>> import torch, transformers
     >>> from lowtri.integrations.transformers import switch, use
@@ -121,24 +126,36 @@ def use(model: M, mask: Mask | str | None) -> M:
     >>> torch.equal(once, always), torch.equal(use(model, mask=None)(ids).logits, always)
     (True, False)
 
+    With ``context_parallel``, each process calls ``model(ids, labels=labels)`` with the whole sequences, (B, n), or with its own
+    tokens as ``ids``. The logits are those of its own tokens. The loss is its part: the sum over its targets, divided by the number of
+    targets of all processes; the parts of all processes add up to the loss. ``num_items_in_batch=`` replaces that number where other
+    processes have other rows. DDP and FSDP average gradients over processes: multiply the loss by their number.
+
     Args:
         model: a model of transformers, after :func:`switch`. It is the model that is called: for a language model the whole of
             it, not its inner decoder.
         mask: a mask or its text; None for the model's own.
+        context_parallel: a :class:`lowtri.parallel.ContextParallel`, whose plan has the masks of all layers; None for whole
+            sequences in this process.
 
     Returns:
         the model.
 
     Raises:
-        EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers.
-        CallError: from a later forward, where a cache cannot serve the mask: if the mask shows earlier queries keys that came
-            only after them (so also in ``generate``), or keys that the model's own cache has dropped.
+        EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers; with
+            ``context_parallel`` also if its positions cannot be given, or its rotary embedding depends on the length of the input.
+        CallError: if the plan lacks the mask. From a later forward, where a cache cannot serve the mask: if the mask shows earlier
+            queries keys that came only after them (so also in ``generate``), or keys that the model's own cache has dropped. With
+            ``context_parallel`` on every process, for padding, caches, dropout and labels of a part of the sequence.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
-    if checked is not None:
+    if checked is not None or context_parallel is not None:
         _check_model(model, "use")
+    if context_parallel is not None:
+        check_sharded(model, context_parallel, checked)
     add_hooks(model)
-    model.lowtri_setting.mask = checked  # type: ignore[attr-defined]
+    setting: _Setting = model.lowtri_setting  # type: ignore[attr-defined]
+    setting.mask, setting.context = checked, context_parallel
     return model
 
 
@@ -183,9 +200,9 @@ def _place_of_mask(forward: Any) -> int:
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take the mask of this forward from its arguments."""
-    own = model.lowtri_setting.mask is None and not any(
-        isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args)
-    )
+    setting = model.lowtri_setting
+    own = setting.mask is None and setting.context is None
+    own = own and not any(isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args))
     return None if own else _begin_eagerly(model, args, kwargs)
 
 
@@ -196,7 +213,8 @@ def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mask, given = model.lowtri_setting.mask, kwargs.get("attention_mask")
+    setting: _Setting = model.lowtri_setting
+    mask, given = setting.mask, kwargs.get("attention_mask")
     if len(args) > 1:
         place = _place_of_mask(type(model).forward)
         given = args[place] if place < len(args) else given
@@ -205,8 +223,12 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_model(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
         kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
-    if mask is not None:
-        model.lowtri_setting.hooked = True
+    if setting.context is not None:
+        args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
+        setting.hooked = True
+        _running.set((*_running.get(), GivenMask(mask, model, context=setting.context)))
+    elif mask is not None:
+        setting.hooked = True
         made = given.values() if isinstance(given, dict) else [given]  # by generate, for each kind of layer
         asked = any(isinstance(x, LazyMaskTensor) and x.lazy.given is mask for x in made)
         _running.set((*_running.get(), GivenMask(mask, model, asked)))
@@ -220,48 +242,15 @@ def _end(model: Any, output: Any) -> None:
     _running.set(running[:-1])
     if output is not None and not running[-1].asked:
         raise EngineError(
-            f"transformers: {type(model).__name__} made no mask in this forward, so {running[-1].mask!r} was not applied.\n"
+            f"transformers: {type(model).__name__} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
         )
+
+
+def _name(given: GivenMask) -> str:
+    return "context_parallel" if given.mask is None else repr(given.mask)
 
 
 # torch.compile does not trace these two: they change a context variable.
 _begin_eagerly: Callable[..., Any] = torch.compiler.disable(_begin)
 _end_eagerly: Callable[..., Any] = torch.compiler.disable(_end)
-
-
-# Caches.
-
-
-def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
-    """The mask for queries ``q0 .. q0 + nq`` and keys ``k0 .. k0 + nk`` (positions in the row), if a cache can serve it.
-
-    Returns:
-        the mask, without keys of a static cache that are not written yet.
-
-    Raises:
-        CallError: if earlier queries lack one of these keys, or these queries lack a key that the cache has dropped.
-    """
-    end = q0 + nq
-    if pair := _shown(mask, 0, q0, q0, end):
-        _reject(
-            mask, *pair, "which came only after it", "a mask that shows no later keys, or use_cache=False in generate"
-        )
-    if pair := _shown(mask, q0, end, 0, k0):
-        fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
-        _reject(mask, *pair, "which the model's cache has dropped", fix)
-    if k0 + nk > end and not np.all(mask.tile(q0, end, end, k0 + nk) == EMPTY):
-        return mask & first(end)
-    return mask
-
-
-def _shown(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> tuple[int, int] | None:
-    """A query of ``q0 .. q1`` and a key of ``k0 .. k1`` that it sees, for any row and head."""
-    if q0 == q1 or k0 == k1 or np.all(mask.tile(q0, q1, k0, k1) == EMPTY):
-        return None
-    pairs = (visible_pair(part, q0, q1, np.arange(k0, k1)) for part in row_masks(mask, 0, 1))
-    return next((pair for pair in pairs if pair is not None), None)
-
-
-def _reject(mask: Mask, q: int, k: int, why: str, fix: str) -> NoReturn:
-    raise CallError(f"transformers: {mask!r} shows the query at {q} the key at {k}, {why}.\nFix: {fix}.")

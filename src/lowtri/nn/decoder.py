@@ -204,13 +204,17 @@ class Decoder(nn.Module):
     def init_weights(self) -> None:
         """Draw the weights anew: after ``to_empty`` of a model that was made under ``torch.device("meta")``."""
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * self.config.num_hidden_layers) if residual else 1))
-            elif name.endswith(".bias"):
-                nn.init.zeros_(weight)
-            else:  # norms
-                nn.init.ones_(weight)
+            self.init_weight(name, weight)
+
+    def init_weight(self, name: str, weight: Tensor) -> None:
+        """Draw one weight anew. One after the other, in the order of ``named_parameters``, they are those of :meth:`init_weights`."""
+        if weight.ndim == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * self.config.num_hidden_layers) if residual else 1))
+        elif name.endswith(".bias"):
+            nn.init.zeros_(weight)
+        else:  # norms
+            nn.init.ones_(weight)
 
     def tie_weights(self) -> None:
         """Share the embedding's weights with the output projection, if the configuration says so."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lowtri.dispatch.eager import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
@@ -43,8 +44,8 @@ class ContextParallel:
 
     Args:
         plan: the same on every rank.
-        group: a process group with one process for each rank of the plan, for instance ``mesh["sp"].get_group()`` of a DeviceMesh;
-            default: all processes.
+        group: a process group with one process for each rank of the plan, or a DeviceMesh of one dimension, for instance
+            ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "sp"))["sp"]``; default: all processes.
         keep: keep fetched keys and values for the backward: half the messages, more memory.
         overlap: attend the own keys while those of others arrive, and merge the results. None: where the plan fetches only what
             is seen, and the dtype is not a half type, whose partial results would be rounded twice.
@@ -74,6 +75,13 @@ class ContextParallel:
                 "ContextParallel: torch.distributed has not begun.\n"
                 'Fix: torch.distributed.init_process_group("gloo") in each process, started by torchrun.'
             )
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise CallError(
+                    f"ContextParallel: group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, but one shares the tokens.\n"
+                    'Fix: mesh["sp"], with the name of that dimension.'
+                )
+            group = group.get_group()
         self.plan, self.group, self.keep, self.overlap, self.check = plan, group, keep, overlap, check
         self.rank = dist.get_rank(group)
         if self.rank < 0 or dist.get_world_size(group) != plan.ranks:
@@ -226,6 +234,13 @@ class ContextParallel:
                 "ContextParallel.attend: no rank holds a whole row of weights. Fix: neither weights nor dropout."
             )
         return self.attention(q, k, v, mask, **options)
+
+    def agree(self, what: str, error: str | None) -> None:
+        """Raise a CallError on every rank if a rank has an error; without ``check`` on that rank only."""
+        if self.check:
+            agree(what, error, [], self.group, self._roll_call)
+        elif error is not None:
+            raise CallError(error)
 
     def _wrong(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> str | None:
         """What is wrong with the arguments of a call on this rank, or None."""

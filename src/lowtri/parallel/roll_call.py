@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lowtri.compat.distributed_private import default_store
 from lowtri.errors import LowtriError, RankError
+from lowtri.parallel import heartbeat
 
 __all__ = ["RollCall"]
 
@@ -56,8 +57,10 @@ class RollCall:
             raise
         except RuntimeError as error:  # torch's classes for it differ by version and by backend
             self._failures += 1
-            missing = self._answer(f"{self._name}/failed/{self._failures}", min(_AFTER_FAILURE, self.timeout))
             reason = str(error).strip().splitlines()[0][:200]
+            if (beats := heartbeat.running()) is not None and (ended := beats.missing(_AFTER_FAILURE)):
+                raise RankError(f"{what}: {beats.sentence(ended)}.\n{reason}") from error
+            missing = self._answer(f"{self._name}/failed/{self._failures}", min(_AFTER_FAILURE, self.timeout))
             if missing:
                 sentence = self._sentence(what, missing, min(_AFTER_FAILURE, self.timeout))
                 raise RankError(f"{sentence}\n{reason}") from error

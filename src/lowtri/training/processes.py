@@ -21,11 +21,13 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.plan import TILE_Q
 from lowtri.nn.decoder import Decoder
 from lowtri.parallel.context import ContextParallel
+from lowtri.parallel.heartbeat import beating
 from lowtri.parallel.planning import plan_shards
 from lowtri.parallel.roll_call import RollCall
 from lowtri.training.corpus import IGNORED, Rows
+from lowtri.training.initial import initialise
 
-__all__ = ["Processes", "processes_of_torchrun"]
+__all__ = ["Processes", "ending_together", "processes_of_torchrun"]
 
 T = TypeVar("T")
 
@@ -58,7 +60,8 @@ class Processes:
         return value
 
     def shard(self, model: nn.Module, dtype: str) -> nn.Module:
-        """The model with its weights sharded over all processes."""
+        """The model with its weights sharded over all processes, and drawn if it was made on the meta device."""
+        initialise(model)
         return model
 
     def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
@@ -74,6 +77,10 @@ class Processes:
     def answering(self, what: str) -> Iterator[None]:
         """Around work in which all processes take part: if one ends, the others raise a RankError with its number."""
         yield
+
+    def new_group(self) -> Any:
+        """A group of all processes for collectives of another thread."""
+        return None
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -154,6 +161,8 @@ class Distributed(Processes):
         for layer in getattr(getattr(model, "model", None), "layers", ()):
             fully_shard(layer, mesh=self._all, mp_policy=policy)
         sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
+        with self.answering("drawing the weights"):
+            initialise(sharded)
         return sharded
 
     @cached_property
@@ -169,7 +178,11 @@ class Distributed(Processes):
             with self._roll_call.required(what):
                 yield
         except RankError as error:
-            raise RankError(f"{str(error).splitlines()[0]}\nFix: start it again with --resume.") from error
+            line = str(error).splitlines()[0].removesuffix("; start again with --resume.")
+            raise RankError(f"{line}\nFix: start it again with --resume.") from error
+
+    def new_group(self) -> Any:
+        return dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
         with self.answering("a barrier"):
@@ -195,8 +208,46 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
             )
         yield Processes()
         return
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    _begin(timedelta(minutes=10))
     try:
-        yield Distributed(dp, sp)
+        with ending_together():
+            yield Distributed(dp, sp)
     finally:
         dist.destroy_process_group()
+
+
+def _begin(timeout: timedelta) -> None:
+    """Begin torch.distributed with the processes of torchrun.
+
+    After a restart in place (``--max-restarts``), the store of torchrun still has the addresses of the processes that have ended, and
+    torch would wait for those: each attempt has names of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist  # its stores are documented, but not marked as exported for type checkers
+    store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
+    attempt = stores.PrefixStore(f"lowtri/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=timeout)
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """If a process ends, end the others, too, with one line that names it. All processes enter it together.
+
+    An error that every process has is raised in one of them; the others end without a word.
+    """
+    with beating() as heartbeat:
+        try:
+            yield
+        except RankError as error:
+            if heartbeat is None:
+                raise
+            line = str(error).splitlines()[0].rstrip(".")
+            heartbeat.leave(line if "--resume" in line else f"{line}; start again with --resume")
+        except LowtriError as error:
+            if heartbeat is None or heartbeat.is_first_to_report():
+                raise
+            raise SystemExit(error.exit_code) from None

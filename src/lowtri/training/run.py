@@ -29,6 +29,7 @@ from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
 from lowtri.training.corpus import Packed, python_text, read_files
+from lowtri.training.initial import initialise
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.plot import plot
 from lowtri.training.processes import Processes
@@ -143,7 +144,7 @@ def _run(
 
     tokenizer, corpus = Tokenizer.from_str(begun.tokenizer), begun.corpus
     torch.manual_seed(plan.recipe.seed)
-    model = plan.model(tokenizer.get_vocab_size()).to(device)
+    model = _model(plan, tokenizer.get_vocab_size(), device, processes.world)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if processes.is_main:
         note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
@@ -151,8 +152,8 @@ def _run(
     history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch, processes=processes)
     if processes.world > 1:
         weights = full_weights(model)
-        model = plan.model(tokenizer.get_vocab_size())
         if processes.is_main:
+            model = plan.model(tokenizer.get_vocab_size())
             model.load_state_dict(weights)
     result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
 
@@ -165,6 +166,17 @@ def _run(
 
     processes.on_main(finish)
     return Outcome(folder, parameters, len(corpus), history)
+
+
+def _model(plan: Plan, vocabulary: int, device: str, processes: int) -> Decoder | RecurrentLM:
+    """The model with its first weights; on several processes without them, since each draws its shards only."""
+    if plan.cell is not None:
+        return plan.model(vocabulary).to(device)
+    with torch.device("meta"):
+        model = plan.model(vocabulary)
+    if processes == 1:
+        initialise(model, device)
+    return model
 
 
 class _Begun(NamedTuple):

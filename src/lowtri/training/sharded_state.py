@@ -1,4 +1,4 @@
-"""The state of a run on several processes: torch's distributed checkpoint, written beside its name and renamed when it is complete.
+"""The state of a run on several processes: torch's distributed checkpoint, written while training goes on, and renamed when complete.
 
     training-state/step-120/          shards of weights and moments, and run.json
     training-state/.step-140.part/    one that is being written, or was when a process was killed
@@ -8,11 +8,13 @@ Any number of processes reads what any number has written.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import shutil
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from lowtri.files import write_text
 if TYPE_CHECKING:
     from lowtri.training.processes import Processes
 
-__all__ = ["content_of", "full_weights", "newest", "restore_sharded", "save_sharded"]
+__all__ = ["Saver", "content_of", "full_weights", "newest", "restore_sharded"]
 
 
 def newest(folder: Path) -> Path | None:
@@ -31,38 +33,101 @@ def newest(folder: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def save_sharded(folder: Path, content: dict[str, Any], model: Any, optimizer: Any, processes: Processes) -> None:
-    """Write a checkpoint; ``content`` is what JSON can say, with ``done``, the number of steps.
+class Saver:
+    """Writes checkpoints in the background, one at a time; all processes call it together.
 
-    Raises:
-        OSError: on every rank, if it cannot be written; the one before is complete.
+    The weights and moments are copied before :meth:`save` returns. A thread of each process writes its shards, with collectives in a
+    group of their own, and then a thread of rank 0 renames the folder. Until then, the checkpoint before it is the newest.
+
+    Args:
+        folder: of the checkpoints.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save
 
-    target, part = folder / f"step-{content['done']}", folder / f".step-{content['done']}.part"
-    processes.on_main(lambda: _clear(folder))
-    weights, moments = get_state_dict(model, optimizer)
-    problem: OSError | None = None
-    try:
-        with processes.answering(f"saving {target.name}"):
-            save({"model": weights, "optimizer": moments}, checkpoint_id=part)
-    except (Exception, CheckpointException) as error:  # every rank learns of a failed write, in a class of torch's
-        problem = _os_error(error, folder)
-        if problem is None:
-            raise
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self._folder, self._processes = folder, processes
+        self._pending: Future[None] | None = None
+        self._group: Any = None
 
-    def finish() -> None:
-        if problem is not None:
-            raise problem
-        write_text(part / "run.json", json.dumps(content))
-        os.replace(part, target)
-        for old in folder.glob("step-*"):
-            if old != target:
-                shutil.rmtree(old)
+    def save(self, content: dict[str, Any], model: Any, optimizer: Any) -> None:
+        """Begin to write a checkpoint; ``content`` is what JSON can say, with ``done``, the number of steps.
 
-    processes.on_main(finish)
+        Raises:
+            OSError: on every rank, if the checkpoint before could not be written.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        self.wait()
+        part = self._folder / f".step-{content['done']}.part"
+        self._processes.on_main(lambda: _clear(self._folder))
+        weights, moments = get_state_dict(model, optimizer)
+        if self._group is None:
+            self._group = self._processes.new_group()
+        with self._processes.answering("beginning to save"):
+            written = _write({"model": weights, "optimizer": moments}, part, self._group)
+        pending: Future[None] = Future()
+        self._pending = pending
+        written.add_done_callback(lambda done: self._finish(done, pending, content, part))
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            OSError: on every rank, if it could not be written; the one before is complete.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        if self._pending is None:
+            return
+        pending, self._pending, problem = self._pending, None, None
+        with self._processes.answering("saving"):
+            try:
+                pending.result()
+            except (
+                Exception,
+                CheckpointException,
+            ) as error:  # every rank learns of a failed write, in a class of torch's
+                problem = _os_error(error, self._folder)
+                if problem is None:
+                    raise RuntimeError(str(error)) from error
+
+        def report() -> None:
+            if problem is not None:
+                raise problem
+
+        self._processes.on_main(report)
+
+    def _finish(self, written: Future[Any], pending: Future[None], content: dict[str, Any], part: Path) -> None:
+        """In the thread that has written: rename the checkpoint, and remove those before it."""
+        target = self._folder / f"step-{content['done']}"
+        try:
+            written.result()
+            if self._processes.is_main:
+                write_text(part / "run.json", json.dumps(content))
+                os.replace(part, target)
+                for old in self._folder.glob("step-*"):
+                    if old != target:
+                        shutil.rmtree(old)
+        except BaseException as error:
+            if self._processes.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+            pending.set_exception(error)
+        else:
+            pending.set_result(None)
+
+
+def _write(state: dict[str, Any], path: Path, group: Any) -> Future[Any]:
+    """Copy a state and begin to write it."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    if "async_stager" in inspect.signature(state_dict_saver.async_save).parameters:
+        begun: Any = state_dict_saver.async_save(state, checkpoint_id=path, process_group=group)
+        future: Future[Any] = begun
+        return future
+    done: Future[Any] = (
+        Future()
+    )  # older versions do not copy tensors that are on the CPU, and training would change them
+    done.set_result(state_dict_saver.save(state, checkpoint_id=path, process_group=group))
+    return done
 
 
 def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lowtri.files import write_atomically
 from lowtri.training.corpus import Packed
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
-from lowtri.training.sharded_state import content_of, newest, restore_sharded, save_sharded
+from lowtri.training.sharded_state import Saver, content_of, newest, restore_sharded
 
 __all__ = ["History", "Run"]
 
@@ -42,13 +42,19 @@ class Run:
     history: History = field(default_factory=History)
     done: int = 0  # steps
     processes: Processes = field(default_factory=Processes)
+    saver: Saver | None = None
 
     def save(self, path: Path) -> None:
-        """Write the state atomically: on one process as the file ``path``, on several as a folder of that name without its suffix."""
+        """Write the state atomically: on one process as the file ``path``, on several as a folder of that name without its suffix.
+
+        On several, training goes on while it is written; :meth:`wait` waits for it.
+        """
         if self.processes.world > 1:
             content = {"done": self.done, "history": asdict(self.history)}
             content |= {"recipe": asdict(self.recipe), "corpus": self.corpus.digest()}
-            save_sharded(path.with_suffix(""), content, self.model, self.optimizer, self.processes)
+            if self.saver is None:
+                self.saver = Saver(path.with_suffix(""), self.processes)
+            self.saver.save(content, self.model, self.optimizer)
             return
         content = {
             "done": self.done,
@@ -66,6 +72,11 @@ class Run:
 
         write_atomically(path, write)
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # of the same run on several processes
+
+    def wait(self) -> None:
+        """Wait until the last state is written."""
+        if self.saver is not None:
+            self.saver.wait()
 
     def resume(self, path: Path) -> None:
         """Restore what :meth:`save` has written, on any number of processes, if there is anything."""

@@ -109,6 +109,7 @@ def train(
             run.save(state)
         if watch is not None and processes.is_main:
             watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
+    run.wait()
     return run.history
 
 

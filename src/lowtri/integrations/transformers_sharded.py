@@ -1,0 +1,208 @@
+"""A model of transformers on one process's part of a sequence: its arguments, its loss, and its attention.
+
+The model needs the positions of its tokens, no padding and no cache, targets that were shifted before the sequence was split, and a
+loss that is divided by the number of targets of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtri.errors import CallError, EngineError
+from lowtri.masks.combinators import And
+from lowtri.masks.mask import Mask
+
+if TYPE_CHECKING:
+    from lowtri.integrations.transformers_lazy import LazyMask
+    from lowtri.parallel.context import ContextParallel
+    from lowtri.parallel.shards import ShardPlan
+
+__all__ = ["attend_sharded", "check_sharded", "mask_of_plan", "shard_arguments"]
+
+_IGNORED = -100  # a target that does not count
+
+
+def check_sharded(model: Any, context: Any, mask: Mask | None) -> None:
+    """Raise unless a model can run on a part of a sequence, and the plan has the mask."""
+    from lowtri.parallel.context import ContextParallel
+
+    if not isinstance(context, ContextParallel):
+        raise CallError(
+            f"use: context_parallel is {type(context).__name__}.\nFix: lowtri.parallel.ContextParallel(plan)."
+        )
+    if mask is not None:
+        context.plan.index(mask)
+    if "position_ids" not in _parameters(type(model).forward):
+        raise EngineError(
+            f"use: {type(model).__name__} takes no position_ids, so it cannot know where the tokens of a process are.\n"
+            "Fix: no context_parallel for this model."
+        )
+    kinds = _values(getattr(model.config, "rope_parameters", None) or {}, "rope_type")
+    if lengthwise := sorted(kinds & {"dynamic", "longrope"}):
+        raise EngineError(
+            f'use: the rotary embedding "{lengthwise[0]}" depends on the last position of a call, which differs between processes.\n'
+            "Fix: no context_parallel for this model."
+        )
+
+
+def shard_arguments(
+    model: Any, context: ContextParallel, mask: Mask | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward for this process's tokens.
+
+    Raises:
+        CallError: on every process, if those of one process cannot be split.
+    """
+    names, error = _parameters(type(model).forward), None
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    try:
+        if mask is not None:
+            context.plan.index(mask)
+        arguments = _sharded(model, context, arguments)
+    except CallError as wrong:
+        error = str(wrong)
+    context.agree(type(model).__name__, error)
+    return (), arguments
+
+
+def _sharded(model: Any, context: ContextParallel, arguments: dict[str, Any]) -> dict[str, Any]:
+    result, rows = dict(arguments), 0
+    for name in ("input_ids", "inputs_embeds", "position_ids", "shift_labels"):
+        if arguments.get(name) is not None:
+            result[name] = _own(context, name, arguments[name])
+            rows = len(result[name]) if name.startswith("input") else rows
+    for name in ("past_key_values", "use_cache"):
+        if arguments.get(name):
+            raise CallError(
+                f"context_parallel: {name} came, but the keys of a cache would lie on one process.\nFix: use_cache=False."
+            )
+    valid, device = arguments.get("attention_mask"), model.device
+    if isinstance(valid, Tensor) and (valid.ndim != 2 or not bool((valid == 1).all())):
+        raise CallError(
+            f"context_parallel: attention_mask {tuple(valid.shape)} hides keys, which the plan must know.\n"
+            "Fix: plan_shards(causal() & keys(valid), n, ranks), use(model, mask=..., context_parallel=...), and no attention_mask."
+        )
+    if not isinstance(valid, Tensor) and valid is not None:
+        raise CallError(f"context_parallel: attention_mask is {type(valid).__name__}. Fix: None.")
+    tokens = len(context.positions)
+    if "use_cache" in _parameters(type(model).forward):
+        result["use_cache"] = False
+    if result.get("position_ids") is None:
+        result["position_ids"] = torch.from_numpy(context.positions).to(device)[None]  # (1, my tokens)
+    # Without a mask, transformers would take each jump of the positions for the beginning of another document.
+    result["attention_mask"] = torch.ones((rows, tokens), dtype=torch.bool, device=device)
+    if arguments.get("labels") is not None:
+        result |= _targets(model, context, arguments)
+    return result
+
+
+def _targets(model: Any, context: ContextParallel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the loss: the target of a token may lie on another process, so targets are shifted before they are split."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    labels, n = arguments["labels"], context.plan.n
+    if model.loss_function is not ForCausalLMLoss or not _passes_options(type(model).forward):
+        raise CallError(
+            f"context_parallel: the loss of {type(model).__name__} takes no shifted labels.\nFix: compute it from the logits."
+        )
+    if arguments.get("shift_labels") is not None:
+        whole = arguments["shift_labels"]
+    elif labels.ndim == 2 and labels.shape[1] == n:
+        whole = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+    else:
+        raise CallError(
+            f"context_parallel: labels are {tuple(labels.shape)}, but the target of a process's last token lies on another process.\n"
+            f"Fix: labels of the whole sequence, (B, {n})."
+        )
+    count = arguments.get("num_items_in_batch")
+    if count is None and whole.shape[1] != n:
+        raise CallError("context_parallel: shift_labels of a part of the sequence need num_items_in_batch=.")
+    if count is None:
+        count = max(1, int((whole != _IGNORED).sum()))
+    shard = _own(context, "shift_labels", whole)
+    return {"labels": shard, "shift_labels": shard, "num_items_in_batch": count}
+
+
+def _own(context: ContextParallel, name: str, x: Any) -> Tensor:
+    """This process's tokens of a tensor (B, N, ...) or (B, my tokens, ...)."""
+    n, tokens = context.plan.n, len(context.positions)
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] not in (n, tokens):
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise CallError(
+            f"context_parallel: {name} is {shape}, but the plan has {n} tokens, {tokens} of them here.\n"
+            f"Fix: the whole sequence (B, {n}), or context.shard(x)."
+        )
+    return context.shard(x) if x.shape[1] == n else x
+
+
+def mask_of_plan(mask: Mask, plan: ShardPlan, join: Callable[[Mask, Mask], Mask]) -> Mask:
+    """The mask of a layer as the plan has it: ``causal & window(4)`` and ``window(4)`` are the same.
+
+    Args:
+        join: ``left & right``, simplified.
+
+    Raises:
+        CallError: if the plan was not made for it.
+    """
+
+    def simple(one: Mask) -> Mask:
+        return join(simple(one.left), simple(one.right)) if isinstance(one, And) else one
+
+    for one in plan.masks:
+        if one == mask or simple(one) == simple(mask):
+            return one
+    raise CallError(
+        f"context_parallel: a layer of the model has the mask {mask!r}, but the plan was made for "
+        f"{', '.join(map(repr, plan.masks))}.\n"
+        "Fix: plan_shards([...], n, ranks) with the masks of all layers, or use(model, mask=..., context_parallel=...)."
+    )
+
+
+def attend_sharded(
+    lazy: LazyMask,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    engine: str,
+    refused: dict[str, Any],
+) -> Tensor:
+    """The attention of a layer over the whole sequence, (B, my tokens, Hq, Dv).
+
+    Raises:
+        CallError: for what needs a whole row of weights or a table of all pairs: the entries of ``refused`` that are not None.
+    """
+    for name, value in refused.items():
+        if value is not None:
+            raise CallError(
+                f"context_parallel: the model passes {name}, but no process has all pairs of the sequence.\n"
+                "Fix: attention_dropout=0 and no output_attentions in the model's config; else no context_parallel."
+            )
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    options = {"scale": scaling, "softcap": softcap, "sinks": sinks, "engine": engine}
+    output: Tensor = lazy.context.attention(*tensors, lazy.mask, **options)
+    return output.transpose(1, 2).contiguous()
+
+
+@cache
+def _parameters(forward: Any) -> tuple[str, ...]:
+    """The names of the parameters of a model's forward, in order."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+@cache
+def _passes_options(forward: Any) -> bool:
+    """Whether a model's forward takes further arguments, which transformers passes to the loss."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
+
+
+def _values(settings: dict[str, Any], name: str) -> set[Any]:
+    """The values of a key in a dictionary and in those that it contains."""
+    inner = [_values(value, name) for value in settings.values() if isinstance(value, dict)]
+    return {settings[name]}.union(*inner) if name in settings else set().union(*inner)
