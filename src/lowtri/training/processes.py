@@ -82,9 +82,6 @@ class Processes:
         """A group of all processes for collectives of another thread."""
         return None
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-
 
 class Distributed(Processes):
     """The processes of torch.distributed, which has begun.
@@ -183,10 +180,6 @@ class Distributed(Processes):
 
     def new_group(self) -> Any:
         return dist.new_group(backend="gloo")
-
-    def barrier(self) -> None:
-        with self.answering("a barrier"):
-            dist.barrier()
 
 
 @contextmanager
