@@ -31,6 +31,7 @@ def plan_shards(
     block: int | None = None,
     token_cost: float = 1000.0,
     owner: Any = None,
+    way: str | None = None,
 ) -> ShardPlan:
     """Which of ``ranks`` processes holds which of ``n`` tokens, so that all finish the attention of a sequence at the same time.
 
@@ -61,9 +62,10 @@ def plan_shards(
             GPUs (64 query heads and 8 key/value heads of 128, 400 TFLOP/s, 50 GB/s), and tens for CPUs; 0 considers balance
             alone.
         owner: (blocks,), the rank of each block, instead of trying ways.
+        way: the name of the way to take, such as ``"contiguous"``; ``plan.ways`` has the names.
 
     Raises:
-        CallError: if block is not a multiple of 64, or owner does not name a rank for each block.
+        CallError: if block is not a multiple of 64, owner does not name a rank for each block, or there is no such way.
         MaskError: if ``mask`` is not a mask, or has no answer for n tokens (a table).
 
     Source: zig-zag, Brandon et al. 2023 (striped attention) and Dubey et al. 2024 (Llama 3); by visible pairs, MagiAttention 2025.
@@ -84,6 +86,8 @@ def plan_shards(
         ways = {"given": _given(owner, blocks, ranks)}
     else:
         ways = ways_of_dealing(total, ranks, last_is_short=n % block > 0)
+    if way is not None and way not in ways:
+        raise CallError(f"plan_shards: way is {way!r}, but the ways are {', '.join(ways)}.")
     tried: dict[str, Way] = {}
     plans: dict[str, ShardPlan] = {}
     for name, to in ways.items():
@@ -95,7 +99,7 @@ def plan_shards(
         plans[name] = ShardPlan(
             masks, n, ranks, block, to, pairs.astype(np.int64), tokens, gathers, name, tried, needed
         )
-    return plans[_chosen(tried)]
+    return plans[_chosen(tried) if way is None else way]
 
 
 def _chosen(ways: dict[str, Way]) -> str:
