@@ -20,7 +20,7 @@ __all__ = ["plan_shards"]
 _BLOCKS_OF_A_RANK = 16  # from there on, longer blocks cost little balance
 _MOST_BLOCKS = 2**16
 _EVEN = 1.15  # imbalance
-_LITTLE_MORE = 1.1  # costs are estimates: a tenth more is paid for an even way
+_LITTLE_MORE = 1.2  # costs are estimates: a fifth more is paid for an even way
 
 
 def plan_shards(
@@ -45,10 +45,11 @@ def plan_shards(
     [0, 128, 128, 128, 128, 128, 128, 128]
 
     The plan follows from the arguments alone, so every process computes it by itself. Several ways of dealing are tried: one
-    stretch for each rank, two to 64 pieces for each rank, and each of these after exchanges that even out the visible pairs. The
+    stretch for each rank, two to 64 pieces for each rank, a stretch of blocks with many pairs and one of those with few, and each
+    of these after exchanges that even out the visible pairs. The
     cost of a way is that of its slowest rank: its visible pairs (the mean over batch rows and heads), and ``token_cost`` for
     each token whose keys and values it receives. The cheapest way is chosen, or, if its imbalance exceeds 1.15, a more even one
-    that costs at most a tenth more. All ranks hold equally many tokens, to one block.
+    that costs at most a fifth more. All ranks hold equally many tokens, to one block.
 
     Where the ranks need more than half of all keys on average, all keys are sent to all ranks, in buffers of equal size.
 
@@ -108,8 +109,9 @@ def _chosen(ways: dict[str, Way]) -> str:
     cheapest = next(name for name, way in ways.items() if way.cost <= 1.001 * least)
     if ways[cheapest].imbalance <= _EVEN:
         return cheapest
-    even = [name for name, way in ways.items() if way.imbalance <= _EVEN]
-    best = min(even, key=lambda name: ways[name].cost, default=cheapest)
+    # Few long blocks to a rank cannot be balanced better than the most even way.
+    limit = max(_EVEN, 1.05 * min(way.imbalance for way in ways.values()))
+    best = min((name for name in ways if ways[name].imbalance <= limit), key=lambda name: ways[name].cost)
     return best if ways[best].cost <= _LITTLE_MORE * ways[cheapest].cost else cheapest
 
 
