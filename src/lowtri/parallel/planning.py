@@ -51,7 +51,7 @@ def plan_shards(
     each token whose keys and values it receives. The cheapest way is chosen, or, if its imbalance exceeds 1.15, a more even one
     that costs at most a fifth more. All ranks hold equally many tokens, to one block.
 
-    Where the ranks need more than half of all keys on average, all keys are sent to all ranks, in buffers of equal size.
+    Where the ranks need more than half of each other's keys on average, all keys are sent to all ranks, in buffers of equal size.
 
     Args:
         mask: the mask of the attention, or its text; a list if layers have different masks. A mask with batch rows or heads
@@ -150,8 +150,9 @@ def _received(needed: tuple[Runs, ...], owner: Ints, n: int, ranks: int, block: 
     for runs in needed:
         seen = np.bincount(runs.owner, edges[runs.last] - edges[runs.first], ranks)
         own = np.bincount(owner, sizes * runs.hold(owner, len(owner)), ranks)
-        gathers.append(ranks > 1 and 2 * float(seen.sum()) > n * ranks)
-        received += others if gathers[-1] else (seen - own).astype(np.int64)
+        fetched = (seen - own).astype(np.int64)
+        gathers.append(2 * int(fetched.sum()) > int(others.sum()))
+        received += others if gathers[-1] else fetched
     return received, tuple(gathers)
 
 
