@@ -11,8 +11,6 @@ Network: a rank receives its bytes at the bandwidth, and each of its messages ta
 ContextParallel  forward and backward: the greater of fetching and attending the own keys, then the other keys; then gradients return
 all-gather       gathering, then all keys; gradients return
 ring             in every step the slowest of all ranks: attending one rank's keys, or passing them on; gradients follow their keys
-
-Where the plan gathers all keys and overlap is off (causal), ContextParallel is computed as an all-gather that also fetches again.
 """
 
 from __future__ import annotations
@@ -129,16 +127,13 @@ def times_of(plan: ShardPlan, work: Work, machine: Machine) -> dict[str, float]:
     whole = machine.compute(work.pairs.sum(axis=1), np.full(ranks, float(plan.n)), tokens)
     gather = machine.network(plan.n - tokens, ranks - 1)
     result = {}
-    if plan.gathers[0]:
-        result["ContextParallel"] = float((whole + 3 * gather).max())
-    else:
-        fetch, back = machine.network(received, work.senders), machine.network(received, work.senders)
-        near, far = machine.compute(own, tokens, tokens), machine.compute(others, received, tokens)
-        forward = np.maximum(fetch, FORWARD * near) + FORWARD * far
-        backward = np.maximum(fetch, (1 - FORWARD) * near) + (1 - FORWARD) * far + back
-        result["ContextParallel"] = float((forward + backward).max())
-        one = machine.compute(own + others, tokens + received, tokens)
-        result["without overlap"] = float((one + 2 * fetch + back).max())
+    fetch = back = machine.network(received, ranks - 1 if plan.gathers[0] else work.senders)
+    near, far = machine.compute(own, tokens, tokens), machine.compute(others, received, tokens)
+    forward = np.maximum(fetch, FORWARD * near) + FORWARD * far
+    backward = np.maximum(fetch, (1 - FORWARD) * near) + (1 - FORWARD) * far + back
+    result["ContextParallel"] = float((forward + backward).max())
+    one = machine.compute(own + others, tokens + received, tokens)
+    result["without overlap"] = float((one + 2 * fetch + back).max())
     result["all-gather"] = float((whole + 2 * gather).max())
     rank, ring = np.arange(ranks), 0.0
     passing = machine.network(tokens, 1)

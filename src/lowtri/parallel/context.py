@@ -46,8 +46,8 @@ class ContextParallel:
         group: a process group with one process for each rank of the plan, for instance ``mesh["sp"].get_group()`` of a DeviceMesh;
             default: all processes.
         keep: keep fetched keys and values for the backward: half the messages, more memory.
-        overlap: attend the own keys while those of others arrive, and merge the results. None: where the plan fetches only what
-            is seen, and the dtype is not a half type, whose partial results would be rounded twice.
+        overlap: attend the own keys while those of others arrive, and merge the results. None: in float32 and float64, but not in
+            half types, whose partial results would be rounded twice.
         check: compare the arguments of each call between the ranks before data moves, in one small all-gather. Without it, ranks
             that come with different arguments may wait for each other until the group's time-out.
         timeout: seconds to wait for all ranks.
@@ -190,7 +190,7 @@ class ContextParallel:
             self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group, self._roll_call)
         overlap = self.overlap
         if overlap is None:
-            overlap = not self.plan.gathers[index] and q.dtype in (torch.float32, torch.float64)
+            overlap = q.dtype in (torch.float32, torch.float64)
         setting = Setting(
             self._exchanges[index],
             self.plan.masks[index],
