@@ -89,6 +89,13 @@ def test_causal_is_dealt_as_head_and_tail() -> None:
     assert plan.received.tolist() == [768] * 4
 
 
+def test_two_ranks_fetch_a_window() -> None:
+    """Half of all keys are a rank's own: they do not make it an all-gather."""
+    plan = plan_shards("causal & window(256)", 4096, 2)
+    assert plan.gathers == (False,) and plan.received.tolist() == [0, 256]
+    assert plan_shards("causal", 4096, 2).gathers == (True,)
+
+
 def test_layers_with_different_masks() -> None:
     local, whole = causal() & window(100), causal()
     plan = plan_shards([local, whole, local, whole], 2048, 4)
@@ -144,9 +151,30 @@ def document_lengths(n: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_imbalance_of_documents(seed: int) -> None:
     mask = causal() & documents(lengths=document_lengths(N, seed))
-    assert plan_shards(mask, N, 8).imbalance <= 1.15
-    for ranks in (8, 64):  # at more ranks a single block of 64 tokens of a long document exceeds the mean
+    for ranks in (8, 32, 64):  # at more ranks a single block of 64 tokens of a long document may exceed the mean
+        assert plan_shards(mask, N, ranks).imbalance <= 1.15
         assert plan_shards(mask, N, ranks, token_cost=0).imbalance <= 1.15
+
+
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep)]
+)
+def test_documents_on_many_ranks_receive_little_more_than_the_longest(seed: int) -> None:
+    lengths = document_lengths(2**20, seed)
+    plan = plan_shards(causal() & documents(lengths=lengths), 2**20, 256)
+    assert plan.imbalance <= 1.15
+    assert plan.received.max() <= 1.5 * max(lengths)
+
+
+def test_two_streams() -> None:
+    """Many ranks share one long document: each takes a stretch of it, and short documents to fill up."""
+    plan = plan_shards(causal() & documents(lengths=[2048] + [64] * 32), 4096, 4, block=64, way="two streams")
+    held = [(np.flatnonzero(plan.owner == rank) < 32) for rank in range(4)]
+    assert [int(one.sum()) for one in held] == [16, 7, 5, 4]  # of 32 blocks; fewer where they have more pairs
+    check(plan)
+    assert plan.imbalance < 1.15 and plan.received.max() < 2048
+    with pytest.raises(CallError, match=r"way is 'three streams', but the ways are contiguous, .*two streams, "):
+        plan_shards("causal", 4096, 4, way="three streams")
 
 
 def test_the_price_of_a_token_decides_between_balance_and_traffic() -> None:
@@ -154,15 +182,14 @@ def test_the_price_of_a_token_decides_between_balance_and_traffic() -> None:
     even, near = plan_shards(mask, N, 64, token_cost=0), plan_shards(mask, N, 64, token_cost=100_000)
     assert even.imbalance < near.imbalance and near.received.max() < even.received.max()
     cheapest = min(way.cost for way in even.ways.values())
-    assert even.ways[even.way].cost <= 1.1 * cheapest
+    assert even.ways[even.way].cost <= 1.2 * cheapest
 
 
-@pytest.mark.sweep
-def test_a_million_tokens_on_a_thousand_ranks_in_bounded_memory() -> None:
-    n = 2**20
+@pytest.mark.parametrize(("n", "ranks"), [(2**16, 1024), pytest.param(2**20, 1024, marks=pytest.mark.sweep)])
+def test_a_thousand_ranks_in_bounded_memory(n: int, ranks: int) -> None:
     mask = causal() & documents(lengths=document_lengths(n, 0))
     tracemalloc.start()
-    plan = plan_shards(mask, n, 1024)
+    plan = plan_shards(mask, n, ranks)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200 * 2**20

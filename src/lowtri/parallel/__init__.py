@@ -13,8 +13,12 @@ roll_call   names the processes that do not answer
 agreement   all ranks agree on the arguments of a call, or all of them raise
 route       which tokens a rank sends to whom
 exchange    keys and values from rank to rank, and their gradients back
+arguments   what a call over a part of the tokens checks
 attend      attention of a rank's queries over the whole sequence, with gradients
 context     ContextParallel
+earlier     which keys a shard takes from earlier ones
+sequential_step  a training step through shards, one after the other
+sequential  SequentialShards: the shards one after the other in one process
 
 Plans need neither torch nor processes.
 """
@@ -28,15 +32,20 @@ from lowtri.parallel.shards import ShardPlan
 
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
+    from lowtri.parallel.sequential import SequentialShards
 
-__all__ = ["ContextParallel", "ShardPlan", "plan_shards"]
+__all__ = ["ContextParallel", "SequentialShards", "ShardPlan", "plan_shards"]
 
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        if name != "ContextParallel":
-            raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")
-        from lowtri.parallel.context import ContextParallel  # loads torch
+    def __getattr__(name: str) -> Any:  # both load torch
+        if name == "ContextParallel":
+            from lowtri.parallel.context import ContextParallel
 
-        return ContextParallel
+            return ContextParallel
+        if name == "SequentialShards":
+            from lowtri.parallel.sequential import SequentialShards
+
+            return SequentialShards
+        raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")

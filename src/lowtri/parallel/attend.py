@@ -9,11 +9,10 @@ all keys are joined in one tensor and attended in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,12 +20,11 @@ from lowtri.dispatch.attend import attention
 from lowtri.dispatch.backward import attention_backward
 from lowtri.dispatch.merge import merge
 from lowtri.masks import Mask
+from lowtri.parallel.arguments import Bias, bias_of_positions
 from lowtri.parallel.exchange import Exchange, Pending
 from lowtri.parallel.runs import Ints
 
-__all__ = ["Bias", "Setting", "attend"]
-
-Bias = Callable[[Tensor, Tensor], Tensor]
+__all__ = ["Setting", "attend"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +51,7 @@ class Setting:
 
     def bias_of(self, keys: Ints, device: torch.device) -> Tensor | None:
         """The bias of this rank's queries and some keys."""
-        if self.bias is None:
-            return None
-        q, k = (torch.from_numpy(np.maximum(x, 0)).to(device) for x in (self.positions, keys))
-        return self.bias(q[:, None], k[None, :])
+        return bias_of_positions(self.bias, self.positions, keys, device)
 
 
 class _Part(NamedTuple):

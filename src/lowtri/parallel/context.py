@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +14,8 @@ from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask, as_mask
 from lowtri.parallel import collectives
 from lowtri.parallel.agreement import agree, describe_call
-from lowtri.parallel.attend import Bias, Setting, attend
+from lowtri.parallel.arguments import Bias, module_options, take, wrong_tensors
+from lowtri.parallel.attend import Setting, attend
 from lowtri.parallel.exchange import Exchange, exchange_of
 from lowtri.parallel.roll_call import RollCall
 from lowtri.parallel.runs import Ints
@@ -47,8 +47,8 @@ class ContextParallel:
         group: a process group with one process for each rank of the plan, or a DeviceMesh of one dimension, for instance
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "sp"))["sp"]``; default: all processes.
         keep: keep fetched keys and values for the backward: half the messages, more memory.
-        overlap: attend the own keys while those of others arrive, and merge the results. None: where the plan fetches only what
-            is seen, and the dtype is not a half type, whose partial results would be rounded twice.
+        overlap: attend the own keys while those of others arrive, and merge the results. None: in float32 and float64, but not in
+            half types, whose partial results would be rounded twice.
         check: compare the arguments of each call between the ranks before data moves, in one small all-gather. Without it, ranks
             that come with different arguments may wait for each other until the group's time-out.
         timeout: seconds to wait for all ranks.
@@ -104,12 +104,7 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence. Every rank passes the same ``x``."""
-        if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.plan.n:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise CallError(
-                f"shard: x is {shape}, but its dimension {dim} must be the {self.plan.n} tokens of the plan."
-            )
-        return x.index_select(dim, torch.from_numpy(self.positions).to(x.device))
+        return take(x, dim, self.positions, self.plan.n)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence from the tokens ``x`` of each rank, on every rank, without gradients.
@@ -188,7 +183,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         device, q, k, v = cast_for_autocast(q, k, v) if isinstance(q, Tensor) else (None, q, k, v)
         options = {"scale": scale, "softcap": softcap, "engine": engine}
-        index, error = 0, self._wrong(q, k, v, bias, sinks)
+        index, error = 0, wrong_tensors("ContextParallel.attention", len(self.positions), q, k, v, bias, sinks)
         if error is None:
             try:
                 index = self.plan.index(None if mask is None else as_mask(mask, "ContextParallel.attention: mask"))
@@ -203,7 +198,7 @@ class ContextParallel:
             self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group, self._roll_call)
         overlap = self.overlap
         if overlap is None:
-            overlap = not self.plan.gathers[index] and q.dtype in (torch.float32, torch.float64)
+            overlap = q.dtype in (torch.float32, torch.float64)
         setting = Setting(
             self._exchanges[index],
             self.plan.masks[index],
@@ -222,18 +217,7 @@ class ContextParallel:
         Raises:
             CallError: if the module asks for weights, or its positions are not this rank's.
         """
-        for name in ("q_positions", "k_positions"):
-            positions = options.pop(name, None)
-            if positions is None or not np.array_equal(np.ravel(positions), self.positions):
-                raise CallError(
-                    f"ContextParallel.attend: {name} are not the positions of this rank's tokens.\n"
-                    "Fix: model(ids, positions=context.positions, attend=context.attend), without a cache."
-                )
-        if options.pop("return_weights", False) or options.pop("dropout", 0):
-            raise CallError(
-                "ContextParallel.attend: no rank holds a whole row of weights. Fix: neither weights nor dropout."
-            )
-        return self.attention(q, k, v, mask, **options)
+        return self.attention(q, k, v, mask, **module_options("ContextParallel.attend", options, self.positions))
 
     def agree(self, what: str, error: str | None) -> None:
         """Raise a CallError on every rank if a rank has an error; without ``check`` on that rank only."""
@@ -241,25 +225,6 @@ class ContextParallel:
             agree(what, error, [], self.group, self._roll_call)
         elif error is not None:
             raise CallError(error)
-
-    def _wrong(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> str | None:
-        """What is wrong with the arguments of a call on this rank, or None."""
-        tokens = len(self.positions)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2] != tokens:
-                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return (
-                    f"ContextParallel.attention: {name} is {shape}, but this rank holds {tokens} tokens: (B, H, {tokens}, D).\n"
-                    "Fix: context.shard(x)."
-                )
-        if bias is not None and (isinstance(bias, Tensor) or not callable(bias)):
-            return (
-                f"ContextParallel.attention: bias is {type(bias).__name__}, but no rank holds all pairs; it takes a function of "
-                "positions.\nFix: bias=lambda q, k: table[(q - k).clamp(min=0)], for instance."
-            )
-        if sinks is not None and not isinstance(sinks, Tensor):
-            return f"ContextParallel.attention: sinks is {type(sinks).__name__}; it takes a tensor (Hq,)."
-        return None
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.plan.ranks}, {len(self.positions)} of {self.plan.n} tokens)"

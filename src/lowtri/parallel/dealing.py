@@ -7,6 +7,7 @@ token. A way without neighbouring blocks balances better; a way with long stretc
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.parallel.runs import Ints
 
@@ -22,6 +23,8 @@ def ways_of_dealing(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[str
 
     contiguous   each rank holds one stretch
     k pieces     each rank holds k stretches, dealt to and fro, those with the most pairs first; two under causal are zig-zag
+    two streams  each rank holds a stretch of the blocks with many pairs (more than the median, or the mean) and a stretch of the
+                 others, as long as its balance needs: it then shares the keys of one long document or two, not of several
     evened to x  one of these ways, after exchanges of blocks between the rank with the most pairs and the one with the fewest,
                  until the former has no more than x times the mean: the fewer exchanges, the fewer keys of other ranks
 
@@ -37,6 +40,8 @@ def ways_of_dealing(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[str
         dealt = _dealt(pairs, np.arange(blocks) * (pieces * ranks) // blocks, ranks)
         ways[f"{pieces} pieces"] = _levelled(dealt, ranks, last_is_short)
         pieces *= 2
+    for name, most in (("two streams", np.median(pairs)), ("two streams by the mean", pairs.mean())):
+        ways[name] = _levelled(_two_streams(pairs, ranks, pairs > most), ranks, last_is_short)
     for name, owner in list(ways.items()):
         for limit in _EVENED:
             evened = _evened(pairs, owner, ranks, limit, last_is_short)
@@ -50,6 +55,25 @@ def _dealt(pairs: Ints, piece: Ints, ranks: int) -> Ints:
     order = np.argsort(-np.bincount(piece, pairs), kind="stable")
     turn, place = np.divmod(np.argsort(order), ranks)
     return np.where(turn % 2 == 0, place, ranks - 1 - place)[piece]
+
+
+def _two_streams(pairs: Ints, ranks: int, many: NDArray[np.bool_]) -> Ints:
+    """The blocks with many pairs in order, and those with few in order; each rank takes some of both, to the mean of what is left."""
+    streams = np.flatnonzero(many), np.flatnonzero(~many)
+    sums = [np.concatenate([[0], np.cumsum(pairs[stream])]) for stream in streams]
+    owner, a, b = np.empty(len(pairs), np.int64), 0, 0  # the next block of each stream
+    for rank in range(ranks):
+        left = ranks - rank
+        count = (len(pairs) - a - b) // left
+        wanted = (sums[0][-1] - sums[0][a] + sums[1][-1] - sums[1][b]) / left
+        taken = np.arange(
+            max(0, count - len(streams[1]) + b), min(count, len(streams[0]) - a) + 1
+        )  # of the first stream
+        total = sums[0][a + taken] - sums[0][a] + sums[1][b + count - taken] - sums[1][b]
+        best = int(taken[np.abs(total - wanted).argmin()])
+        owner[streams[0][a : a + best]] = owner[streams[1][b : b + count - best]] = rank
+        a, b = a + best, b + count - best
+    return owner
 
 
 def _levelled(owner: Ints, ranks: int, last_is_short: bool) -> Ints:

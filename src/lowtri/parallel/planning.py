@@ -20,7 +20,7 @@ __all__ = ["plan_shards"]
 _BLOCKS_OF_A_RANK = 16  # from there on, longer blocks cost little balance
 _MOST_BLOCKS = 2**16
 _EVEN = 1.15  # imbalance
-_LITTLE_MORE = 1.1  # costs are estimates: a tenth more is paid for an even way
+_LITTLE_MORE = 1.2  # costs are estimates: a fifth more is paid for an even way
 
 
 def plan_shards(
@@ -31,6 +31,7 @@ def plan_shards(
     block: int | None = None,
     token_cost: float = 1000.0,
     owner: Any = None,
+    way: str | None = None,
 ) -> ShardPlan:
     """Which of ``ranks`` processes holds which of ``n`` tokens, so that all finish the attention of a sequence at the same time.
 
@@ -44,12 +45,13 @@ def plan_shards(
     [0, 128, 128, 128, 128, 128, 128, 128]
 
     The plan follows from the arguments alone, so every process computes it by itself. Several ways of dealing are tried: one
-    stretch for each rank, two to 64 pieces for each rank, and each of these after exchanges that even out the visible pairs. The
+    stretch for each rank, two to 64 pieces for each rank, a stretch of blocks with many pairs and one of those with few, and each
+    of these after exchanges that even out the visible pairs. The
     cost of a way is that of its slowest rank: its visible pairs (the mean over batch rows and heads), and ``token_cost`` for
     each token whose keys and values it receives. The cheapest way is chosen, or, if its imbalance exceeds 1.15, a more even one
-    that costs at most a tenth more. All ranks hold equally many tokens, to one block.
+    that costs at most a fifth more. All ranks hold equally many tokens, to one block.
 
-    Where the ranks need more than half of all keys on average, all keys are sent to all ranks, in buffers of equal size.
+    Where the ranks need more than half of each other's keys on average, all keys are sent to all ranks, in buffers of equal size.
 
     Args:
         mask: the mask of the attention, or its text; a list if layers have different masks. A mask with batch rows or heads
@@ -61,9 +63,10 @@ def plan_shards(
             GPUs (64 query heads and 8 key/value heads of 128, 400 TFLOP/s, 50 GB/s), and tens for CPUs; 0 considers balance
             alone.
         owner: (blocks,), the rank of each block, instead of trying ways.
+        way: the name of the way to take, such as ``"contiguous"``; ``plan.ways`` has the names.
 
     Raises:
-        CallError: if block is not a multiple of 64, or owner does not name a rank for each block.
+        CallError: if block is not a multiple of 64, owner does not name a rank for each block, or there is no such way.
         MaskError: if ``mask`` is not a mask, or has no answer for n tokens (a table).
 
     Source: zig-zag, Brandon et al. 2023 (striped attention) and Dubey et al. 2024 (Llama 3); by visible pairs, MagiAttention 2025.
@@ -84,6 +87,8 @@ def plan_shards(
         ways = {"given": _given(owner, blocks, ranks)}
     else:
         ways = ways_of_dealing(total, ranks, last_is_short=n % block > 0)
+    if way is not None and way not in ways:
+        raise CallError(f"plan_shards: way is {way!r}, but the ways are {', '.join(ways)}.")
     tried: dict[str, Way] = {}
     plans: dict[str, ShardPlan] = {}
     for name, to in ways.items():
@@ -95,7 +100,7 @@ def plan_shards(
         plans[name] = ShardPlan(
             masks, n, ranks, block, to, pairs.astype(np.int64), tokens, gathers, name, tried, needed
         )
-    return plans[_chosen(tried)]
+    return plans[_chosen(tried) if way is None else way]
 
 
 def _chosen(ways: dict[str, Way]) -> str:
@@ -104,8 +109,9 @@ def _chosen(ways: dict[str, Way]) -> str:
     cheapest = next(name for name, way in ways.items() if way.cost <= 1.001 * least)
     if ways[cheapest].imbalance <= _EVEN:
         return cheapest
-    even = [name for name, way in ways.items() if way.imbalance <= _EVEN]
-    best = min(even, key=lambda name: ways[name].cost, default=cheapest)
+    # Few long blocks to a rank cannot be balanced better than the most even way.
+    limit = max(_EVEN, 1.05 * min(way.imbalance for way in ways.values()))
+    best = min((name for name in ways if ways[name].imbalance <= limit), key=lambda name: ways[name].cost)
     return best if ways[best].cost <= _LITTLE_MORE * ways[cheapest].cost else cheapest
 
 
@@ -144,8 +150,9 @@ def _received(needed: tuple[Runs, ...], owner: Ints, n: int, ranks: int, block: 
     for runs in needed:
         seen = np.bincount(runs.owner, edges[runs.last] - edges[runs.first], ranks)
         own = np.bincount(owner, sizes * runs.hold(owner, len(owner)), ranks)
-        gathers.append(ranks > 1 and 2 * float(seen.sum()) > n * ranks)
-        received += others if gathers[-1] else (seen - own).astype(np.int64)
+        fetched = (seen - own).astype(np.int64)
+        gathers.append(2 * int(fetched.sum()) > int(others.sum()))
+        received += others if gathers[-1] else fetched
     return received, tuple(gathers)
 
 

@@ -43,8 +43,8 @@ class ShardPlan:
         owner: (blocks,), the rank of each block.
         pairs: (ranks,), visible pairs of the queries of each rank, summed over the masks and over their batch rows and heads.
         received: (ranks,), tokens that each rank receives from others, summed over the masks.
-        gathers: for each mask whether all keys are sent to all ranks, which is so where the ranks need more than half of all
-            keys on average; else each rank receives only what its queries see.
+        gathers: for each mask whether all keys are sent to all ranks, which is so where the ranks need more than half of each
+            other's keys on average; else each rank receives only what its queries see.
         way: the way of dealing that was chosen.
         ways: every way that was tried, with its imbalance, the most tokens that a rank receives, and its cost.
     """
