@@ -44,8 +44,8 @@ QUICK = (512, 1024)
 HEAD_SIZE = 64  # of one head: every head costs the same
 WINDOW, DOCUMENT = 256, 512  # tokens
 
-_LONGEST = 60.0  # seconds; a run that would take longer ends its line
-_ROUNDS, _FEW_ROUNDS, _SLOW = 7, 3, 1.0  # fewer turns where a turn takes more than a second
+_LONGEST = 30.0  # seconds; a run that would take longer ends its line
+_ROUNDS, _FEW_ROUNDS, _SLOW = 7, 3, 1.0  # fewer turns, with the first, where a turn takes more than a second
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,9 @@ def grow(
             lines = [Line(who, name) for name in (OURS, SDPA)]
             _check(who, lengths[0], dtype)  # compiles as well, and starts the threads
             for n in lengths:
-                say(f"{who} {n:,}")
                 _extend(lines, n, dtype, longest, clock)
+                last = [line.points[-1] for line in lines if line.points and line.points[-1].n == n]
+                say(f"{who} {n:,} tokens: " + ", ".join(f"{point.seconds * 1e3:,.2f} ms" for point in last))
             yield from lines
 
 
@@ -130,9 +131,10 @@ def _inputs(n: int, dtype: str) -> torch.Tensor:
 
 def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Callable[[], float]) -> None:
     """Add a point to every line that does not end before ``n``."""
-    mask, inputs, first = read_mask(mask_text(lines[0].mask, n)), _inputs(n, dtype), 0.0
+    mask, inputs = read_mask(mask_text(lines[0].mask, n)), _inputs(n, dtype)
     runs: dict[str, Callable[[], float]] = {}
     peaks: dict[str, int | None] = {}
+    first: dict[str, float] = {}
     for line in lines:
         line.ended = line.ended or _reason_to_end(line, n, longest)
         if line.ended:
@@ -142,9 +144,12 @@ def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Ca
         runs[line.name] = partial(_timed, attend, inputs, clock)
         start = clock()
         peak = peak_bytes(runs[line.name])
-        first += clock() - start
+        first[line.name] = clock() - start
         peaks[line.name] = None if peak is None else peak + table_bytes
-    taken = in_turns(runs, _FEW_ROUNDS if first > _SLOW else _ROUNDS, 0)
+    slow = sum(first.values()) > _SLOW
+    taken = in_turns(runs, _FEW_ROUNDS - 1 if slow else _ROUNDS, 0)
+    for name in taken if slow else ():
+        taken[name].append(first[name])
     for line in lines:
         if line.name in taken:
             line.points.append(Point(n, statistics.median(taken[line.name]), peaks[line.name]))

@@ -48,8 +48,8 @@ def command(
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
 
-    --plot runs causal attention, a window and documents over 512 to 131,072 tokens of one head, in turns with torch, for some ten
-    minutes. torch's line ends where its table of pairs would not fit into memory; lines end where one run would take over a minute.
+    --plot runs causal attention, a window and documents over 512 to 131,072 tokens of one head, in turns with torch, for some five
+    minutes. torch's line ends where its table of pairs would not fit into memory, and both where one run would take over 30 seconds.
 
     --never-slower compiles the kernels, then times every dtype, size and kind of mask as engine="auto" runs it, forward, with
     gradients and in decoding, on one thread and on two. Exit code 1: a call takes over 20 us and over a twentieth more than torch's.
