@@ -10,7 +10,7 @@ from lowtri.benching.growth import DOCUMENT, HEAD_SIZE, WINDOW, Line
 from lowtri.benching.show import headline
 from lowtri.errors import DataError
 from lowtri.files import write_atomically
-from lowtri.masks.palette import INK, LINE, QUERY, SOFT, VISIBLE
+from lowtri.masks.palette import INK, LINE, QUERY, VISIBLE
 
 __all__ = ["check_plot", "draw"]
 
@@ -60,9 +60,8 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
             for row, quantity in zip(panels, _SCALES, strict=True):
                 _panel(row[column], chosen, quantity)
             panels[0][column].set_title(_TITLES[who], fontsize=9)
-            panels[1][column].set_xlabel("tokens")
-            ends = [f"{line.name} ends:\n{line.ended}" for line in chosen if line.ended]
-            panels[0][column].text(0.03, 0.97, "\n".join(ends), **_note(panels[0][column]))
+            ends = [f"{line.name} ends: {line.ended}" for line in chosen if line.ended]
+            panels[1][column].set_xlabel("\n".join(["tokens", *ends]))
         for row, (_, label) in zip(panels, _SCALES.values(), strict=True):
             row[0].set_ylabel(label)
         panels[0][0].legend(loc="lower right", frameon=False)
@@ -89,8 +88,3 @@ def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:
     axes.minorticks_off()
     axes.grid(color=LINE.light, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _note(axes: Any) -> dict[str, Any]:
-    """The style of a remark in a panel's upper left corner."""
-    return {"transform": axes.transAxes, "va": "top", "fontsize": 7, "color": SOFT.light}
