@@ -5,7 +5,9 @@ ceilings  the maximum rates of this CPU for multiplication and for reading
 cases     the table of cases
 peers     the implementations of one case: lowtri's, torch's, the plain formula
 measure   timing in turns, in one process; medians
-show      table, JSON, picture
+show      table, JSON
+growth    time and memory against length, for `lowtri bench --plot`
+growth_picture  draws them
 grid      the calls of `lowtri bench --never-slower`
 never_slower  times them against torch, and lists those that are slower
 compiling compiles the kernels ahead of the first call

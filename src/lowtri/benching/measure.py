@@ -21,14 +21,14 @@ from lowtri.benching.peers import OURS, PEERS
 from lowtri.benching.runs import Tensors, run, timed
 from lowtri.errors import UndecidedError
 
-__all__ = ["CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure"]
+__all__ = ["ALLOWED", "CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure", "torch_threads"]
 
 CEILING = "ceiling"
 LONGEST = 1.5
 _ROUNDS = 7  # at least
 _SECONDS = 0.5  # cheap cases are repeated for so long, at most
 _MOST_ROUNDS = 51
-_ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # the difference of two correct outputs of order 1
+ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # the difference of two correct outputs of order 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def measure(
     Raises:
         UndecidedError: if lowtri and another implementation give different outputs; nothing is timed then.
     """
-    with _threads(threads):
+    with torch_threads(threads):
         for number, case in enumerate(cases, 1):
             say(f"{number}/{len(cases)}  {case.name}")
             yield _row(case, [OURS, *names], threads, rounds, longest, workers or {})
@@ -181,9 +181,9 @@ def _first_run(case: Case, name: str, tensors: Tensors, longest: float) -> str |
 
 def _compare(case: Case, name: str, output: torch.Tensor, reference: torch.Tensor) -> None:
     difference = float((output.float() - reference.float()).abs().max())
-    if not difference <= _ALLOWED[case.dtype]:
+    if not difference <= ALLOWED[case.dtype]:
         raise UndecidedError(
-            f"bench: {case.name}: {OURS} and {name} differ by {difference:.2g}, more than {_ALLOWED[case.dtype]:.0e}.\n"
+            f"bench: {case.name}: {OURS} and {name} differ by {difference:.2g}, more than {ALLOWED[case.dtype]:.0e}.\n"
             "Nothing is timed: a wrong answer has no speed."
         )
 
@@ -205,7 +205,8 @@ def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], f
 
 
 @contextmanager
-def _threads(threads: int) -> Iterator[None]:
+def torch_threads(threads: int) -> Iterator[None]:
+    """Inside, torch and lowtri compute with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

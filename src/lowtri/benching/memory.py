@@ -1,4 +1,4 @@
-"""The peak memory use during a call, as Linux counts it."""
+"""The peak memory use during a call, as Linux counts it, and how much memory is left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["peak_bytes"]
+__all__ = ["available_bytes", "peak_bytes"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_ELSEWHERE = 8 * 2**30  # bytes assumed to be available where the system does not say
 
 
 def peak_bytes(function: Callable[[], object]) -> int | None:
@@ -26,3 +27,12 @@ def peak_bytes(function: Callable[[], object]) -> int | None:
 def _kilobytes(name: str) -> int:
     lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def available_bytes() -> int:
+    """What new allocations may take without swapping; 8 GB where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return _ELSEWHERE

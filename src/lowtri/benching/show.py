@@ -1,19 +1,16 @@
-"""The results as a table, as JSON, and as a picture."""
+"""The results as a table and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from lowtri.benching.measure import Figure, Row
 from lowtri.benching.peers import OURS
-from lowtri.errors import DataError
-from lowtri.files import write_atomically
 
-__all__ = ["as_json", "as_text", "check_plot", "draw", "headline"]
+__all__ = ["as_json", "as_text", "headline"]
 
 
 def headline(facts: dict[str, Any]) -> str:
@@ -106,48 +103,3 @@ def _row(row: Row) -> dict[str, Any]:
         for name, figure in row.figures.items()
     }
     return {**facts, "ceiling": row.ceiling, "share": row.share, "figures": figures}
-
-
-def check_plot(path: Path) -> None:
-    """Whether :func:`draw` can write there, before minutes of measuring.
-
-    Raises:
-        DataError: if matplotlib is not installed, or does not write that kind of file, or the folder is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        raise DataError("bench: --plot needs matplotlib. Fix: pip install 'lowtri[plot]'.") from None
-    kinds = sorted(FigureCanvasAgg.filetypes)
-    if path.suffix.lstrip(".").lower() not in kinds:
-        raise DataError(f"bench: --plot {path}: matplotlib writes .{', .'.join(kinds)}. Fix: --plot bench.png.")
-    if not path.absolute().parent.is_dir():
-        raise DataError(f"bench: --plot {path}: there is no folder {path.parent}.")
-
-
-def draw(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """A picture of the rates, a group of bars for each case, the ceiling as a mark; written whole or not at all."""
-    check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Picture
-
-    names = list(rows[0].figures)
-    units = list(dict.fromkeys(row.case.unit for row in rows))
-    counts = [sum(row.case.unit == unit for row in rows) for unit in units]
-    picture = Picture(figsize=(9, 1.6 + 0.2 * len(rows) * (len(names) + 1)), dpi=120, layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.subplots(len(units), 1, squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
-    for unit, axis in zip(units, axes, strict=True):
-        chosen = [row for row in rows if row.case.unit == unit]
-        for i, name in enumerate(names):
-            ys = [y + (i - (len(names) - 1) / 2) * 0.8 / len(names) for y in range(len(chosen))]
-            axis.barh(ys, [row.figures[name].rate for row in chosen], height=0.8 / len(names), label=name)
-        for y, row in enumerate(chosen):
-            axis.plot([row.ceiling] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1)
-        axis.set_yticks(range(len(chosen)), [row.case.name for row in chosen])
-        axis.invert_yaxis()
-        axis.set_xlabel(f"{unit}; the black line is what the CPU does with nothing else to do")
-    picture.suptitle(headline(facts), fontsize=8)
-    picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
-    kind = path.suffix.lstrip(".").lower()
-    write_atomically(path, lambda temporary: picture.savefig(temporary, format=kind))

@@ -24,23 +24,32 @@ def command(
         bool, typer.Option("--flex", help="Also torch's FlexAttention, compiled; needs a C++ compiler.")
     ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table there, too.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Instead, draw time and memory against length: svg, png or pdf."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="With --plot: float32, bf16 or float16.")] = "float32",
     never_slower: Annotated[
         bool,
         typer.Option(
             "--never-slower", help="Instead, a grid of calls by turns with torch; lists those that are slower."
         ),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="With --never-slower: a few small calls only.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --never-slower or --plot: a few small calls only.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """lowtri bench
-    lowtri bench --never-slower
+    lowtri bench --plot speed.svg
 
     How fast masked attention is on this machine: lowtri's kernels, torch's attention and the plain formula in turns, in one
     process, medians; compared with the most that the CPU can do. The short table takes under two minutes on an idle machine.
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
+
+    --plot runs causal attention, a window and documents over 512 to 131,072 tokens of one head, in turns with torch, for some five
+    minutes. torch's line ends where its table of pairs would not fit into memory, and both where one run would take over 30 seconds.
 
     --never-slower compiles the kernels, then times every dtype, size and kind of mask as engine="auto" runs it, forward, with
     gradients and in decoding, on one thread and on two. Exit code 1: a call takes over 20 us and over a twentieth more than torch's.
@@ -61,9 +70,9 @@ def command(
     from lowtri.benching.machine import cpus, facts
     from lowtri.benching.measure import LONGEST, measure
     from lowtri.benching.peers import FLEX, FORMULA, SDPA
-    from lowtri.benching.show import as_json, as_text, check_plot, draw, headline
+    from lowtri.benching.show import as_json, as_text, headline
 
-    if never_slower:
+    if never_slower and plot is None:
         _never_slower(quick, facts(1), json)
         return
     if threads > cpus():
@@ -71,16 +80,34 @@ def command(
             f"bench: --threads is {threads}, but this process may use {cpus()} CPUs. Fix: at most {cpus()}."
         )
     if plot is not None:
-        check_plot(plot)
+        if never_slower or full or case or flex:
+            raise DataError(
+                "bench: --plot measures lengths of its own. Fix: leave out --case, --full, --flex and --never-slower."
+            )
+        _plot(plot, dtype, quick, facts(threads), json)
+        return
     peers = [SDPA, *[FLEX] * flex, FORMULA]
     machine = facts(threads)
     note(headline(machine))
     longest = 60.0 if full else LONGEST
     rows = list(measure(cases, peers, threads, rounds=rounds, longest=longest, say=note))
-    if plot is not None:
-        draw(rows, machine, plot)
-        note(f"wrote {plot}")
     print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))
+
+
+def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bool) -> None:
+    from lowtri.benching.growth import DTYPES, LENGTHS, QUICK, as_json, as_text, grow
+    from lowtri.benching.growth_picture import check_plot, draw
+    from lowtri.benching.show import headline
+    from lowtri.errors import DataError
+
+    if dtype not in DTYPES:
+        raise DataError(f"bench: --dtype is {dtype!r}. Fix: one of {', '.join(DTYPES)}.")
+    check_plot(file)  # before minutes of measuring
+    note(headline(machine))
+    lines = list(grow(dtype, machine["threads"], QUICK if quick else LENGTHS, say=note))
+    draw(lines, machine, dtype, file)
+    note(f"wrote {file}")
+    print_json(as_json(lines, {**machine, "dtype": dtype})) if json else print(as_text(lines))
 
 
 def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
