@@ -7,6 +7,7 @@ replaced_class          modules whose forward is replaced
 jax                     attention on JAX arrays, eager and under jit, with gradients
 transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch, use
 transformers_use        a lowtri mask on a switched model, for one forward or for all
+transformers_generating whether a forward is a step of generate without a cache
 transformers_falcon     Falcon, whose layers choose their attention code when they are built
 transformers_attend     the attention function that every layer of a switched model calls
 transformers_masks      transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks

@@ -9,6 +9,7 @@ evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.trans
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial, reduce
 from operator import or_
 from typing import Any
@@ -83,8 +84,11 @@ def make_mask(
     pattern = None
     if given is not None:
         given.asked = True
-        pattern = given.placed(attention_mask, max(q0 + q_length, k0 + kv_length))
+        pattern = given.placed(attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
         pattern = check_cache(pattern, q0, q_length, k0, kv_length)
+        if given.recomputed:
+            with suppress(MaskError):  # a table may end here
+                check_cache(pattern, q_length, 1, 0, q_length + 1)
     if mask_function is None:
         mask = causal() if pattern is None else pattern
     else:

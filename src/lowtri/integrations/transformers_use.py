@@ -30,6 +30,7 @@ from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
 from lowtri.generation.missing import row_masks, visible_pair
 from lowtri.integrations.transformers_functions import RemappedMask
+from lowtri.integrations.transformers_generating import is_recomputed
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, first, full
@@ -50,6 +51,7 @@ class GivenMask:
     mask: Mask
     model: Any
     asked: bool = False
+    recomputed: bool = False  # for the next token, with one more key
 
     def placed(self, valid: Tensor | None, length: int) -> Mask:
         """The mask at positions that count from the first token of each row.
@@ -132,7 +134,7 @@ def use(model: M, mask: Mask | str | None) -> M:
     Raises:
         EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers.
         CallError: from a later forward, where a cache cannot serve the mask: if the mask shows earlier queries keys that came
-            only after them (so also in ``generate``), or keys that the model's own cache has dropped.
+            only after them (in ``generate`` also without a cache), or keys that the model's own cache has dropped.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     if checked is not None:
@@ -209,7 +211,7 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model.lowtri_setting.hooked = True
         made = given.values() if isinstance(given, dict) else [given]  # by generate, for each kind of layer
         asked = any(isinstance(x, LazyMaskTensor) and x.lazy.given is mask for x in made)
-        _running.set((*_running.get(), GivenMask(mask, model, asked)))
+        _running.set((*_running.get(), GivenMask(mask, model, asked, is_recomputed(model, kwargs))))
     return args, kwargs
 
 
@@ -244,9 +246,7 @@ def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
     """
     end = q0 + nq
     if pair := _shown(mask, 0, q0, q0, end):
-        _reject(
-            mask, *pair, "which came only after it", "a mask that shows no later keys, or use_cache=False in generate"
-        )
+        _reject(mask, *pair, "which came only after it", "a mask that shows no later keys")
     if pair := _shown(mask, q0, end, 0, k0):
         fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
         _reject(mask, *pair, "which the model's cache has dropped", fix)
