@@ -1,9 +1,9 @@
 """FlexAttention and flash-attn on a CPU: lowtri's functions by turns with what torch offers there.
 
-    python benchmarks/integrations.py flex      # compiled FlexAttention, forward; needs a C++ compiler
-    python benchmarks/integrations.py varlen    # padded rows and torch's SDPA, forward, and forward + backward
-    python benchmarks/integrations.py blocks    # create_block_mask; torch's takes 3 GB at 16,384 tokens
-    python benchmarks/integrations.py flex float32    # one dtype
+    python benchmarks/flex_and_varlen.py flex      # compiled FlexAttention, forward; needs a C++ compiler
+    python benchmarks/flex_and_varlen.py varlen    # padded rows and torch's SDPA, forward, and forward + backward
+    python benchmarks/flex_and_varlen.py blocks    # create_block_mask; torch's takes 3 GB at 16,384 tokens
+    python benchmarks/flex_and_varlen.py flex float32    # one dtype
 
 One thread; CPU time in milliseconds, the median of repetitions by turns in one process. Equal outputs are asserted first. torch's
 create_block_mask asks for 34 GB at 65,536 tokens and is not run there.
