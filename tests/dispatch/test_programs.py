@@ -29,6 +29,7 @@ pytestmark = [
 ]
 IDS = torch.tensor([[0] * 10 + [1] * 30, [0] * 20 + [1] * 20])
 PACKED = causal() & documents(IDS)
+OUTSIDE = lowtri.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0]))
 FORMULA = where(lambda q, k: k <= q)
 
 CASES: dict[str, Callable[..., Any]] = {
@@ -61,6 +62,11 @@ CASES: dict[str, Callable[..., Any]] = {
         engine="formula",
     )[0],
     "log-sum-exp": lambda q, k, v, ids, bias, sinks: attention(q, k, v, "causal", return_lse=True, engine="cpu")[1],
+    "biases over distances": lambda q, k, v, ids, bias, sinks: (
+        attention(q, k, v, "causal", bias=lowtri.alibi(sinks), engine="cpu")
+        + attention(q, k, v, "window(9)", bias=lowtri.distance_bias(bias[:4], first=-20))
+        + attention(q, k, v, "causal", bias=OUTSIDE)
+    ),
     "three dimensions": lambda q, k, v, ids, bias, sinks: attention(q[0], k[0], v[0], "causal", engine="cpu"),
 }
 
@@ -87,7 +93,7 @@ def same_with_gradients(found: torch.Tensor, right: torch.Tensor, leaves: list[t
 def test_compiled_whole_it_gives_the_same(name: str) -> None:
     fn, leaves = CASES[name], inputs()
     bias, sinks = torch.linspace(-1, 1, 1600).reshape(40, 40), torch.tensor([0.5, -1.0, 0.0, 2.0])
-    if name == "every option":
+    if name in ("every option", "biases over distances"):
         leaves += [bias.requires_grad_(), sinks.requires_grad_()]
     arguments = (*leaves[:3], IDS, bias, sinks)
     assert same_with_gradients(compiled(fn)(*arguments), fn(*arguments), leaves)
@@ -195,10 +201,7 @@ def test_torch_checks_the_operators(engine: str) -> None:
         *more,
         "causal & documents(_0)",
         [IDS[:, :20]],
-        None,
-        None,
-        None,
-        None,
+        *[None] * 5,
         engine == "cpu",
         engine,
     )

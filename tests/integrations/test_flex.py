@@ -33,7 +33,13 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=SOURCE, dtype=torch.float64, requires_grad=True)
 
 
-SLOPES, OF_DISTANCE, OF_PAIRS, GATE = numbers(H), numbers(H, 2 * N), numbers(N, N), numbers(1)
+SLOPES, OF_DISTANCE, OF_PAIRS, OF_HEADS, GATE = (
+    numbers(H),
+    numbers(H, 2 * N),
+    numbers(N, N),
+    numbers(H, N, N),
+    numbers(1),
+)
 
 MASKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
@@ -54,11 +60,39 @@ IN_KERNEL: dict[str, Callable[..., Any] | None] = {
     "hidden": lambda s, b, h, q, k: torch.where(q < k, -float("inf"), s),
     "documents, capped": lambda s, b, h, q, k: torch.where(IDS[q] == IDS[k], 3 * torch.tanh(s / 3), -float("inf")),
 }
-BY_FORMULA: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+BIASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "relative": (lambda s, b, h, q, k: s + (q - k), []),
     "alibi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), [SLOPES]),
+    "alibi both ways": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs().float(), [SLOPES]),
+    "kerple": (lambda s, b, h, q, k: s - SLOPES[h] ** 2 * torch.log(1 + GATE[0] ** 2 * (q - k).abs()), [SLOPES, GATE]),
     "table of distances": (lambda s, b, h, q, k: s + OF_DISTANCE[h, q - k + N], [OF_DISTANCE]),
+    "T5's ends": (lambda s, b, h, q, k: s + OF_DISTANCE[h][(q - k).clamp(-3, 3) + 3], [OF_DISTANCE]),
+    "by row and head": (lambda s, b, h, q, k: s + SLOPES[h] * (b + 1) * (q - k), [SLOPES]),
     "captured bias": (lambda s, b, h, q, k: s + OF_PAIRS[q, k], [OF_PAIRS]),
+    "captured bias, turned": (lambda s, b, h, q, k: s + OF_PAIRS[k, q], [OF_PAIRS]),
+    "captured bias by head": (lambda s, b, h, q, k: s + OF_HEADS[h][q, k], [OF_HEADS]),
+    "of keys": (lambda s, b, h, q, k: s + OF_PAIRS[b, k], [OF_PAIRS]),
+    "of queries": (lambda s, b, h, q, k: s + OF_DISTANCE[h, q] * GATE[0], [OF_DISTANCE, GATE]),
+    "two terms": (lambda s, b, h, q, k: s - OF_DISTANCE[h, q - k + N] + 0.5 * (k - q), [OF_DISTANCE]),
+    "capped, then biased": (lambda s, b, h, q, k: 3 * torch.tanh(s / 3) + SLOPES[h] * (k - q), [SLOPES]),
+    "biased, then doubled": (lambda s, b, h, q, k: 2 * (s * 0.5 + OF_DISTANCE[h, q - k + N]), [OF_DISTANCE]),
+    "minus the score": (lambda s, b, h, q, k: SLOPES[h] - s, [SLOPES]),
+    "hidden, then biased": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf) + GATE[0] * (q - k), [GATE]),
+    "-inf added": (lambda s, b, h, q, k: s + torch.where(IDS[q] == IDS[k], 0.0, -math.inf), []),
+    "bias or -inf added": (lambda s, b, h, q, k: s + torch.where(q < k, -math.inf, GATE[0] * (q - k)), [GATE]),
+}
+IN_ONE_INDEX = {  # torch's formula cannot differentiate indices one after another
+    "T5's ends": lambda s, b, h, q, k: s + OF_DISTANCE[h, (q - k).clamp(-3, 3) + 3],
+    "captured bias by head": lambda s, b, h, q, k: s + OF_HEADS[h, q, k],
+}
+BY_FORMULA: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "biased, then capped": (lambda s, b, h, q, k: torch.tanh(s + SLOPES[h] * (k - q)), [SLOPES]),
+    "a table and a distance": (lambda s, b, h, q, k: s + OF_PAIRS[q, k] + GATE[0] * (q - k), [OF_PAIRS, GATE]),
+    "minus a table": (lambda s, b, h, q, k: s - OF_PAIRS[q, k], [OF_PAIRS]),
+    "one row of a table for two": (lambda s, b, h, q, k: s + OF_PAIRS[q // 2, k], [OF_PAIRS]),
+    "diagonal of a table": (lambda s, b, h, q, k: s + OF_PAIRS[q, q] * (k > 3), [OF_PAIRS]),
+    "products of indices": (lambda s, b, h, q, k: s + q * k * 1e-3, []),
+    "fractions of indices": (lambda s, b, h, q, k: s + (q * 0.1 - k * 0.1), []),  # rounds at every index
     "gate": (lambda s, b, h, q, k: torch.where(q >= k, s * GATE[0] + b, -float("inf")), [GATE]),
     "learned cap": (lambda s, b, h, q, k: GATE[0] * torch.tanh(s / GATE[0]), [GATE]),
     "capped twice": (lambda s, b, h, q, k: torch.tanh(3 * torch.tanh(s)), []),
@@ -81,12 +115,12 @@ def eager(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | N
     return out, lse * math.log(2)
 
 
-def agree(score_mod: Any, mask_mod: Any, captured: list[Tensor]) -> None:
-    """Output, log-sum-exp, and all gradients of both."""
+def agree(score_mod: Any, mask_mod: Any, captured: list[Tensor], torchs: Any = None) -> None:
+    """Output, log-sum-exp, and all gradients of both; torch's formula with the function ``torchs``, if it is given."""
     inputs = qkv()
     blocks = None if mask_mod is None else create_block_mask(mask_mod, B, H, N, N, device="cpu")
     ours = flex_attention(*inputs, score_mod, blocks, enable_gqa=True, return_lse=True)
-    theirs = eager(*inputs, score_mod, blocks)
+    theirs = eager(*inputs, torchs or score_mod, blocks)
     sees = theirs[1] > -math.inf
     leaves = [*inputs, *captured]
     d_out, d_lse = (torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype) for x in ours)
@@ -111,6 +145,24 @@ def test_scores_that_the_kernels_compute(name: str) -> None:
     agree(IN_KERNEL[name], MASKS["sliding window"], [])
 
 
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_the_kernels_add(name: str) -> None:
+    score_mod, captured = BIASES[name]
+    read = read_score_mod(score_mod, (B, H, N, N), "cpu", torch.float64)
+    assert read.in_kernel
+    if read.bias is not None and "captured" not in name:  # no number for each pair
+        bias = read.bias.argument
+        assert (bias.values if isinstance(bias, lowtri.DistanceBias) else bias).numel() < B * H * 2 * N
+    agree(score_mod, MASKS["documents"], captured, IN_ONE_INDEX.get(name))
+
+
+def test_a_captured_table_is_read_where_it_lies() -> None:
+    for name in ("captured bias", "captured bias, turned"):
+        read = read_score_mod(BIASES[name][0], (B, H, N - 9, N), "cpu", torch.float64)
+        assert read.bias is not None and isinstance(read.bias.argument, Tensor)
+        assert read.bias.argument.data_ptr() == OF_PAIRS.data_ptr() and read.bias.argument.shape == (1, 1, N - 9, N)
+
+
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_scores_by_the_tiled_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_SCORES_IN_TILE", 64 * N)  # three tiles instead of one
@@ -122,7 +174,8 @@ def test_scores_by_the_tiled_formula(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("mask", ["none", "by row and head"])
 @pytest.mark.parametrize("score", ["alibi", "gate"])
 def test_scores_with_other_masks(mask: str, score: str) -> None:
-    agree(BY_FORMULA[score][0], MASKS[mask], BY_FORMULA[score][1])
+    score_mod, captured = {**BIASES, **BY_FORMULA}[score]
+    agree(score_mod, MASKS[mask], captured)
 
 
 def test_the_public_function_of_torch_gives_the_same() -> None:
@@ -178,7 +231,7 @@ def test_a_function_with_hidden_state_is_compared_with_what_was_read() -> None:
 def test_more_keys_than_queries_count_indices_from_0() -> None:
     inputs = qkv(n=40)
     blocks = create_block_mask(MASKS["causal"], None, None, 40, N, device="cpu")
-    for score_mod in (None, BY_FORMULA["alibi"][0]):
+    for score_mod in (None, BIASES["alibi"][0], BY_FORMULA["gate"][0]):
         ours = flex_attention(*inputs, score_mod, blocks, enable_gqa=True)
         torch.testing.assert_close(ours, eager(*inputs, score_mod, blocks)[0], rtol=1e-9, atol=1e-11)
 
@@ -201,7 +254,7 @@ def test_results_by_request() -> None:
         torch.testing.assert_close(found[0] if "return_aux" in options else found, output)
 
 
-@pytest.mark.parametrize("score", [None, BY_FORMULA["alibi"][0]])
+@pytest.mark.parametrize("score", [None, BIASES["alibi"][0], BY_FORMULA["learned cap"][0]])
 def test_numbers_hidden_from_a_query_do_not_reach_it(score: Any) -> None:
     """Two documents, the second of NaN, forward and backward."""
     q, k, v = (x.detach() for x in qkv())
@@ -231,20 +284,26 @@ def test_compiled_and_under_autocast() -> None:
         torch.compile(flex_attention, backend="eager")(*inputs, None, blocks, enable_gqa=True), expected
     )
     with torch.autocast("cpu", torch.bfloat16):
-        for score_mod in (None, BY_FORMULA["relative"][0]):
+        for score_mod in (None, BIASES["relative"][0], BY_FORMULA["gate"][0]):
             assert flex_attention(*inputs, score_mod, blocks, enable_gqa=True).dtype == torch.bfloat16
 
 
 @pytest.mark.sweep
-def test_the_memory_grows_with_the_tile() -> None:
-    """The gradient of a captured parameter at 8,192 tokens: all scores of the 4 heads would be 1 GB in float32."""
+@pytest.mark.parametrize(
+    ("n", "name", "most"),
+    [(4096, "formula", 350), (16_384, "bias", 200)],  # one array of scores of the 4 heads has 268 MB, and 4 GB
+)
+def test_the_memory_grows_with_the_tile(n: int, name: str, most: int) -> None:
+    """Forward and the gradient of a captured parameter; the kernels with a bias over distances, and the tiled formula."""
     import resource
     import threading
 
-    n, peak, done = 8192, [0], threading.Event()
-    q, k, v = (torch.randn(1, 4, n, D, requires_grad=True) for _ in "qkv")
+    peak, done = [0], threading.Event()
     slopes = torch.rand(4, requires_grad=True)
-    blocks = create_block_mask(MASKS["causal"], None, None, n, n, device="cpu")
+    functions: dict[str, Callable[..., Any]] = {
+        "bias": lambda s, b, h, q, k: s + slopes[h] * (k - q),
+        "formula": lambda s, b, h, q, k: s * slopes[h] + (k - q),
+    }
     pages, size = "/proc/self/statm", resource.getpagesize()
 
     def resident() -> int:
@@ -255,16 +314,22 @@ def test_the_memory_grows_with_the_tile() -> None:
         while not done.wait(0.005):
             peak[0] = max(peak[0], resident())
 
+    def run(n: int) -> None:
+        q, k, v = (torch.randn(1, 4, n, D, requires_grad=True) for _ in "qkv")
+        blocks = create_block_mask(MASKS["causal"], None, None, n, n, device="cpu")
+        flex_attention(q, k, v, functions[name], blocks).square().sum().backward()
+
+    run(2048)  # loads and compiles what it needs
     before = resident()
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        flex_attention(q, k, v, lambda s, b, h, q, k: s + slopes[h] * (k - q), blocks).square().sum().backward()
+        run(n)
     finally:
         done.set()
         watcher.join()
     assert slopes.grad is not None and slopes.grad.isfinite().all()
-    assert peak[0] - before < 600 * 2**20
+    assert peak[0] - before < most * 2**20
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,20 @@ def test_guessed_tokens_are_accepted_as_under_eager(how: str) -> None:
 
 
 def test_continuous_batching_takes_names_of_transformers_only() -> None:
-    """Its table of names is fixed; the model is not changed by the refusal."""
+    """Its manager takes "paged|eager", "sdpa" and names that contain "flash", which it then runs on flash-attn's kernels. The refusal
+    does not change the model, and what it generates under "sdpa" is what the model generates under lowtri.
+    """
     _, model = llamas()
     with pytest.raises(ValueError, match="lowtri is not supported for continuous batching"):
         model.generate_batch(
             [ids_of(5)[0].tolist()], generation_config=tf.GenerationConfig(**GREEDY), progress_bar=False
         )
     assert model.config._attn_implementation == "lowtri"
+    prompts = [ids_of(n, seed=n)[0].tolist() for n in (5, 9, 3)]
+    expected = [model.generate(torch.tensor([row]), **GREEDY)[0, len(row) :].tolist() for row in prompts]
+    model.set_attn_implementation("sdpa")
+    found = model.generate_batch(prompts, generation_config=tf.GenerationConfig(**GREEDY), progress_bar=False)
+    assert sorted(x.generated_tokens for x in found.values()) == sorted(expected)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,12 @@ def test_lowtris_own_generate_uses_the_mask() -> None:
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "all": ("llama", "full", {}, r"full shows the query at 0 the key at 12, which came only after it\.\nFix: a mask that"),
+    "all, without a cache": (
+        "llama", "full", {"use_cache": False}, r"full shows the query at 0 the key at 12, which came only after it\.\nFix: a mask",
+    ),
+    "one ahead, without a cache": (
+        "llama", "band(3, 1)", {"use_cache": False}, r"shows the query at 11 the key at 12, which came only after it",
+    ),
     "a prefix longer than the prompt": (
         "llama", "causal | first(14)", {}, r"shows the query at 0 the key at 12, which came only after it",
     ),

@@ -146,6 +146,29 @@ def test_one_number_is_stored_for_each_distance_and_prepared_calls_take_new_valu
     assert len({id(x) for x in (ready, other, third)}) == 3
 
 
+@pytest.mark.parametrize("engine", ["cpu", "formula"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", ["alibi", "table"])
+def test_gradients_from_a_known_output(engine, wide, name):
+    """And added up over two parts of the keys."""
+    q, k, v, d_output = (draw(1, 4, 40, 32, seed=s, dtype=torch.float32) for s in range(4))
+    values = draw(*VALUES[name], seed=4, dtype=torch.float32).requires_grad_()
+    options: dict[str, Any] = {"bias": MAKE[name](values), "engine": engine}
+    output, lse = lowtri.attention(q, k, v, "causal", return_lse=True, **options)
+    expected = torch.autograd.grad(output, values, d_output)[0]
+    known = (d_output, None, output.detach(), lse.detach(), q)
+    whole = lowtri.attention_backward(*known, k, v, "causal", wide=wide, **options).bias
+    positions = {"q_positions": range(40)}
+    parts = [
+        lowtri.attention_backward(
+            *known, k[:, :, part], v[:, :, part], "causal", k_positions=range(40)[part], **positions, **options
+        )
+        for part in (slice(0, 25), slice(25, 40))
+    ]
+    for found in (whole, parts[0].bias + parts[1].bias):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_gradients_of_gradients():
     q, table = draw(1, 5, 4).requires_grad_(), draw(1, 5, seed=1).requires_grad_()
 
@@ -156,7 +179,7 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(f, (q, table))
 
 
-def test_what_cannot_be_and_who_declines(monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_and_who_declines():
     x = torch.zeros(1, 2, 3, 4)
     for function, words in (
         (lambda: lowtri.alibi([1.0]), "alibi: slopes is list. Fix: an array or tensor of floats"),
@@ -175,6 +198,3 @@ def test_what_cannot_be_and_who_declines(monkeypatch: pytest.MonkeyPatch):
             function()
     choice = lowtri.which_engine(x, x, x, "causal", bias=lowtri.alibi(torch.ones(2)))
     assert "bias of all pairs" in choice.answers["sdpa"]
-    monkeypatch.setattr("lowtri.dispatch.attend.is_traced", lambda: True)
-    with pytest.raises(CallError, match=r"not an operator of torch\.compile\.\nFix:"):
-        lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(torch.ones(2)))

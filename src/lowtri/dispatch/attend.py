@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from lowtri.dispatch.choose import Choice, weigh
 from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
 from lowtri.dispatch.prepared import prepare
-from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
-from lowtri.ops.distance_bias import DistanceBias
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from torch import Tensor
     from typing_extensions import Unpack
 
+    from lowtri.ops.distance_bias import DistanceBias
     from lowtri.ops.types import Array, Options
 
 __all__ = ["attention", "is_traced", "which_engine"]
@@ -135,7 +134,8 @@ def attention(
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
     the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
-    ``table`` of tensors, and with ``&``, ``|`` and ``-``. ``return_weights``, ``dropout`` and ``where`` cause a graph break.
+    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. ``return_weights``, ``dropout`` and
+    ``where`` cause a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
@@ -149,11 +149,6 @@ def attention(
     )
     if not is_traced():
         return run_eagerly(q, k, v, mask, options)
-    if isinstance(bias, DistanceBias):
-        raise CallError(
-            "attention: a bias over distances is not an operator of torch.compile.\n"
-            "Fix: call attention outside of the compiled region, or pass a bias tensor."
-        )
     from lowtri.dispatch.programs import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions, Inputs, Result
+from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +77,7 @@ def attention_backward(
         raise CallError("attention_backward: dropout drew at random in the forward. Fix: torch's own backward.")
     _check(q, v, d_output=d_output, output=output, lse=lse, d_lse=d_lse)
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
-    bias: Any = options.get("bias")
+    bias, bias_kind = packed_bias(options.get("bias"))
     sinks: Any = options.get("sinks")
     leaves: list[Any] = [x.detach().requires_grad_() for x in (q, k, v)]
     leaves += [
@@ -84,7 +86,7 @@ def attention_backward(
     call = CallOptions(
         options.get("scale"),
         options.get("softcap"),
-        leaves[3],
+        unpacked_bias(leaves[3], bias_kind),
         leaves[4],
         q_positions=options.get("q_positions"),
         k_positions=options.get("k_positions"),
@@ -94,22 +96,19 @@ def attention_backward(
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
         if from_output(ready):
-            found = gradients_from_output(ready, rows, output, lse, d_output, d_lse, wide=wide)
+            found = gradients_from_output(ready, rows, leaves, output, lse, d_output, d_lse, wide=wide)
         else:
             if wide:  # torch's own gradients have the dtypes of the inputs
                 leaves = [
                     None if x is None else x.detach().to(lse.dtype).requires_grad_(x.requires_grad) for x in leaves
                 ]
-                call = call._replace(bias=leaves[3], sinks=leaves[4])
+                call = call._replace(bias=unpacked_bias(leaves[3], bias_kind), sinks=leaves[4])
                 ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
             result = ready.run(rows)
             part, part_lse = ready.call.restore(result.output), ready.call.restore(result.lse)
             d_part, d_part_lse = _of_part(part.detach(), part_lse.detach(), output, lse, d_output, d_lse)
-            found = Inputs(*gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves))
-    grads: list[Any] = [
-        None if d is None or x is None or not x.requires_grad else d.reshape(x.shape)
-        for d, x in zip(found, leaves, strict=True)
-    ]
+            found = gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves)
+    grads: list[Any] = [None if x is None or not x.requires_grad else d for d, x in zip(found, leaves, strict=True)]
     return Gradients(*grads)
 
 
@@ -121,14 +120,18 @@ def from_output(ready: PreparedCall) -> bool:
 def gradients_from_output(
     ready: PreparedCall,
     rows: Inputs,
+    leaves: Sequence[Tensor | None],
     output: Tensor,
     lse: Tensor,
     d_output: Tensor,
     d_lse: Tensor,
     *,
     wide: bool = False,
-) -> Inputs:
-    """The gradients of the inputs in four dimensions; results and their gradients have the user's dimensions."""
+) -> list[Tensor | None]:
+    """The gradients of q, k, v, bias and sinks, in their shapes; ``leaves`` are these tensors, ``rows`` their four dimensions.
+
+    Results and their gradients have the user's dimensions.
+    """
     shape = ready.call.q.shape[:3]
     dtype = torch.promote_types(output.dtype, torch.float32)
     known = Result(output.reshape(*shape, -1), None, lse.reshape(shape).to(dtype).contiguous())  # kernels read it so
@@ -140,7 +143,11 @@ def gradients_from_output(
             grads = prepared.wide_gradients(rows, known, None, d_known)
         else:
             grads = prepared.gradients(rows, known, None, d_known)
-    return grads
+    if ready.call.distance_low is not None and grads.bias is not None:  # of all distances
+        assert rows.bias is not None and leaves[3] is not None
+        (d_values,) = torch.autograd.grad(rows.bias, leaves[3], grads.bias.to(rows.bias.dtype))
+        grads = grads._replace(bias=d_values)
+    return [None if d is None or x is None else d.reshape(x.shape) for d, x in zip(grads, leaves, strict=True)]
 
 
 def gradients_of_results(

@@ -4,7 +4,8 @@
     lowtri::attention_backward   -> gradients of q, k, v, bias and sinks, as far as they need them
 
 The graph has one node for a call; masks and plans are not traced. The mask is passed as a text and the list of its arrays as
-tensors, so the same graph runs with other batches of documents. Eager calls on plain tensors do not use these operators.
+tensors, so the same graph runs with other batches of documents. A bias over distances is passed as the tensor that it is made from
+and a text, ``bias_kind``. Eager calls on plain tensors do not use these operators.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from lowtri.masks.serialisation import pack, unpack
 from lowtri.masks.text import as_mask
 from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.diagonal import is_causal_bias
+from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
 __all__ = ["traced"]
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[] arrays, Tensor? q_positions, "
-    "Tensor? k_positions, float? scale, float? softcap, bool return_lse, str engine"
+    "Tensor? k_positions, float? scale, float? softcap, str? bias_kind, bool return_lse, str engine"
 )
 
 
@@ -50,14 +52,15 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         raise MaskError(
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
         )
-    tensors = all(isinstance(x, Tensor) for x in (q, k, v))
+    bias, bias_kind = packed_bias(options.bias)
+    tensors = all(isinstance(x, Tensor) for x in (q, k, v)) and (bias is None or isinstance(bias, Tensor))
     if text is None or options.dropout or options.return_weights or not tensors:
         return _outside(q, k, v, mask, options)
     output, lse = _attention(
         q,
         k,
         v,
-        options.bias,
+        bias,
         options.sinks,
         text,
         [_tensor(array) for array in arrays],
@@ -65,6 +68,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         _tensor(options.k_positions),
         options.scale,
         options.softcap,
+        bias_kind,
         options.return_lse,
         options.engine,
     )
@@ -127,8 +131,7 @@ def _backward(
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
         if from_output(ready):
-            found = gradients_from_output(ready, rows, output, lse, d_output, d_lse)
-            grads = [None if d is None or x is None else d.reshape(x.shape) for d, x in zip(found, inputs, strict=True)]
+            grads = gradients_from_output(ready, rows, inputs, output, lse, d_output, d_lse)
         else:
             result = ready.run(rows)
             results, d_results = [call.restore(result.output)], [d_output]
@@ -160,7 +163,7 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     arguments = (q, k, v, bias, sinks, ctx.mask, arrays, q_positions, k_positions, *ctx.options)
     grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
     of_mask = (None, [None] * len(arrays))
-    return (*(next(grads) if want else None for want in wanted), *of_mask, *[None] * 6)
+    return (*(next(grads) if want else None for want in wanted), *of_mask, *[None] * 7)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
@@ -170,12 +173,12 @@ def _prepared(
     q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: str, arrays: Sequence[Tensor], *rest: Any
 ) -> tuple[PreparedCall, Inputs]:
     """The prepared call for the operator's arguments, in their order."""
-    q_positions, k_positions, scale, softcap, return_lse, engine = rest
+    q_positions, k_positions, scale, softcap, bias_kind, return_lse, engine = rest
     read = unpack(mask, [array.cpu().numpy() for array in arrays])
     options = CallOptions(
         scale,
         softcap,
-        bias,
+        unpacked_bias(bias, bias_kind),
         sinks,
         q_positions=q_positions,
         k_positions=k_positions,

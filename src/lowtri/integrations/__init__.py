@@ -7,6 +7,7 @@ replaced_class          modules whose forward is replaced
 jax                     attention on JAX arrays, eager and under jit, with gradients
 transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch, use
 transformers_use        a lowtri mask on a switched model, for one forward or for all
+transformers_generating whether a forward is a step of generate without a cache
 transformers_falcon     Falcon, whose layers choose their attention code when they are built
 transformers_attend     the attention function that every layer of a switched model calls
 transformers_masks      transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
@@ -20,6 +21,7 @@ flex_bounds             tile answers from the graph of a mask_mod
 flex_masks              a mask_mod, and the blocks of a BlockMask, as a lowtri mask
 flex_block_masks        BlockMasks from masks and from mask_mods, and back
 flex_scores             what of a score_mod the kernels compute
+flex_biases             biases in a score_mod, as the kernels read them
 flash_attn              the functions of flash-attn with its signatures, and `import flash_attn` without a GPU
 onnx                    the Attention operator of the ONNX standard, as a function
 onnx_positions          the operator's masks: indices, lengths and offsets as a lowtri mask and positions

@@ -11,6 +11,7 @@ flex_bounds       tile answers from the graph of a mask_mod
 flex_masks        a mask_mod, and the blocks of a BlockMask, as a lowtri mask
 flex_block_masks  BlockMasks from masks and from mask_mods, and back
 flex_scores       what of a score_mod the kernels compute
+flex_biases       biases in a score_mod, as the kernels read them
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def flex_attention(
 
     Args:
         query: (B, Hq, L, E).  key: (B, Hkv, S, E).  value: (B, Hkv, S, Ev).
-        score_mod: ``score_mod(score, b, h, q, k)``, the new score. Soft caps, factors and conditions that give -inf run in the
-            kernels. Any other function is applied in torch, one tile of scores at a time; tensors that it captures get gradients.
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score. Factors, a soft cap, conditions that give -inf, and biases that
+            depend on q - k, on q or on k alone, or are a captured table of pairs, run in the kernels. Any other function is applied
+            in torch, one tile of scores at a time. Tensors that it captures get gradients.
         block_mask: torch's BlockMask, from either create_block_mask, from :func:`block_mask`, or from ``BlockMask.from_kv_blocks``.
         scale: factor on the scores; 1 / sqrt(E) by default.
         enable_gqa: whether neighbouring query heads may share a key/value head.
@@ -138,14 +140,16 @@ def _attend(
         k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
     shape = (batch, heads, nq, nk)
     mask: Mask = full() if blocks is None else mask_of(blocks, shape)
-    scores = read_score_mod(score_mod, shape, q.device)
+    dtype = torch.promote_types(cast_for_autocast(q, k, v)[1].dtype, torch.float32)
+    scores = read_score_mod(score_mod, shape, q.device, dtype)
     if scores.mask is not None:
         mask = mask & scores.mask if blocks is not None else scores.mask
     # FlexAttention's q and k are indices from 0.
     positions: dict[str, Any] = {} if nq == nk else {"q_positions": range(nq), "k_positions": range(nk)}
     if scores.in_kernel:
         factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
-        options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, **positions}
+        bias = None if scores.bias is None else scores.bias.argument
+        options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": bias, **positions}
         if want_lse:
             return attention(q, k, v, mask, return_lse=True, **options)
         return attention(q, k, v, mask, **options), None

@@ -4,11 +4,12 @@ The graph is followed from its result to the score. On the way it may hold
 
     where(condition, x, -inf)      a condition of the indices: a mask
     x * 2, x / 2                   a factor: the scale
-    30 * tanh(x / 30)              a soft cap
+    30 * tanh(x / 30)              a soft cap, at most one
+    x + bias, x - bias             outside of the cap: a bias, see flex_biases
 
-If nothing else lies on the way, the kernels compute it. If anything else does (a bias, a table, a product with a parameter), the
-whole function is applied in torch to one tile of scores after another, so that memory grows with the tile; torch differentiates it
-with every tensor that it captures. The mask is recognised in both cases.
+If nothing else lies on the way, the kernels compute it. If anything else does (a product with a parameter, a bias that is neither a
+formula of the distance nor a table), the whole function is applied in torch to one tile of scores after another, so that memory grows
+with the tile; torch differentiates it with every tensor that it captures. The conditions are recognised in both cases.
 
 What is recognised is compared with the function on sample scores at each call.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,14 +26,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from lowtri.compat.torch_private import mapped_indexing
+from lowtri.integrations.flex_biases import Bias, Term, bias_of
 from lowtri.integrations.flex_functions import tensor_function
 from lowtri.integrations.flex_masks import function_mask
-from lowtri.integrations.flex_trace import Trace, trace
+from lowtri.integrations.flex_trace import Trace, operation, trace
 from lowtri.masks.mask import Mask
 
 __all__ = ["Scores", "read_score_mod", "tile_function"]
 
 _SAMPLES = (-30.0, -2.0, -0.1, 0.0, 0.3, 1.0, 50.0)
+
+Shape = tuple[int, int, int, int]  # B, Hq, Nq, Nk
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,34 +45,40 @@ class Scores:
 
     Attributes:
         mask: the pairs whose score it does not set to -inf, or None for all.
-        factor, softcap: of the scores at these pairs, if ``in_kernel``. A bias that is a formula of the indices belongs here too.
-        in_kernel: whether mask, factor and softcap are all that it does.
+        factor, softcap, bias: of the scores at these pairs, if ``in_kernel``; the bias is added last.
+        in_kernel: whether mask, factor, softcap and bias are all that it does.
     """
 
-    mask: Mask | None
-    factor: float
-    softcap: float | None
-    in_kernel: bool
+    mask: Mask | None = None
+    factor: float = 1.0
+    softcap: float | None = None
+    bias: Bias | None = None
+    in_kernel: bool = True
 
 
-_NOTHING = Scores(None, 1.0, None, True)
-_UNKNOWN = Scores(None, 1.0, None, False)
+_UNKNOWN = Scores(in_kernel=False)
 
 
-def read_score_mod(score_mod: Callable[..., Any] | None, shape: tuple[int, int, int, int], device: Any) -> Scores:
-    """What a score_mod does to the scores of a call; ``shape`` is B, Hq, Nq, Nk."""
+def read_score_mod(
+    score_mod: Callable[..., Any] | None, shape: Shape, device: Any, dtype: torch.dtype = torch.float32
+) -> Scores:
+    """What a score_mod does to the scores of a call; ``dtype`` is that of the scores."""
     if score_mod is None:
-        return _NOTHING
+        return Scores()
     traced = trace(score_mod, device, of_score=True)
     if traced is None:
         return _UNKNOWN
-    condition, node = _condition(traced, traced.output)
-    steps = _steps(traced, node)
-    mask = None if condition is None else _mask(traced, condition, shape, device)
-    if steps is None:
-        return Scores(mask, 1.0, None, False)
-    found = Scores(mask, *steps, True)
-    return found if _agrees(found, score_mod, device) else _UNKNOWN
+    steps = _follow(traced)
+    mask = _mask(traced, steps.conditions, shape, device) if steps.conditions else None
+    bias = bias_of(traced, steps.terms, shape, device, dtype) if steps.known and steps.terms else None
+    if not steps.known or (steps.terms and bias is None):
+        return Scores(mask, in_kernel=False)
+    factor = steps.outer * steps.inner if steps.capped else steps.inner
+    softcap = steps.outer if steps.capped else None
+    if not math.isfinite(factor) or (softcap is not None and not 0 < softcap < math.inf):
+        return Scores(mask, in_kernel=False)
+    found = Scores(mask, factor, softcap, bias)
+    return found if _agrees(found, score_mod, shape, device) else _UNKNOWN
 
 
 def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int, int, int, int]], Tensor]:
@@ -88,78 +98,133 @@ def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int,
     return apply
 
 
-def _condition(traced: Trace, output: Node) -> tuple[tuple[Node, bool] | None, Node]:
-    """The condition of ``where(condition, x, -inf)`` with whether it hides where it is true, and x; else None and the output."""
-    if _name(output) != "where" or len(output.args) != 3:
-        return None, output
-    condition, x, y = output.args
+@dataclass
+class _Steps:
+    """The way from the result to the score: outer * tanh(inner * score) + terms, or inner * score + terms."""
+
+    outer: float = 1.0
+    inner: float = 1.0
+    capped: bool = False
+    known: bool = False  # whether the way ends at the score
+    terms: list[Term] = field(default_factory=list)
+    conditions: list[tuple[Node, bool]] = field(default_factory=list)  # with whether it hides where it is true
+
+
+def _follow(traced: Trace) -> _Steps:
+    """Follow the graph from its result until the score, or until an operation that the kernels do not have."""
+    steps, node = _Steps(), traced.output
+    while node is not traced.inputs["score"]:
+        x = _next(traced, node, steps)
+        if x is None:
+            return steps
+        node = x
+    steps.known = True
+    return steps
+
+
+def _next(traced: Trace, node: Node, steps: _Steps) -> Node | None:
+    """Add an operation to the steps; its operand that holds the score, or None for an operation that is not recognised."""
+    name, arguments = operation(node), node.args
+    on_score = [isinstance(x, Node) and traced.depends_on(x, "score") for x in arguments]
+    if name == "where":
+        return _condition(traced, node, steps)
+    if node.kwargs or on_score.count(True) != 1:
+        return None
+    at = on_score.index(True)
+    others: Any = [x for i, x in enumerate(arguments) if i != at]
+    if name == "tanh" and not steps.capped:
+        steps.outer, steps.inner, steps.capped = steps.inner, 1.0, True
+    elif name in ("mul", "div") and len(others) == 1 and type(others[0]) in (int, float):
+        number = float(others[0])
+        if name == "div" and (at == 1 or not number):
+            return None
+        steps.inner *= number if name == "mul" else 1 / number
+    elif name in ("add", "sub") and not steps.capped and isinstance(others[0], Node):
+        factor = -steps.inner if name == "sub" and at == 0 else steps.inner
+        steps.terms += [(factor, x) for x in _added(traced, others[0], factor, steps)]
+        if name == "sub" and at == 1:
+            steps.inner = -steps.inner
+    elif name not in ("alias", "clone"):
+        return None
+    return arguments[at]  # type: ignore[return-value]
+
+
+def _condition(traced: Trace, node: Node, steps: _Steps) -> Node | None:
+    """Add ``where(condition, x, -inf)`` to the steps, and return x; -inf stays -inf under what is done to it afterwards."""
+    if steps.capped or not steps.inner > 0 or (parts := _parts(traced, node)) is None:
+        return None
+    condition, hides, x = parts
+    if not traced.depends_on(x, "score"):
+        return None
+    steps.conditions.append((condition, hides))
+    return x
+
+
+def _added(traced: Trace, term: Node, factor: float, steps: _Steps) -> list[Node]:
+    """What a term adds where it is not -inf; ``where(condition, x, -inf)`` adds its condition to the steps."""
+    if factor > 0 and operation(term) == "where" and (parts := _parts(traced, term)) is not None:
+        condition, hides, term = parts
+        steps.conditions.append((condition, hides))
+        if operation(term) == "scalar_tensor" and term.args[0] == 0:
+            return []
+    return [term]
+
+
+def _parts(traced: Trace, where: Node) -> tuple[Node, bool, Node] | None:
+    """Condition, whether it hides where it is true, and x of ``where(condition, x, -inf)``; None for other functions."""
+    if len(where.args) != 3:
+        return None
+    condition, x, y = where.args
     hides = _is_minus_infinity(x)
     if hides:
         x, y = y, x
     if not (isinstance(condition, Node) and isinstance(x, Node) and _is_minus_infinity(y)):
-        return None, output
-    return (None, output) if traced.depends_on(condition, "score") else ((condition, hides), x)
+        return None
+    return None if traced.depends_on(condition, "score") else (condition, hides, x)
 
 
 def _is_minus_infinity(x: Any) -> bool:
-    if isinstance(x, Node) and _name(x) in ("scalar_tensor", "full", "full_like", "new_full"):
-        x = x.args[0] if _name(x) == "scalar_tensor" else x.args[1 if _name(x) != "new_full" else 2]
+    if isinstance(x, Node) and operation(x) in ("scalar_tensor", "full", "full_like", "new_full"):
+        x = x.args[0] if operation(x) == "scalar_tensor" else x.args[1 if operation(x) != "new_full" else 2]
     return isinstance(x, float) and x == -math.inf
 
 
-def _mask(traced: Trace, condition: tuple[Node, bool], shape: tuple[int, int, int, int], device: Any) -> Mask:
-    """The mask of a condition, kept while the trace lives and its captured tensors do not change."""
-    node, hides = condition
+def _mask(traced: Trace, conditions: list[tuple[Node, bool]], shape: Shape, device: Any) -> Mask:
+    """The mask of all conditions, kept while the trace lives and its captured tensors do not change."""
     key = shape, traced.versions()
-    if key not in traced.kept:
-        traced.kept.clear()
-        mask = function_mask(traced.mask_mod(node), shape, device, traced=(traced, node))
-        traced.kept[key] = ~mask if hides else mask
-    kept: Mask = traced.kept[key]
-    return kept
+    kept: tuple[Any, Mask] | None = traced.kept.get("mask")
+    if kept is None or kept[0] != key:
+        parts = []
+        for node, hides in conditions:
+            mask = function_mask(traced.function_of(node), shape, device, traced=(traced, node))
+            parts.append(~mask if hides else mask)
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = whole & part
+        kept = traced.kept["mask"] = key, whole
+    return kept[1]
 
 
-def _steps(traced: Trace, node: Node) -> tuple[float, float | None] | None:
-    """The factor and the soft cap of a chain of multiplications around at most one tanh; None for anything else."""
-    outer, inner, capped = 1.0, 1.0, False  # outer * tanh(inner * score), or inner * score
-    while node is not traced.inputs["score"]:
-        name, numbers = _name(node), [x for x in node.args if isinstance(x, int | float) and not isinstance(x, bool)]
-        if name == "tanh" and not capped:
-            outer, inner, capped = inner, 1.0, True
-        elif (
-            name in ("mul", "div")
-            and len(numbers) == 1
-            and len(node.args) == 2
-            and isinstance(node.args[0], Node)
-            and not node.kwargs
-        ):
-            inner *= float(numbers[0]) if name == "mul" else 1 / numbers[0] if numbers[0] else math.nan
-        elif name not in ("alias", "clone"):
-            return None
-        if not isinstance(node.args[0], Node):
-            return None
-        node = node.args[0]
-    factor = outer * inner if capped else inner
-    softcap = outer if capped else None
-    usable = math.isfinite(factor) and (softcap is None or 0 < softcap < math.inf)
-    return (factor, softcap) if usable else None
+def _agrees(found: Scores, score_mod: Callable[..., Any], shape: Shape, device: Any) -> bool:
+    """Whether the score_mod, evaluated at the first and at the last pair of indices, gives what was recognised."""
+    last = tuple(max(n - 1, 0) for n in shape)
+    return all(_agrees_at(found, score_mod, at, device) for at in ((0, 0, 0, 0), last))  # type: ignore[arg-type]
 
 
-def _agrees(found: Scores, score_mod: Callable[..., Any], device: Any) -> bool:
-    """Whether the score_mod, evaluated at the first query and the first key, gives what was recognised."""
+def _agrees_at(found: Scores, score_mod: Callable[..., Any], at: Shape, device: Any) -> bool:
+    b, h, q, k = at
+    size = 0.0  # of the numbers that cancel where a bias is added
     scores = torch.tensor(_SAMPLES, dtype=torch.float64, device=device)
-    b, h, q, k = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     expected = found.factor * scores
     if found.softcap is not None:
         expected = found.softcap * torch.tanh(expected / found.softcap)
-    if found.mask is not None and not found.mask.at(0, 0)(0, 0):
-        expected = torch.full_like(scores, -math.inf)
     with torch.no_grad(), mapped_indexing():
-        actual = torch.vmap(tensor_function("score_mod", score_mod), in_dims=(0, None, None, None, None))(
-            scores, b, h, q, k
-        )
-    return torch.allclose(actual.double(), expected, rtol=1e-6, atol=0)
-
-
-def _name(node: Any) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0] if isinstance(node, Node) else ""
+        if found.bias is not None:
+            added = found.bias.at(b, h, q, k).double()
+            expected, size = expected + added, float(added.abs().nan_to_num(0, 0, 0))
+        if found.mask is not None and not found.mask.at(b, h)(q, k):
+            expected = torch.full_like(scores, -math.inf)
+        indices = (torch.tensor(i, dtype=torch.int64, device=device) for i in at)
+        mapped = torch.vmap(tensor_function("score_mod", score_mod), in_dims=(0, None, None, None, None))
+        actual = mapped(scores, *indices)
+    return torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6 * size, equal_nan=True)

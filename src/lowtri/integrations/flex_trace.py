@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowtri.compat.torch_private import mapped_indexing, version_of
 
-__all__ = ["INDICES", "Trace", "trace"]
+__all__ = ["INDICES", "Trace", "operation", "trace"]
 
 INDICES = ("b", "h", "q", "k")
 
@@ -62,8 +62,14 @@ class Trace:
         is_captured = isinstance(node, Node) and node.op == "get_attr"
         return getattr(self.module, str(node.target)) if is_captured else None
 
-    def mask_mod(self, node: Node) -> Callable[..., Any]:
+    def function_of(self, node: Node) -> Callable[..., Any]:
         """The value of a node that does not depend on the score, as a function of b, h, q and k."""
+        if node not in self.kept:
+            self.kept[node] = self._function_of(node)
+        function: Callable[..., Any] = self.kept[node]
+        return function
+
+    def _function_of(self, node: Node) -> Callable[..., Any]:
         module = GraphModule(self.module, deepcopy(self.module.graph))  # the same tensors
         nodes = {one.name: one for one in module.graph.nodes}
         next(one for one in module.graph.nodes if one.op == "output").args = (nodes[node.name],)
@@ -72,10 +78,14 @@ class Trace:
         return lambda b, h, q, k: module(q.new_zeros((), dtype=torch.float32), b, h, q, k)
 
 
+def operation(node: Any) -> str:
+    """The name of a node's operation without its overload, as ``add``; empty for numbers."""
+    return str(node.target).removeprefix("aten.").split(".")[0] if isinstance(node, Node) else ""
+
+
 def _is_constant(node: Node) -> bool:
     """Whether an operation takes only the dtype and the device of its input: new_ones, zeros_like."""
-    name = str(node.target).removeprefix("aten.").split(".")[0]
-    return name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like")
+    return operation(node) in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like")
 
 
 class _Kept(NamedTuple):

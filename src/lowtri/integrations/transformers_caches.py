@@ -26,9 +26,7 @@ def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
     """
     end = q0 + nq
     if pair := _shown(mask, 0, q0, q0, end):
-        _reject(
-            mask, *pair, "which came only after it", "a mask that shows no later keys, or use_cache=False in generate"
-        )
+        _reject(mask, *pair, "which came only after it", "a mask that shows no later keys")
     if pair := _shown(mask, q0, end, 0, k0):
         fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
         _reject(mask, *pair, "which the model's cache has dropped", fix)

@@ -9,6 +9,7 @@ evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.trans
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial, reduce
 from operator import or_
 from typing import Any
@@ -86,8 +87,11 @@ def make_mask(
     if given is not None:
         given.asked, pattern = True, given.mask
         if pattern is not None and context is None:
-            pattern = given.placed(pattern, attention_mask, max(q0 + q_length, k0 + kv_length))
+            pattern = given.placed(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length)
+            if given.recomputed:
+                with suppress(MaskError):  # a table may end here
+                    check_cache(pattern, q_length, 1, 0, q_length + 1)
     if mask_function is None:
         mask = causal() if pattern is None else pattern
     else:

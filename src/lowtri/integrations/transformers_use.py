@@ -30,6 +30,7 @@ from torch import Tensor
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_functions import RemappedMask
+from lowtri.integrations.transformers_generating import is_recomputed
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
 from lowtri.masks.arrays import FrozenArray
@@ -54,6 +55,7 @@ class GivenMask:
     model: Any
     asked: bool = False
     context: ContextParallel | None = None
+    recomputed: bool = False  # for the next token, with one more key
 
     def placed(self, mask: Mask, valid: Tensor | None, length: int) -> Mask:
         """A mask at positions that count from the first token of each row.
@@ -145,8 +147,8 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
         EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers; with
             ``context_parallel`` also if its positions cannot be given, or its rotary embedding depends on the length of the input.
         CallError: if the plan lacks the mask. From a later forward, where a cache cannot serve the mask: if the mask shows earlier
-            queries keys that came only after them (so also in ``generate``), or keys that the model's own cache has dropped. With
-            ``context_parallel`` on every process, for padding, caches, dropout and labels of a part of the sequence.
+            queries keys that came only after them (in ``generate`` also without a cache), or keys that the model's own cache has
+            dropped. With ``context_parallel`` on every process, for padding, caches, dropout and labels of a part of the sequence.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     if checked is not None or context_parallel is not None:
@@ -231,7 +233,7 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         setting.hooked = True
         made = given.values() if isinstance(given, dict) else [given]  # by generate, for each kind of layer
         asked = any(isinstance(x, LazyMaskTensor) and x.lazy.given is mask for x in made)
-        _running.set((*_running.get(), GivenMask(mask, model, asked)))
+        _running.set((*_running.get(), GivenMask(mask, model, asked, recomputed=is_recomputed(model, kwargs))))
     return args, kwargs
 
 

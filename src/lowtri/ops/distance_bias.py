@@ -17,7 +17,17 @@ from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
 from lowtri.ops.call import Call
 
-__all__ = ["DistanceBias", "alibi", "distance_bias", "distances_of", "first_pair", "of_pairs", "sum_pairs"]
+__all__ = [
+    "DistanceBias",
+    "alibi",
+    "distance_bias",
+    "distances_of",
+    "first_pair",
+    "of_pairs",
+    "packed_bias",
+    "sum_pairs",
+    "unpacked_bias",
+]
 
 _MOST = 2**27  # distances of a call
 
@@ -88,6 +98,21 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
         return values[..., _like(np.clip(distances - start, 0, n - 1), values, keep=True)]
 
     return DistanceBias(table, ("distance_bias", start), look_up)
+
+
+def packed_bias(bias: Any) -> tuple[Any, str | None]:
+    """The values that a bias is made from and its kind as text, which operators of torch take; None for a bias of pairs."""
+    if not isinstance(bias, DistanceBias):
+        return bias, None
+    return bias.values, " ".join(str(x) for x in bias.kind)
+
+
+def unpacked_bias(values: Any, kind: str | None) -> Any:
+    """The bias again, from what :func:`packed_bias` returns."""
+    if kind is None:
+        return values
+    name, *first = kind.split()
+    return distance_bias(values, int(first[0])) if name == "distance_bias" else alibi(values)
 
 
 def distances_of(bias: DistanceBias, q: NDArray[np.int64], k: NDArray[np.int64]) -> tuple[int, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +51,7 @@ class Settings:
         }
         if (slopes := self.alibi_slopes) is not None:
             options["bias"] = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
-        attend = attention if slopes is None else _outside  # a formula bias is no operator of torch.compile
-        result: Any = attend(q, k, v, mask, **options)
+        result: Any = attention(q, k, v, mask, **options)
         output, *rest = result if isinstance(result, tuple) else (result,)
         none = q.new_empty(0)
         weights = rest[0] if options["return_weights"] else none
@@ -87,6 +85,3 @@ def seen(lse: Tensor) -> Tensor:
     """flash-attn's log-sum-exp: float32, without gradient, and inf for a query that sees no key."""
     lse = lse.detach()
     return lse.masked_fill(lse == -torch.inf, torch.inf).float()
-
-
-_outside: Callable[..., Any] = torch.compiler.disable(attention)
