@@ -31,6 +31,10 @@ _EVENTS = (
     "globalThis.slow = []; new PerformanceObserver(list => slow.push(...list.getEntries().map(e => e.duration)))"
     ".observe({type: 'event', durationThreshold: 16})"
 )
+_PAINTED = """new Promise(done => { const look = () => {
+    const [paint] = performance.getEntriesByName("first-contentful-paint");
+    if (paint) done(paint.startTime); else setTimeout(look, 20);
+}; look() })"""
 _FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 30))))"
 
 
@@ -41,7 +45,7 @@ def first_paint(browser: Browser, path: Path, slower: float) -> tuple[float, flo
         "Tracing.start", transferMode="ReportEvents", categories="devtools.timeline,toplevel,loading,blink.user_timing"
     )
     page = browser.open_lesson(path, width=390, slower=slower, whole=False)
-    clock = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    clock = page.run(_PAINTED)
     browser.send("Tracing.end")
     while not any(event.get("method") == "Tracing.tracingComplete" for event in browser.events):
         browser.send("Browser.getVersion")

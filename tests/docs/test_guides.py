@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,6 +53,14 @@ def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             vocab_size=1000, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask=mask
         )
         names |= {"model": lowtri.nn.Decoder(config).eval(), "ids": torch.randint(2, 99, (2, 32)), "n": 32}
+    if page == "api/integrations.md":
+        for name in (
+            "flash_attn",
+            "flash_attn.flash_attn_interface",
+            "flash_attn.bert_padding",
+        ):  # what the page installs
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+            monkeypatch.delitem(sys.modules, name)
     if page == "parallel.md":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
