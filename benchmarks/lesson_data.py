@@ -2,6 +2,7 @@
 
     python examples/why_mask --out out/why-mask                       # the experiment, about two minutes on two cores
     python benchmarks/lesson_data.py experiment out/why-mask/why-mask.json
+    python benchmarks/lesson_data.py generators                       # an RNN and an LSTM on the experiment's text, prompts, recipe
     python benchmarks/lesson_data.py gallery                          # audits wrong attentions, and trains each of them
     python benchmarks/lesson_data.py smollm2                          # after `make smollm2`
     python benchmarks/lesson_data.py whisper                          # after `make whisper`
@@ -42,7 +43,7 @@ PIECES = (  # of examples/leaks/wrong: one for each family of faults, the plaine
 )
 
 
-def write(name: str, content: dict[str, Any]) -> None:
+def write(name: str, content: dict[str, Any], folder: Path = OUT) -> None:
     known = facts(torch.get_num_threads())
     measured = {
         "date": known["date"][:10],
@@ -50,9 +51,10 @@ def write(name: str, content: dict[str, Any]) -> None:
         "threads": known["threads"],
         "versions": known["versions"],
     }
-    OUT.mkdir(parents=True, exist_ok=True)
-    write_text(OUT / f"{name}.json", json.dumps({"measured": measured, **content}, ensure_ascii=False) + "\n")
-    print(f"{name}.json: {(OUT / f'{name}.json').stat().st_size:,} bytes")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    write_text(path, json.dumps({"measured": measured, **content}, ensure_ascii=False) + "\n")
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 def experiment(source: str) -> None:
@@ -72,31 +74,88 @@ def experiment(source: str) -> None:
     write("experiment", {**models, **rest, "modes": found["modes by layers"], "texts": texts[:3]})
 
 
+SIZES = {"rnn": 416, "lstm": 224}  # hidden units of two layers, for 0.9 million parameters as the experiment's decoder
+
+
+def generators() -> None:
+    """Recurrent models trained as the experiment's masked decoder, on the same rows in the same order; what they write."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from lowtri.training.corpus import Packed, python_text
+    from lowtri.training.recipe import split
+    from lowtri.training.tokenizer import encode_document, learn
+    from lowtri.training.train import train
+    from why_mask.experiment import Setting, _losses, _texts, _whole_rows
+
+    setting = Setting()
+    recipe = setting.recipe
+    tokenizer = learn([])
+    corpus = Packed.of(encode_document(tokenizer, document.text) for document in python_text(print))
+    unseen = _whole_rows(corpus, split(corpus.count(recipe.context), recipe.held_out)[1], setting)  # (R, N + 1)
+    prompts = [unseen[row, : setting.prompt] for row in range(3)]
+    models = {}
+    for cell, size in SIZES.items():
+        torch.manual_seed(recipe.seed)
+        model = lowtri.nn.RecurrentLM(256, size, cell=cell)
+        train(
+            model,
+            corpus,
+            recipe,
+            watch=lambda step: print(step.number, round(step.loss, 3), flush=True) if step.number % 60 == 0 else None,
+        )
+        model.eval()
+        with torch.no_grad():
+            loss = float(_losses(model(unseen[:, :-1]), unseen).mean())
+        new = recipe.context - setting.prompt
+        rows = [
+            list(
+                lowtri.generate(model, prompt.tolist(), new, temperature=setting.temperature, seed=recipe.seed, stop=())
+            )
+            for prompt in prompts
+        ]
+        state = model.make_cache()
+        with torch.no_grad():
+            model(prompts[0][None], cache=state)
+        models[cell] = {
+            "validation": loss,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "carries": sum(part.numel() for part in state.hidden or ()),
+            "texts": list(_texts(tokenizer, torch.tensor(rows))),
+        }
+        print(cell, models[cell])
+    each = 2 * setting.layers * setting.hidden  # numbers of keys and values that the decoder's cache keeps of a token
+    write(
+        "generators",
+        {**models, "attention": {"carries": each}, "prompts": list(_texts(tokenizer, torch.stack(prompts)))},
+    )
+
+
 def gallery() -> None:
-    """For each piece: declared, seen and leaking pairs, the pair named first, and the loss on noise that nobody can predict."""
-    pieces = []
-    for name in PIECES:
-        path = ROOT / "examples" / "leaks" / "wrong" / f"{name}.py"
+    """For each piece: declared, seen and leaking pairs, the pair named first, and the loss on noise that nobody can predict.
+
+    All pieces for the site's page, docs/_site/gallery.json; those of PIECES for the lesson.
+    """
+    pieces = {}
+    for path in sorted((ROOT / "examples" / "leaks" / "wrong").glob("*.py")):
         piece = runpy.run_path(str(path))
         model, example, *rest = piece["make_model"](0)
         report = lowtri.audit(model, example, mask=piece["MASK"], seed=0, progress=False, **(rest[0] if rest else {}))
         first = report.first
-        assert first is not None, name
-        pieces.append(
-            {
-                "name": name,
-                "doc": piece["__doc__"].strip().splitlines()[0],
-                "mask": piece["MASK"],
-                "cells": report._cells(48),
-                "pair": [first.query, first.key],
-                "size": first.size,
-                "loss": _loss_on_noise(piece["make_model"], example)
-                if lowtri.mask(piece["MASK"]).is_causal(report.n)
-                else None,
-            }
-        )
-        print(name, pieces[-1]["pair"], pieces[-1]["loss"])
-    write("gallery", {"pieces": pieces})
+        assert first is not None, path.stem
+        comparable = lowtri.mask(piece["MASK"]).is_causal(report.n)
+        pieces[path.stem] = {
+            "name": path.stem,
+            "doc": " ".join(piece["__doc__"].split("\n\n")[0].split()),
+            "mask": piece["MASK"],
+            "cells": report._cells(48),
+            "pair": [first.query, first.key],
+            "size": first.size,
+            "loss": _loss_on_noise(piece["make_model"], example) if comparable else None,
+        }
+        pieces[path.stem] |= {"probe": first.probe, "message": report.message}
+        print(path.stem, pieces[path.stem]["pair"], pieces[path.stem]["loss"], flush=True)
+    write("gallery", {"pieces": list(pieces.values())}, ROOT / "docs" / "_site")
+    short = [{key: value for key, value in pieces[name].items() if key not in ("probe", "message")} for name in PIECES]
+    write("gallery", {"pieces": short})
 
 
 def _loss_on_noise(make: Any, example: Any, steps: int = 300) -> float | None:
@@ -177,4 +236,6 @@ def whisper() -> None:
 
 
 if __name__ == "__main__":
-    {"experiment": experiment, "gallery": gallery, "smollm2": smollm2, "whisper": whisper}[sys.argv[1]](*sys.argv[2:])
+    {"experiment": experiment, "generators": generators, "gallery": gallery, "smollm2": smollm2, "whisper": whisper}[
+        sys.argv[1]
+    ](*sys.argv[2:])

@@ -111,10 +111,12 @@ class Browser:
         self.wait_for("Page.loadEventFired", session)
         return page
 
-    def open_lesson(self, path: Path, **options: Any) -> Page:
-        """Open a page of the lesson, and wait until all its figures are drawn."""
+    def open_lesson(self, path: Path, *, whole: bool = True, **options: Any) -> Page:
+        """Open a page of the lesson, and wait until all its figures are drawn; ``whole`` lays out sections out of view, too."""
         page = self.open(path, **options)
         page.run("Lesson.ready")
+        if whole:
+            page.run("document.head.append(Lesson.el('style', {}, 'main > section { content-visibility: visible }'))")
         return page
 
     def close(self) -> None:

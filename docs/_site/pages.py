@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from mkdocs.structure.files import File, Files
 from lowtri.lesson.languages import LANGUAGES
 from lowtri.lesson.page import file_name, lesson_page
 
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file alone
+
+from gallery import gallery_page
+
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {  # page of the site -> file of the repository
     "index.md": "README.md",
@@ -18,6 +23,7 @@ OUTSIDE = {  # page of the site -> file of the repository
     "CHANGELOG.md": "CHANGELOG.md",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/transformers_models.md": "benchmarks/transformers_models.md",
+    "dev/LOG.md": "dev/LOG.md",
 }
 
 
@@ -25,13 +31,20 @@ def on_files(files: Files, config: Any) -> Files:
     for page, source in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+    files.append(File.generated(config, "gallery.md", content=gallery_page()))
     for language in LANGUAGES:
         files.append(File.generated(config, f"lesson/{file_name(language)}", content=lesson_page(language)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Markdown within HTML tables is read when they say so; a bar within code in a table needs no backslash."""
+    """Markdown within HTML tables is read when they say so; a bar within code in a table needs no backslash.
+
+    Links from docs/ to files outside of it, which GitHub follows, point at the page of that file.
+    """
+    markdown = re.sub(
+        r"\]\(\.\./((?!\.\.)[^)#]+)", lambda link: f"]({link[1]}" if link[1] in OUTSIDE else link[0], markdown
+    )
     markdown = re.sub(r"<(table|tr|td|th)\b", r'<\1 markdown="1"', markdown)
     return re.sub(
         r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]), markdown, flags=re.M

@@ -36,10 +36,19 @@ def test_every_listed_name_exists_and_is_documented() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    """Pages in docs/, and pages that the hook adds from elsewhere in the repository."""
+    """Pages in docs/, and pages that the hook adds: from elsewhere in the repository, and the gallery."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w./-]+\.md\b", config))
     outside = dict(re.findall(r'^    "(.+\.md)": "(.+\.md)",', (ROOT / "docs/_site/pages.py").read_text("utf-8"), re.M))
     inside = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert listed == inside | set(outside)
+    assert listed == inside | set(outside) | {"gallery.md"}
     assert all((ROOT / source).exists() for source in outside.values())
+
+
+def test_links_between_pages_exist() -> None:
+    """As files, which GitHub follows, or as pages that the site makes; MkDocs checks the anchors."""
+    made = {"gallery.md", *(f"lesson/lesson-{language}.html" for language in ("en", "id", "th", "zh"))}
+    for path in (ROOT / "docs").rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "mailto:")):
+                assert target in made or (path.parent / target).exists(), (path.name, target)

@@ -38,6 +38,9 @@ SECTIONS = (
 )
 
 
+SHELL = ("experiment", "written")  # programs for the command line, which train for minutes
+
+
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
     return {language: lesson_page(language) for language in LANGUAGES}
@@ -131,7 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         write_lesson(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("name", [name for name in programs() if name != "experiment"])
+@pytest.mark.parametrize("name", [name for name in programs() if name not in SHELL])
 def test_every_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(assets() / "programs" / f"{name}.txt")
     if name == "maps":
@@ -151,8 +154,23 @@ def test_every_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_shell_program_names_what_exists() -> None:
-    words = programs()["experiment"].split()
-    assert words[0] == "python" and (Path(__file__).parents[2] / words[1] / "__main__.py").is_file()
+    root = Path(__file__).parents[2]
+    words = [programs()[name].split() for name in SHELL]
+    assert [line[0] for line in words] == ["python", "python"]
+    assert (root / words[0][1] / "__main__.py").is_file()
+    assert f"def {words[1][2]}(" in (root / words[1][1]).read_text(encoding="utf-8")
+
+
+def test_the_generators_continue_the_experiment_s_prompts() -> None:
+    """The three texts side by side have one origin: same prompts, same length, models of the same size."""
+    generators, experiment = numbers.stored("generators"), numbers.stored("experiment")
+    assert generators["prompts"] == [text["prompt"] for text in experiment["texts"]]
+    for name in ("rnn", "lstm"):
+        model = generators[name]
+        assert 0.85e6 < model["parameters"] < 0.97e6
+        assert all(len(text.encode(errors="replace")) >= 90 for text in model["texts"])
+        assert 1 < model["validation"] < experiment["unigram"]
+    assert generators["lstm"]["carries"] == 2 * 2 * 224 and generators["rnn"]["carries"] == 2 * 416
 
 
 def maps(name: str) -> tuple[dict[str, Any], np.ndarray]:

@@ -19,7 +19,7 @@ PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
 
 
 def stored(name: str) -> dict[str, Any]:
-    """A stored measurement: experiment, gallery, smollm2 or whisper. ``measured`` holds its date and machine."""
+    """A stored measurement: experiment, generators, gallery, smollm2 or whisper. ``measured`` holds its date and machine."""
     content: dict[str, Any] = json.loads((assets() / "measured" / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
@@ -31,6 +31,7 @@ def computed() -> dict[str, Any]:
         **example(),
         "forms": _forms(),
         "experiment": stored("experiment"),
+        "generators": stored("generators"),
         "gallery": stored("gallery"),
         "maps": [
             stored("smollm2") | {"opens": [13, 8], "points": [8, 2]},
@@ -92,6 +93,7 @@ def in_texts() -> dict[str, str]:
     """Every number that the texts name, written out."""
     data = computed()
     experiment, forms, gallery = data["experiment"], data["forms"], data["gallery"]
+    generators = data["generators"]["measured"]
     values = {
         f"{model}_{name}": f"{experiment[model][name]:.3f}"
         for model in ("masked", "unmasked")
@@ -105,6 +107,8 @@ def in_texts() -> dict[str, str]:
         "unigram": f"{experiment['unigram']:.3f}",
         "experiment_date": experiment["measured"]["date"],
         "experiment_cpu": experiment["measured"]["cpu"],
+        "generators_date": generators["date"],
+        "generators_cpu": generators["cpu"],
         "gallery_date": gallery["measured"]["date"],
         "forms_shape": forms["shape"],
         "forms_date": _today(),

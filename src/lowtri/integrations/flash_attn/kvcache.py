@@ -52,6 +52,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention over a cache, which is updated in place. No gradients.
 
+    The last query stands at the last key. Arguments that are not listed are those of
+    :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
+
     >>> import torch
     >>> from lowtri.integrations.flash_attn import flash_attn_with_kvcache
     >>> cache = torch.zeros(2, 2, 16, 4, 8)  # keys and values: (B, slots, H, D)
@@ -74,7 +77,6 @@ def flash_attn_with_kvcache(
         rotary_interleaved: see :func:`~lowtri.integrations.flash_attn.rotary.rotate`.
         num_splits: accepted; lowtri chooses how it splits the work.
         return_softmax_lse: also return the log-sum-exp, (B, Hq, Nq).
-        The others: those of :func:`~lowtri.integrations.flash_attn.flash_attn_func`; the last query stands at the last key.
 
     Returns:
         (B, Nq, Hq, D), or a tuple with the log-sum-exp.

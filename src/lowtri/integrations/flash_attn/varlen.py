@@ -43,7 +43,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences.
+    """Attention of packed sequences. Arguments that are not listed are those of
+    :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
 
     >>> import torch
     >>> from lowtri.integrations.flash_attn import flash_attn_varlen_func
@@ -58,7 +59,6 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: the longest sequence; not needed here.
         alibi_slopes: (Hq,), or (B, Hq).
         block_table: (B, pages of a sequence), the pages of each sequence's keys in their order; entries past its last page are ignored.
-        The others: those of :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
 
     Returns:
         (total_q, Hq, D); with ``return_attn_probs`` also the log-sum-exp (Hq, total_q), and the weights, which are empty without

@@ -49,18 +49,28 @@
     });
   };
 
-  const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
+  // Plain loops: 200 tokens have 40,000 scores, and a phone computes them at every letter that is typed.
+  const dot = (a, b) => {
+    let sum = 0;
+    for (let i = 0; i < a.length; i++) sum += a[i] * b[i];
+    return sum;
+  };
   const column = (m, j) => m.map((row) => row[j]);
-  Lesson.product = (a, b) => a.map((row) => (b.length ? b[0].map((_, j) => dot(row, column(b, j))) : []));
+  Lesson.product = (a, b) => {
+    const columns = b.length ? b[0].map((_, j) => column(b, j)) : [];
+    return a.map((row) => columns.map((other) => dot(row, other)));
+  };
   Lesson.transposed = (m) => (m.length ? m[0].map((_, j) => column(m, j)) : []);
 
   /** Weights of one row: 0 where hidden, and all 0 where the row sees nothing. The row's maximum is subtracted first. */
   Lesson.softmax = (row) => {
     const most = Math.max(...row);
     if (most === -Infinity) return row.map(() => 0);
-    const exponentials = row.map((x) => Math.exp(x - most));
-    const sum = exponentials.reduce((a, b) => a + b, 0);
-    return exponentials.map((x) => x / sum);
+    let sum = 0;
+    const weights = new Array(row.length);
+    for (let j = 0; j < row.length; j++) sum += weights[j] = Math.exp(row[j] - most);
+    for (let j = 0; j < row.length; j++) weights[j] /= sum;
+    return weights;
   };
 
   /** Every step for q, k, v (N, D) and a table of bools (N, N): scores, scaled, masked, weights, output. */

@@ -188,26 +188,31 @@
     }, words.length - 2);
   }
 
-  /** A table of bools as a drawing: equal neighbours of a row as one rectangle. */
+  /** A table of states as a drawing, one path for each state; in large tables equal neighbours of a row are one rectangle. */
   Lesson.grid = (rows, label, size = 160) => {
-    const n = rows.length;
-    const cell = size / n;
+    const cell = size / rows.length;
     const svg = el("svg", { class: "grid", viewBox: `-1 -1 ${size + 2} ${size + 2}`, role: "img", "aria-label": label });
     const gap = cell > 6 ? 1 : 0;
+    const paths = {};
     rows.forEach((row, i) => {
       for (let j = 0; j < row.length;) {
         let to = j + 1;
         while (!gap && to < row.length && row[to] === row[j]) to++;
-        svg.append(el("rect", { class: row[j], x: j * cell, y: i * cell, width: (to - j) * cell - gap, height: cell - gap }));
+        const width = ((to - j) * cell - gap).toFixed(2);
+        paths[row[j]] = `${paths[row[j]] ?? ""}M${(j * cell).toFixed(2)} ${(i * cell).toFixed(2)}h${width}v${(cell - gap).toFixed(2)}h-${width}z`;
         j = to;
       }
     });
+    svg.append(...Object.entries(paths).map(([state, d]) => el("path", { class: state, d })));
     return svg;
   };
 
-  /** The keys that queries after t may still see, among positions 0 .. t. */
-  const held = (sees, at, n) =>
-    Array.from({ length: at + 1 }, (_, k) => k).filter((k) => Array.from({ length: n }, (_, d) => at + d).some((q) => sees(q, k)));
+  /** For each of n keys the last query that sees it, among the first 2 n positions: a cache holds it until then. */
+  const lastSeen = (sees, n) => Array.from({ length: n }, (_, k) => {
+    let q = 2 * n - 1;
+    while (q > k && !sees(q, k)) q--;
+    return q;
+  });
 
   function cache() {
     const select = find("cache-figure", "select");
@@ -217,7 +222,8 @@
     const rows = find("cache-figure", ".rows");
     const again = walked("cache-figure", () => words.length, (at) => {
       const sees = Lesson.mask(select.value);
-      const kept = held(sees, at, 64);
+      const last = lastSeen(sees, 64);
+      const kept = words.map((_, k) => k).filter((k) => k <= at && last[k] >= at);
       const line = el("div", { class: "cacherow" }, el("b", {}, t("cache.step", { i: at + 1 })));
       words.forEach((word, k) => {
         const state = k > at ? "later" : kept.includes(k) ? "" : "gone";
@@ -252,7 +258,8 @@
         const sees = Lesson.mask(texts[name]);
         const table = Lesson.table(sees, n);
         const pairs = table.flat().filter(Boolean).length;
-        const most = Math.max(...table.map((_, at) => held(sees, at, n).length));
+        const last = lastSeen(sees, n);
+        const most = Math.max(...last.map((_, at) => last.filter((q, k) => k <= at && q >= at).length));
         code.textContent = texts[name];
         Lesson.replace(picture, Lesson.grid(table.map((row) => row.map((x) => (x ? "seen" : "hid"))), texts[name]));
         count.textContent = t("patterns.count", { pairs, all: n * n, held: most });

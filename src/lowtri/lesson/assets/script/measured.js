@@ -65,6 +65,39 @@
     bars(find("modes", ".bars"), rows);
   }
 
+  /** The texts of three models as far as they have written, and the numbers that each carries by then. */
+  function written() {
+    const PROMPT = 2; // which of the stored prompts
+    const { generators, experiment } = Lesson.data;
+    const box = find("written", ".written");
+    const slider = document.getElementById("written-bytes");
+    const { prompt, masked } = experiment.texts[PROMPT];
+    const encoder = new TextEncoder();
+    const read = encoder.encode(prompt).length;
+    const panels = ["rnn", "lstm", "attention"].map((name) => {
+      const isAttention = name === "attention";
+      const loss = isAttention ? experiment.masked.validation : generators[name].validation;
+      const text = isAttention ? masked : generators[name].texts[PROMPT];
+      const [carries, rest] = [el("p", { class: "hint" }), el("span")];
+      box.append(el("div", {}, el("h3", {}, t(`recurrent.${name}`)), el("p", { class: "hint" }, t("recurrent.loss", { loss: Lesson.number(loss) })), carries,
+        el("pre", { tabindex: 0, role: "group", "aria-label": t(`recurrent.${name}`) }, el("mark", {}, prompt), rest)));
+      return { text: [...text], rest, says: (n) => {
+        const numbers = generators[name].carries * (isAttention ? read + n : 1);
+        carries.textContent = t("recurrent.carries", { n: numbers });
+      } };
+    });
+    const draw = () => {
+      const n = Number(slider.value);
+      find("written", "[data-note=bytes]").textContent = n;
+      for (const { text, rest, says } of panels) {
+        rest.textContent = text.slice(0, n).join("");
+        says(n);
+      }
+    };
+    slider.addEventListener("input", draw);
+    draw();
+  }
+
   /** The lower triangles of one model, from base64. */
   function unpacked({ maps, shape }) {
     const bytes = Uint8Array.from(atob(maps), (c) => c.charCodeAt(0));
@@ -163,5 +196,5 @@
     }
   }
 
-  Lesson.figures.push(curves, forms, maps, gallery);
+  Lesson.figures.push(written, curves, forms, maps, gallery);
 })();

@@ -68,10 +68,11 @@
       Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
       Lesson.walk = new Lesson.Walk(Lesson.bench);
     };
-    // One figure a task, after the text has been painted: the page answers in between.
+    // One figure a task, after the text has been painted (a tab in the background does not paint): the page answers in between.
+    const painted = new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 500); });
     const task = (figure) => new Promise((done) => { setTimeout(() => { figure(); done(); }); });
     const [first, ...others] = Lesson.figures;
-    Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), Promise.resolve());
+    Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), painted);
   };
 
   if (typeof document !== "undefined") Lesson.start();

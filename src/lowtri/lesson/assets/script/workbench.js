@@ -201,16 +201,18 @@
       const context = this.overview.getContext("2d");
       this.overview.width = this.overview.height = n;
       const image = context.createImageData(n, n);
-      this.steps.weights.forEach((row, i) => {
-        const most = Math.max(...row) || 1;
-        row.forEach((x, j) => {
-          const strength = 0.08 + 0.92 * (x / most); // beside the greatest weight of the row
-          for (let c = 0; c < 3; c++) {
-            image.data[4 * (i * n + j) + c] = visible[i][j] ? paper[c] + (hue[c] - paper[c]) * strength : hidden[c];
-          }
-          image.data[4 * (i * n + j) + 3] = 255;
-        });
+      const pixels = new Uint32Array(image.data.buffer);
+      const ready = Array.from({ length: 256 }, (_, level) => { // strengths of the hue; bytes in the order of the platform
+        const bytes = new Uint8Array(4).fill(255);
+        for (let c = 0; c < 3; c++) bytes[c] = paper[c] + (hue[c] - paper[c]) * (0.08 + 0.92 * (level / 255));
+        return new Uint32Array(bytes.buffer)[0];
       });
+      const unseen = new Uint32Array(new Uint8Array([...hidden, 255]).buffer)[0];
+      for (let i = 0; i < n; i++) {
+        const [row, seen] = [this.steps.weights[i], visible[i]];
+        const most = Math.max(...row) || 1; // strength is beside the greatest weight of the row
+        for (let j = 0; j < n; j++) pixels[i * n + j] = seen[j] ? ready[Math.round((255 * row[j]) / most)] : unseen;
+      }
       context.putImageData(image, 0, 0);
       const frame = this.find(".frame").style;
       frame.left = frame.top = `${(100 * origin) / n}%`;
