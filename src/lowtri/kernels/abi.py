@@ -141,9 +141,9 @@ FORWARD_TILES = Abi(
     ("packed", "packed_states"),
 )
 
-# Gradients have the compute dtype. dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with packed rows,
-# in any order of memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output and dq are packed.
-# delta, the sums of dO * O less d_lse, is written if it has an address.
+# Gradients have the compute dtype. dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with
+# packed rows, in any order of memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output
+# and dq are packed. delta, the sums of dO * O less d_lse, is written if it has an address.
 BACKWARD = Abi(
     "backward",
     (
