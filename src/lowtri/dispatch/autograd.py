@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowtri.backends.base import Differentiates
 from lowtri.dispatch.choose import load
-from lowtri.dispatch.prepared import PreparedCall
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import one_by_one
 from lowtri.ops.guards import active_mode, is_plain
@@ -22,11 +21,11 @@ from lowtri.ops.guards import active_mode, is_plain
 __all__ = ["differentiable"]
 
 
-def differentiable(ready: PreparedCall, inputs: Inputs) -> Result:
+def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    results = _Differentiable.apply(ready, *arrays)
+    results = _Differentiable.apply(prepared, call, *arrays)
     return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
@@ -34,9 +33,9 @@ class _Differentiable(torch.autograd.Function):
     """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them."""
 
     @staticmethod
-    def forward(ctx: Any, ready: PreparedCall, *inputs: Tensor | None) -> Any:
-        result, recorded = ready.prepared.record(Inputs(*inputs))  # type: ignore[attr-defined]
-        ctx.ready, ctx.recorded = ready, [recorded]
+    def forward(ctx: Any, prepared: Differentiates, call: Call, *inputs: Tensor | None) -> Any:
+        result, recorded = prepared.record(Inputs(*inputs))
+        ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         if result.weights is None and result.lse is None:  # alone: each further result takes microseconds
             ctx.save_for_backward(*inputs, result.output)
             return result.output
@@ -47,19 +46,19 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @one_by_one
     def backward(ctx: Any, *d_results: Tensor | None) -> Any:
-        saved, prepared = ctx.saved_tensors, ctx.ready.prepared
+        saved, prepared = ctx.saved_tensors, ctx.prepared
         count = len(saved) - len(d_results)  # of inputs
         inputs, result, d_result = Inputs(*saved[:count]), Result(*saved[count:]), Result(*d_results)
         if d_result.output is None:
             d_result = d_result._replace(output=torch.zeros_like(result.output))
         if _needs_formula(prepared, inputs, d_result):
-            return None, *_by_formula(prepared, ctx.ready.call, inputs, d_result, ctx.needs_input_grad[1:])
+            return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
         # The first backward consumes a large recorded state, which frees its memory; a second one records again.
         if prepared.from_output:
             recorded = ctx.recorded[0]
         else:
             recorded = ctx.recorded.pop() if ctx.recorded else None
-        return None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
+        return None, None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
 
 
 def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:

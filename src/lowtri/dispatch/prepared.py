@@ -43,7 +43,7 @@ class PreparedCall:
             if other is not None:
                 return other.run(inputs)
         if self.differentiates:
-            return _differentiable()(self, inputs)
+            return _differentiable()(self.prepared, self.call, inputs)
         return self.prepared.run(inputs)
 
 
