@@ -50,7 +50,8 @@ class PreparedKernels:
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The result; and the log-sum-exp with what it loses to rounding, (2, B, Hq, Nq)."""
         output, sums = self._forward(inputs, 2)
-        return Result(output, None, sums[0] if self.call.return_lse else None), sums
+        # What the user gets may be changed in place.
+        return Result(output, None, sums[0].clone() if self.call.return_lse else None), sums
 
     def _forward(self, inputs: Inputs, rows: int) -> tuple[Any, Any]:
         """Output (B, Hq, Nq, Dv) in the dtype of q; and the first ``rows`` of log-sum-exp and its rounding error, (rows, B, Hq, Nq)."""
