@@ -70,7 +70,7 @@ def amount(call: GridCall, backend: str) -> float:
     numbers = 2 * call.heads * call.n * call.d / 1e6
     if call.work == "decode":
         return numbers
-    queries = -(-call.n // 64) * 64 if backend == "cpu" else call.n
+    queries = -(-call.n // 16) * 16 if backend == "cpu" else call.n
     return numbers * queries / (2 if call.who == "causal" else 1)
 
 

@@ -190,3 +190,22 @@ def test_gradients_repeat_bit_for_bit(dtype) -> None:
     tensors = inputs(300, 64, 64)
     first, second = (gradients(tensors, "causal", {}, DTYPES[dtype], "cpu") for _ in range(2))
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 48, 49, 63, 65])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_gradients_of_tiles_that_are_not_full_of_queries(mask: str, n: int) -> None:
+    """Only the groups of 16 queries that a tile has are computed, and what lies in memory behind them takes no part."""
+    compare(inputs(n, 32, 48, seed=n), mask, {}, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_and_gradients_lie_in_memory_as_their_inputs(dtype: str) -> None:
+    for by_token in (False, True):
+        tensors = [x.to(DTYPES[dtype]) for x in inputs(33, 32, 32, rows=2)]
+        if by_token:
+            tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        *leaves, d_output = (x.requires_grad_() for x in tensors)
+        output = lowtri.attention(*leaves, "causal", engine="cpu")
+        grads = torch.autograd.grad(output, leaves, d_output.detach())
+        assert [x.stride() for x in (output, *grads)] == [x.stride() for x in (leaves[0], *leaves)]

@@ -23,7 +23,9 @@ __all__ = ["differentiable"]
 
 def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    results = _Differentiable.apply(prepared, call, *inputs)
+    # Each argument takes microseconds, so most calls have three tensors only.
+    arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
+    results = _Differentiable.apply(prepared, call, *arrays)
     return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
@@ -33,20 +35,22 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prepared: Differentiates, call: Call, *inputs: Tensor | None) -> Any:
         result, recorded = prepared.record(Inputs(*inputs))
-        ctx.set_materialize_grads(False)
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
-        ctx.save_for_backward(*inputs, result.output, result.weights, result.lse)
-        if call.return_weights or call.return_lse:
-            return result.output, result.weights, result.lse
-        return result.output  # alone: each further result takes microseconds
+        if result.weights is None and result.lse is None:  # alone: each further result takes microseconds
+            ctx.save_for_backward(*inputs, result.output)
+            return result.output
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *result)
+        return tuple(result)
 
     @staticmethod
     @one_by_one
     def backward(ctx: Any, *d_results: Tensor | None) -> Any:
-        *saved, output, weights, lse = ctx.saved_tensors
-        inputs, result, prepared = Inputs(*saved), Result(output, weights, lse), ctx.prepared
-        d_output = torch.zeros_like(output) if d_results[0] is None else d_results[0]
-        d_result = Result(d_output, *d_results[1:])
+        saved, prepared = ctx.saved_tensors, ctx.prepared
+        count = len(saved) - len(d_results)  # of inputs
+        inputs, result, d_result = Inputs(*saved[:count]), Result(*saved[count:]), Result(*d_results)
+        if d_result.output is None:
+            d_result = d_result._replace(output=torch.zeros_like(result.output))
         if _needs_formula(prepared, inputs, d_result):
             return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
         # The first backward consumes a large recorded state, which frees its memory; a second one records again.
@@ -54,14 +58,14 @@ class _Differentiable(torch.autograd.Function):
             recorded = ctx.recorded[0]
         else:
             recorded = ctx.recorded.pop() if ctx.recorded else None
-        return None, None, *prepared.gradients(inputs, result, recorded, d_result)
+        return None, None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
 
 
 def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
     """Whether torch records a graph of the gradients, or passes tensors without data, or numbers that would spread."""
     if torch.is_grad_enabled() or active_mode() is not None:
         return True
-    if not all(x is None or is_plain(x) for x in (d_result.output, d_result.weights, d_result.lse)):
+    if not all([x is None or is_plain(x) for x in d_result]):
         return True
     accepts = getattr(prepared, "accepts", None)  # of a Selective one
     return accepts is not None and not accepts(inputs, d_result.output)
@@ -91,7 +95,7 @@ def _by_formula(
             )
             if x is not None and d_x is not None and x.requires_grad
         ]
-        leaves = [x for x, want in zip(views, wanted, strict=True) if want and x is not None]
+        leaves = [x for x, want in zip(views, wanted, strict=False) if want and x is not None]
         results, d_results = zip(*pairs, strict=True)
         grads = iter(torch.autograd.grad(results, leaves, d_results, create_graph=recording, materialize_grads=True))
     return [next(grads) if want else None for want in wanted]

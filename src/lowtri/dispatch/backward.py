@@ -134,8 +134,10 @@ def gradients_from_output(
     """
     shape = ready.call.q.shape[:3]
     dtype = torch.promote_types(output.dtype, torch.float32)
-    known = Result(output.reshape(*shape, -1), None, lse.reshape(shape).to(dtype).contiguous())  # kernels read it so
-    d_known = Result(d_output.reshape(*shape, -1), None, d_lse.reshape(shape))
+    known = Result(
+        output.reshape(*shape, -1).to(rows.q.dtype), None, lse.reshape(shape).to(dtype).contiguous()
+    )  # kernels read it so
+    d_known = Result(d_output.reshape(*shape, -1).to(rows.q.dtype), None, d_lse.reshape(shape))
     prepared: Any = ready.prepared
     with torch.no_grad():
         grads: Inputs

@@ -27,6 +27,9 @@ def _integers(*names: str) -> np.dtype[Any]:
 STRIDES = _integers("b", "h", "n", "d")  # along (B, H, N, D), in numbers
 BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 along broadcast axes
 PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from the sums of one part to the next part's
+KEY_SUMS = _integers(
+    "part", "b", "h", "n", "rows", "size"
+)  # of dK or dV: strides; how many rows, and numbers in a row, with padding
 PLAN = _integers(
     "rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits"
 )  # of masks.plan.Plan
@@ -138,13 +141,19 @@ FORWARD_TILES = Abi(
     ("packed", "packed_states"),
 )
 
-# dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size), d_bias is (parts, ...): packed sums in the
-# compute dtype.
+# Gradients have the compute dtype. dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with
+# packed rows, in any order of memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output
+# and dq are packed. delta, the sums of dO * O less d_lse, is written if it has an address.
 BACKWARD = Abi(
     "backward",
-    ("q", "k", "v", "bias", "lse", "lse_low", "delta", "d_output", "dq", "dk", "dv_sums", "d_bias"),
+    (
+        *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output", "d_lse"),
+        *("delta", "dq", "dk", "dv_sums", "d_bias"),
+    ),
     {"parts": np.int64, **_SIZES, **_INPUTS}
-    | {"d_output_strides": STRIDES, "d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
+    | {name: STRIDES for name in ("output_strides", "d_output_strides", "dq_strides")}
+    | {"dk_layout": KEY_SUMS, "dv_layout": KEY_SUMS}
+    | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
     (
         *(
             "queries",
@@ -163,7 +172,7 @@ BACKWARD = Abi(
     ),
 )
 
-# The rows of dk and dv_sums are here Nk rounded up to whole tiles of 16.
+# dk and dv_sums are here packed, with Nk rounded up to whole tiles of 16.
 BACKWARD_TILES = Abi(
     "backward_tiles",
     BACKWARD.addresses,

@@ -19,31 +19,37 @@ from __future__ import annotations
 from lowtri.kernels.device_function import by_spec, inline_device_function
 from lowtri.kernels.ds import (
     add_d_bias,
+    add_to_rows,
     apply_softcap_derivative,
+    first_row,
     load_lse_and_delta,
     pack_query_rows,
+    scale_rows,
     softcap_derivative,
     weights_and_ds,
+    zero_rows,
 )
-from lowtri.kernels.forward import KEYS
+from lowtri.kernels.forward import KEYS, pv_tile, score_tile
 from lowtri.kernels.non_finite import (
     add_non_finite_keys,
     add_non_finite_queries,
     input_rows_finite,
     zero_non_finite_rows,
 )
-from lowtri.kernels.plan_walk import visible_tiles
-from lowtri.kernels.product import product, product_add
+from lowtri.kernels.plan_walk import key_spans, visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
+    fill_columns,
     head_operand,
     in_place_operand,
     key_operand,
     multiply_by,
+    multiply_columns,
     row_operand,
     transpose_in,
     transpose_out,
+    whole_groups,
     word_count,
 )
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
@@ -94,10 +100,10 @@ def transposed_rows(spec):
     """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from its packed copy."""
 
     def from_copy(source, row_step, step, n, size, rows, row, target, spec):
-        transpose_in(rows, row, 1, n, size, target, spec)
+        transpose_in(rows, row, 1, n, size, whole_groups(n), target, spec)
 
     def from_array(source, row_step, step, n, size, rows, row, target, spec):
-        transpose_in(source, row_step // 2, step, n, size // 2, target, spec)
+        transpose_in(source, row_step // 2, step, n, size // 2, whole_groups(n), target, spec)
 
     return from_array if spec.rows == "pairs" else from_copy
 
@@ -116,11 +122,11 @@ def keys_for_dq(spec):
 
 
 @inline_device_function
-def backward_tile(call, memory, part, b, h, r, spec):
-    """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
+def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
+    """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, nk, kv = call.d, call.dv, call.nk, h // call.group
     input_bytes, number_bytes = spec.input_bytes, spec.number_bytes
-    d_row, dv_row = -(-d // spec.lanes) * spec.lanes, -(-dv // spec.lanes) * spec.lanes
+    d_row, dv_row = call.dk_layout.size, call.dv_layout.size
     offsets, q_step, k_step = call.offsets, call.q_strides, call.k_strides
     v_step, do_step = call.v_strides, call.d_output_strides
     queries, d_output, dq = memory + offsets.queries, memory + offsets.d_output, memory + offsets.dq
@@ -141,19 +147,18 @@ def backward_tile(call, memory, part, b, h, r, spec):
     transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
     q_words = row_operand(q_rows, n, d_row, memory + offsets.q_pairs, spec)
     do_words = row_operand(do_rows, n, dv_row, memory + offsets.d_output_pairs, spec)
-    lse_low = call.lse_low + number_bytes * query0 if call.lse_low else 0
-    load_lse_and_delta(lse, lse_low, call.delta + number_bytes * query0, n, shift, shift_low, delta, spec)
+    load_lse_and_delta(call, b, h, r, n, shift, shift_low, delta, spec)
     if spec.per_word > 1:
         fill(zeros, d, 0.0, spec)
-    fill(dq, QUERIES * d, 0.0, spec)
-    head_row = ((part * call.batch + b) * (call.heads // call.group) + kv) * nk
+    fill_columns(dq, d, whole_groups(n), 0.0, spec)
     for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         k_tile = call.k + input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
         v_tile = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
         k, k_n, k_d = head_operand(k_tile, k_step.n, k_step.d, keys, d, k_rows, spec)
-        product(k, k_n, k_d, queries, QUERIES, scores, QUERIES, keys, word_count(d, spec), QUERIES, spec)
+        spans, groups = key_spans(mask_bits, keys, n)
+        score_tile(k, k_n, k_d, queries, scores, word_count(d, spec), spans, groups, spec)
         v, v_n, v_d = head_operand(v_tile, v_step.n, v_step.d, keys, dv, v_rows, spec)
-        product(v, v_n, v_d, d_output, QUERIES, ds, QUERIES, keys, word_count(dv, spec), QUERIES, spec)
+        score_tile(v, v_n, v_d, d_output, ds, word_count(dv, spec), spans, groups, spec)
         unit = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
             multiply_by(scores, QUERIES * keys, unit, spec)
@@ -165,20 +170,20 @@ def backward_tile(call, memory, part, b, h, r, spec):
             step = call.bias_strides
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
             add_bias(scores, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
-        weights_and_ds(scores, ds, unit, mask_bits, keys, shift, shift_low, delta, spec)
+        weights_and_ds(scores, ds, unit, mask_bits, keys, n, shift, shift_low, delta, spec)
         if call.d_bias:
             step = call.d_bias_strides
             index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
             add_d_bias(ds, call.d_bias + number_bytes * index, step.q, step.k, n, keys, spec)
         if softcap > 0:
             apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec)
-        dk = call.dk + number_bytes * (head_row + key0) * d_row
-        dv_sums = call.dv_sums + number_bytes * (head_row + key0) * dv_row
+        tile_dk = dk + number_bytes * key0 * call.dk_layout.n
+        tile_dv = dv_sums + number_bytes * key0 * call.dv_layout.n
         q_operand, do_operand = q_words, do_words
         if mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec)):
             # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
-            add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, dv_sums, spec)
-            add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, dk, spec)
+            add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec)
+            add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
             finite_q, finite_do = memory + offsets.finite_q, memory + offsets.finite_d_output
             zero_non_finite_rows(q_rows, n, d_row, finite_q, spec)
             zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
@@ -191,12 +196,12 @@ def backward_tile(call, memory, part, b, h, r, spec):
         ds_operand = row_operand(ds, keys, QUERIES, d_softcap, spec)
         in_place_operand(scores, keys, spec)
         in_place_operand(ds, keys, spec)
-        n_words = word_count(n, spec)
-        product_add(scores, QUERIES, 1, do_operand, dv_row, dv_sums, dv_row, keys, n_words, dv_row, spec)
-        product_add(ds, QUERIES, 1, q_operand, d_row, dk, d_row, keys, n_words, d_row, spec)
-        product_add(k, k_d, k_n, ds_operand, QUERIES, dq, QUERIES, d, word_count(keys, spec), QUERIES, spec)
-    multiply_by(dq, QUERIES * d, scale, spec)
-    transpose_out(dq, n, d, call.dq + number_bytes * query0 * d, d, spec)
+        add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
+        add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
+        pv_tile(k, k_d, k_n, ds_operand, dq, d, spans, groups, spec)
+    multiply_columns(dq, d, whole_groups(n), scale, spec)
+    step = call.dq_strides
+    transpose_out(dq, n, d, call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n), step.n, spec)
 
 
 def backward(call):
@@ -209,6 +214,11 @@ def backward(call):
             return
         part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
+        dk = call.dk + first_row(call.dk_layout, part, b, kv, call.spec)
+        dv_sums = call.dv_sums + first_row(call.dv_layout, part, b, kv, call.spec)
+        zero_rows(dk, call.dk_layout, call.spec)
+        zero_rows(dv_sums, call.dv_layout, call.spec)
         for h in range(kv * call.group, (kv + 1) * call.group):
             for r in range(part, call.plan.rows, call.parts):
-                backward_tile(call, memory, part, b, h, r, call.spec)
+                backward_tile(call, memory, part, b, h, r, dk, dv_sums, call.spec)
+        scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)

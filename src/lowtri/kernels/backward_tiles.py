@@ -13,8 +13,11 @@ from lowtri.kernels.device_function import device_function, inline_device_functi
 from lowtri.kernels.ds import (
     add_d_bias,
     apply_softcap_derivative,
+    first_row,
     load_lse_and_delta,
+    scale_rows,
     softcap_derivative,
+    zero_rows,
 )
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.non_finite import add_non_finite_keys, add_non_finite_queries, input_rows_finite
@@ -89,7 +92,7 @@ def load_queries(call, memory, b, h, r, n, spec):
             source, row_step, step, size, rows = do, do_step.n, do_step.d, dv, do_rows
             lanes, pairs = memory + offsets.d_output, memory + offsets.d_output_pairs
         finite = copy_query_rows(source, row_step, step, n, size, lse, rows, spec) and finite
-        transpose_in(rows, whole(size) // 2, 1, QUERIES, whole(size) // 2, lanes, spec)
+        transpose_in(rows, whole(size) // 2, 1, QUERIES, whole(size) // 2, QUERIES, lanes, spec)
         pairs_of_rows(rows, size, zeros, pairs, spec)
     return finite
 
@@ -99,7 +102,7 @@ def add_non_finite(weights, mask_bits, keys, rows, n, size, target, memory, offs
     """Target += weights rows for the rows that are not finite, pair by pair; ``pairs`` becomes the operand of the others."""
     wide, finite_rows = memory + offsets.wide_rows, memory + offsets.finite_rows
     widen_rows(rows, whole(size), 1, QUERIES, whole(size), wide, spec)
-    add_non_finite_queries(weights, mask_bits, keys, wide, n, whole(size), target, spec)
+    add_non_finite_queries(weights, mask_bits, keys, wide, n, whole(size), target, whole(size), spec)
     for offset in range(0, 2 * QUERIES * whole(size), 64):
         store(finite_rows + offset, load(rows + offset, spec))
     zero_non_finite(finite_rows, n, size, spec)
@@ -107,8 +110,8 @@ def add_non_finite(weights, mask_bits, keys, rows, n, size, target, memory, offs
 
 
 @inline_device_function
-def backward_tile(call, memory, part, b, h, r, spec):
-    """One tile of queries: its dQ, and what it adds to dK, dV and d bias."""
+def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
+    """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, nk, kv, offsets = call.d, call.dv, call.nk, h // call.group, call.offsets
     k_step, v_step = call.k_strides, call.v_strides
     queries, d_output, dq = memory + offsets.queries, memory + offsets.d_output, memory + offsets.dq
@@ -116,12 +119,11 @@ def backward_tile(call, memory, part, b, h, r, spec):
     shift, delta, ds_pairs = memory + offsets.shift, memory + offsets.delta, memory + offsets.ds_pairs
     n = min(QUERIES, call.nq - r * QUERIES)
     scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
-    query0, steps = (b * call.heads + h) * call.nq + r * QUERIES, whole(n) // 32
+    steps = whole(n) // 32
     finite = load_queries(call, memory, b, h, r, n, spec)
-    load_lse_and_delta(call.lse + 4 * query0, 0, call.delta + 4 * query0, n, shift, 0, delta, spec)
+    load_lse_and_delta(call, b, h, r, n, shift, 0, delta, spec)
     fill(dq, QUERIES * whole_16(d), 0.0, spec)
     head = b * (call.heads // call.group) + kv
-    head_row = (part * call.batch * (call.heads // call.group) + head) * whole_16(nk)
     head_k, head_v = call.k + 2 * (b * k_step.b + kv * k_step.h), call.v + 2 * (b * v_step.b + kv * v_step.h)
     places = tile_places(call, memory, head, whole_16(d))
     for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
@@ -147,8 +149,7 @@ def backward_tile(call, memory, part, b, h, r, spec):
             bias_step = call.bias_strides
             index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
             add_bias(scores, call.bias + 4 * index, bias_step.q, bias_step.k, n, keys, spec)
-        dk = call.dk + 4 * (head_row + key0) * whole(d)
-        dv_sums = call.dv_sums + 4 * (head_row + key0) * whole(dv)
+        tile_dk, tile_dv = dk + 4 * key0 * whole(d), dv_sums + 4 * key0 * whole(dv)
         q_pairs, do_pairs = memory + offsets.q_pairs, memory + offsets.d_output_pairs
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
         non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
@@ -163,19 +164,20 @@ def backward_tile(call, memory, part, b, h, r, spec):
             if non_finite:
                 q_rows, do_rows = memory + offsets.q_rows, memory + offsets.d_output_rows
                 q_pairs, do_pairs = memory + offsets.finite_q_pairs, memory + offsets.finite_d_output_pairs
-                add_non_finite(scores, mask_bits, keys, do_rows, n, dv, dv_sums, memory, offsets, do_pairs, spec)
-                add_non_finite(ds, mask_bits, keys, q_rows, n, d, dk, memory, offsets, q_pairs, spec)
+                add_non_finite(scores, mask_bits, keys, do_rows, n, dv, tile_dv, memory, offsets, do_pairs, spec)
+                add_non_finite(ds, mask_bits, keys, q_rows, n, d, tile_dk, memory, offsets, q_pairs, spec)
                 wide_rows = memory + offsets.wide_rows
                 add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, keys, dq, d, wide_rows, spec)
             round_tile(scores, ds, keys, ds_pairs, spec)
         else:
             weights_and_ds_pairs(scores, ds, unit, mask_bits, keys, shift, delta, ds_pairs, spec)
-        gradient_halves(scores, do_pairs, dv_sums, steps, whole(dv), spans, spec)
-        gradient_halves(ds, q_pairs, dk, steps, whole(d), spans, spec)
+        gradient_halves(scores, do_pairs, tile_dv, steps, whole(dv), spans, spec)
+        gradient_halves(ds, q_pairs, tile_dk, steps, whole(d), spans, spec)
         k_transposed = transposed_tile(head_k, k_step, d, nk, key0, keys, places, non_finite, spec)
         pv_halves(k_transposed, ds_pairs, dq, whole_16(d), spans, spec)
     multiply_by(dq, QUERIES * d, scale, spec)
-    transpose_out(dq, n, d, call.dq + 4 * query0 * d, d, spec)
+    step = call.dq_strides
+    transpose_out(dq, n, d, call.dq + 4 * (b * step.b + h * step.h + r * QUERIES * step.n), step.n, spec)
 
 
 def backward_tiles(call):
@@ -189,7 +191,12 @@ def backward_tiles(call):
             break
         part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
+        dk = call.dk + first_row(call.dk_layout, part, b, kv, call.spec)
+        dv_sums = call.dv_sums + first_row(call.dv_layout, part, b, kv, call.spec)
+        zero_rows(dk, call.dk_layout, call.spec)
+        zero_rows(dv_sums, call.dv_layout, call.spec)
         for h in range(kv * call.group, (kv + 1) * call.group):
             for r in range(part, call.plan.rows, call.parts):
-                backward_tile(call, memory, part, b, h, r, call.spec)
+                backward_tile(call, memory, part, b, h, r, dk, dv_sums, call.spec)
+        scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)
     restore_tiles(configuration, call.spec)

@@ -18,18 +18,20 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function, inline_device_function
-from lowtri.kernels.non_finite import add_non_finite_keys, all_finite
+from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
 from lowtri.kernels.plan_walk import key_spans, visible_tiles
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
+    fill_columns,
     head_operand,
     key_operand,
     multiply_by,
     row_operand,
     store_rows,
     transposed_queries,
+    whole_groups,
     word_count,
 )
 from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
@@ -37,7 +39,7 @@ from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater,
 from lowtri.kernels.softmax import softmax_tile
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
-__all__ = ["KEYS", "forward", "scratch", "store_tile"]
+__all__ = ["KEYS", "forward", "pv_tile", "score_tile", "scratch", "store_tile"]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
 
@@ -67,7 +69,8 @@ def score_tile(keys, k_n, k_d, queries, scores, d, spans, groups, spec):
         start, stop, lane = spans[2 * group], spans[2 * group + 1], 16 * spec.number_bytes * group
         group_keys, group_scores = keys + spec.number_bytes * start * k_n, scores + spec.row_bytes * start + lane
         n = QUERIES // groups
-        product(group_keys, k_n, k_d, queries + lane, QUERIES, group_scores, QUERIES, stop - start, d, n, spec)
+        if stop > start:
+            product(group_keys, k_n, k_d, queries + lane, QUERIES, group_scores, QUERIES, stop - start, d, n, spec)
 
 
 @device_function
@@ -77,7 +80,10 @@ def pv_tile(values, v_d, v_n, weights, output, dv, spans, groups, spec):
         start, stop = word_count(spans[2 * group], spec), word_count(spans[2 * group + 1], spec)
         lane, n = 16 * spec.number_bytes * group, QUERIES // groups
         group_values, group_weights = values + spec.number_bytes * start * v_n, weights + spec.row_bytes * start + lane
-        product_add(group_values, v_d, v_n, group_weights, QUERIES, output + lane, QUERIES, dv, stop - start, n, spec)
+        if stop > start:
+            product_add(
+                group_values, v_d, v_n, group_weights, QUERIES, output + lane, QUERIES, dv, stop - start, n, spec
+            )
 
 
 @device_function
@@ -108,11 +114,11 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
     fill(m, QUERIES, start_m, spec)
     fill(l, QUERIES, start_l, spec)
-    fill(output, QUERIES * dv, 0.0, spec)
+    fill_columns(output, dv, whole_groups(n), 0.0, spec)
     for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         k = call.k + input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
         v = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
-        spans, groups = key_spans(mask_bits, keys)
+        spans, groups = key_spans(mask_bits, keys, n)
         k_words, k_n, k_d = head_operand(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
         score_tile(k_words, k_n, k_d, queries, scores, d_words, spans, groups, spec)
         unit = scale
@@ -143,7 +149,7 @@ def store_tile(call, memory, b, h, r, n, spec):
     dv, offsets, o_step, number_bytes = call.dv, call.offsets, call.o_strides, spec.number_bytes
     output, m, l = memory + offsets.output, memory + offsets.shift, memory + offsets.total
     zero, one = splat(0.0, spec), splat(1.0, spec)
-    for lane in range(0, spec.row_bytes, 64):
+    for lane in range(0, number_bytes * whole_groups(n), 64):
         total = load(l + lane, spec)
         factor = select_greater(
             total, zero, div(one, total), total
@@ -173,7 +179,7 @@ def forward_tile(call, memory, b, h, r, spec):
     non_finite = False
     while True:
         n = attend_tile(call, memory, b, h, r, non_finite, spec)
-        if non_finite or all_finite(output, QUERIES * dv, spec):
+        if non_finite or columns_finite(output, dv, whole_groups(n), spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True

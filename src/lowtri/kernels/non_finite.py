@@ -26,7 +26,14 @@ from lowtri.kernels.simd import (
 )
 from lowtri.kernels.spec import QUERIES
 
-__all__ = ["add_non_finite_keys", "add_non_finite_queries", "all_finite", "zero_non_finite_rows", "input_rows_finite"]
+__all__ = [
+    "add_non_finite_keys",
+    "add_non_finite_queries",
+    "all_finite",
+    "columns_finite",
+    "input_rows_finite",
+    "zero_non_finite_rows",
+]
 
 
 @device_function
@@ -34,6 +41,15 @@ def all_finite(address, count, spec):
     """Whether ``count`` numbers (whole vectors) are all finite."""
     for offset in range(0, spec.number_bytes * count, 64):
         if not all_lanes_finite(load(address + offset, spec)):
+            return False
+    return True
+
+
+@device_function
+def columns_finite(tile, size, columns, spec):
+    """Whether the first ``columns`` of a tile (size, 64), whole vectors, are all finite."""
+    for j in range(size):
+        if not all_finite(tile + spec.row_bytes * j, columns, spec):
             return False
     return True
 
@@ -89,7 +105,7 @@ def zero_non_finite_rows(source, n, size, target, spec):
 
 
 @device_function
-def add_non_finite_queries(weights, mask_bits, keys, source, n, size, target, spec):
+def add_non_finite_queries(weights, mask_bits, keys, source, n, size, target, target_row, spec):
     """target[j] += weights[j, i] * source[i] for the non-finite packed rows i and the keys j that query i sees."""
     number_bytes = spec.number_bytes
     for i in range(n):
@@ -99,5 +115,5 @@ def add_non_finite_queries(weights, mask_bits, keys, source, n, size, target, sp
                 if (read_word(mask_bits + 8 * j) >> np.uint64(i)) & np.uint64(1):
                     weight = read(weights + spec.row_bytes * j + number_bytes * i, spec)
                     for d in range(size):
-                        address = target + number_bytes * (j * size + d)
+                        address = target + number_bytes * (j * target_row + d)
                         write(address, read(address, spec) + weight * read(row + number_bytes * d, spec), spec)

@@ -37,22 +37,25 @@ def visible_span(mask_bits, keys, queries):
 
 
 @device_function
-def key_spans(mask_bits, keys):
-    """The visible spans of each 16 of a tile's queries; and the number of groups to compute separately: 4, or 1 of all 64 queries.
+def group_span(mask_bits, keys, group, n):
+    """The keys that 16 of a tile's n queries see; none for queries past n."""
+    if 16 * group >= n:
+        return 0, 0
+    if mask_bits == 0:
+        return 0, keys
+    return visible_span(mask_bits, keys, FIRST_16 << np.uint64(16 * group))
 
-    Four groups pay if they save a tenth of the pairs or more.
+
+@device_function
+def key_spans(mask_bits, keys, n):
+    """The visible spans of each 16 of a tile's n queries; and the number of groups to compute separately: 4, or 1 of all 64 queries.
+
+    Four groups pay if they save a tenth of the pairs or more; so one group has at least 49 queries.
     """
-    if mask_bits:
-        (a, b), (c, d) = (
-            visible_span(mask_bits, keys, FIRST_16),
-            visible_span(mask_bits, keys, FIRST_16 << np.uint64(16)),
-        )
-        (e, f), (g, h) = (
-            visible_span(mask_bits, keys, FIRST_16 << np.uint64(32)),
-            visible_span(mask_bits, keys, FIRST_16 << np.uint64(48)),
-        )
-        if 10 * (b - a + d - c + f - e + h - g) <= 36 * keys:
-            return (a, b, c, d, e, f, g, h), 4
+    (a, b), (c, d) = group_span(mask_bits, keys, 0, n), group_span(mask_bits, keys, 1, n)
+    (e, f), (g, h) = group_span(mask_bits, keys, 2, n), group_span(mask_bits, keys, 3, n)
+    if 10 * (b - a + d - c + f - e + h - g) <= 36 * keys:
+        return (a, b, c, d, e, f, g, h), 4
     return (0, keys, 0, keys, 0, keys, 0, keys), 1
 
 

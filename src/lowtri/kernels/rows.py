@@ -26,6 +26,7 @@ from lowtri.kernels.spec import QUERIES
 
 __all__ = [
     "fill",
+    "fill_columns",
     "head_operand",
     "word_count",
     "key_operand",
@@ -34,9 +35,11 @@ __all__ = [
     "store_rows",
     "row_operand",
     "multiply_by",
+    "multiply_columns",
     "transpose_in",
     "transpose_out",
     "transposed_queries",
+    "whole_groups",
     "widen_rows",
 ]
 
@@ -56,17 +59,37 @@ def multiply_by(address, count, factor, spec):
 
 
 @device_function
+def fill_columns(tile, size, columns, value, spec):
+    """Set the first ``columns`` of a tile (size, 64), whole vectors, to one value."""
+    for j in range(size):
+        fill(tile + spec.row_bytes * j, columns, value, spec)
+
+
+@device_function
+def multiply_columns(tile, size, columns, factor, spec):
+    """Multiply the first ``columns`` of a tile (size, 64), whole vectors, by one factor."""
+    for j in range(size):
+        multiply_by(tile + spec.row_bytes * j, columns, factor, spec)
+
+
+@device_function
+def whole_groups(n):
+    """The queries of a tile rounded up to whole groups of 16, which are computed together: the columns that are used."""
+    return (n + 15) & -16
+
+
+@device_function
 def word_count(count, spec):
     """How many words hold this many numbers."""
     return (count + spec.per_word - 1) // spec.per_word
 
 
 @device_function
-def transpose_in(source, row_step, step, n, size, target, spec):
-    """Transpose n <= 64 rows of ``size`` words to (size, 64): queries in lanes. Lanes past n repeat the last row."""
+def transpose_in(source, row_step, step, n, size, columns, target, spec):
+    """Transpose n <= 64 rows of ``size`` words to (size, 64): queries in lanes. ``columns`` lanes are set; past n with the last row."""
     number_bytes, lanes, row = spec.number_bytes, spec.lanes, spec.row_bytes
     if step == 1 and size >= lanes:
-        for lane in range(0, QUERIES, lanes):
+        for lane in range(0, columns, lanes):
             top = min(lane, n - 1)
             last = min(n - 1 - top, lanes - 1)
             for d in range(0, size, lanes):
@@ -75,7 +98,7 @@ def transpose_in(source, row_step, step, n, size, target, spec):
                 transpose(block, number_bytes * row_step, last, target + row * column + number_bytes * lane, row, spec)
     else:
         for d in range(size):
-            for i in range(QUERIES):
+            for i in range(columns):
                 x = read(source + number_bytes * (min(i, n - 1) * row_step + d * step), spec)
                 write(target + row * d + number_bytes * i, x, spec)
 
@@ -158,14 +181,14 @@ def transposed_queries(spec):
     """n rows of an array as an operand (words, 64) with queries in lanes; ``rows`` is scratch for (n, size)."""
 
     def direct(source, row_step, step, n, size, rows, target, spec):
-        transpose_in(source, row_step, step, n, size, target, spec)
+        transpose_in(source, row_step, step, n, size, whole_groups(n), target, spec)
 
     def pairs(source, row_step, step, n, size, rows, target, spec):
-        transpose_in(source, row_step // 2, step, n, size // 2, target, spec)
+        transpose_in(source, row_step // 2, step, n, size // 2, whole_groups(n), target, spec)
 
     def widened(source, row_step, step, n, size, rows, target, spec):
         widen_rows(source, row_step, step, n, size, rows, spec)
-        transpose_in(rows, size, 1, n, size, target, spec)
+        transpose_in(rows, size, 1, n, size, whole_groups(n), target, spec)
 
     return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
 

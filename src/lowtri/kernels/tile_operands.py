@@ -13,6 +13,7 @@ from lowtri.kernels.device_function import device_function
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.rows import fill, interleave_input_rows, transpose_in
 from lowtri.kernels.simd import I16, all_lanes_finite, load, load_input, pointer, store
+from lowtri.kernels.spec import QUERIES
 
 __all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "whole", "whole_16", "zero_non_finite"]
 
@@ -75,7 +76,7 @@ def queries_in_pairs(source, row_step, step, n, size, rows, target, spec):
     if step != 1 or size % 32 or row_step % 2:
         copy_rows(source, row_step, step, n, size, rows, n, spec)
         words, row = rows, whole(size)
-    transpose_in(words, row // 2, 1, n, whole(size) // 2, target, spec)
+    transpose_in(words, row // 2, 1, n, whole(size) // 2, QUERIES, target, spec)
 
 
 @device_function

@@ -38,8 +38,8 @@ class Inputs(NamedTuple):
     q: Any  # (B, Hq, Nq, D)
     k: Any  # (B, Hkv, Nk, D)
     v: Any  # (B, Hkv, Nk, Dv)
-    bias: Any  # None or (B|1, Hq|1, Nq|1, Nk|1)
-    sinks: Any  # None or (Hq,)
+    bias: Any = None  # or (B|1, Hq|1, Nq|1, Nk|1)
+    sinks: Any = None  # or (Hq,)
 
 
 class CallOptions(NamedTuple):

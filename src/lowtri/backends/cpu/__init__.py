@@ -20,7 +20,7 @@ __all__ = ["cost", "name", "prepare", "remark", "supports"]
 
 name = "cpu"
 
-_QUERIES = 64  # in a tile
+_QUERIES = 16  # a tile computes groups of so many
 
 _FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
 _MULTIPLICATIONS = 2**25  # about a millisecond on one core: from here on a call may wait for it
@@ -32,7 +32,7 @@ _SHORT = 512  # keys, of full attention on tile registers; to be measured on a C
 # benchmarks/costs.py on one core of an AMD EPYC (Zen 3, AVX2), 22 November 2026, together with those of the backend sdpa. Kernels take
 # about the same time in all dtypes of 32 and 16 bits.
 _FORWARD = 20, 41
-_WITH_GRADIENTS = 600, 140
+_WITH_GRADIENTS = 410, 130
 _FEW_QUERIES = 18, 220
 _TORCH_FASTER = 5  # a factor where torch was measured faster: its rate is then the lower one
 
@@ -66,7 +66,7 @@ def cost(call: Call) -> float:
         rated: float = numbers if whole else 4 * numbers
     else:
         fixed, rate = _WITH_GRADIENTS if call.needs_grad else _FORWARD
-        rated = multiplications / max(nq, 1) * -(-nq // _QUERIES) * _QUERIES  # a tile of queries is computed whole
+        rated = multiplications / max(nq, 1) * -(-nq // _QUERIES) * _QUERIES  # groups of queries are computed whole
         rated = rated / 2 if call.mask == causal() else rated
     if _torch_is_faster(call, numbers):
         rate *= _TORCH_FASTER

@@ -8,9 +8,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lowtri.masks.plan import Plan
-from lowtri.ops.call import Call
+from lowtri.ops.call import ArrayInfo, Call
 
-__all__ = ["Fields", "address", "broadcast", "of_bias", "of_call", "of_plan", "packed", "strides"]
+__all__ = [
+    "Fields",
+    "Strides",
+    "address",
+    "broadcast",
+    "like_array",
+    "of_bias",
+    "of_call",
+    "of_plan",
+    "packed",
+    "strides",
+]
 
 Fields: TypeAlias = dict[str, Any]
 Strides: TypeAlias = tuple[int, ...]  # in elements
@@ -53,6 +64,14 @@ def packed(shape: tuple[int, ...]) -> Strides:
     for size in reversed(shape[1:]):
         steps.append(steps[-1] * size)
     return tuple(reversed(steps))
+
+
+def like_array(x: ArrayInfo, size: int) -> Strides:
+    """The strides of an array without gaps that has the sizes of x (B, H, N, D) but for D, and the order of x in memory."""
+    (_, heads, n, _), (_, h_step, n_step, _) = x.shape, x.strides
+    if h_step < n_step and heads > 1:  # tokens before heads
+        return heads * n * size, size, heads * size, 1
+    return heads * n * size, n * size, size, 1
 
 
 def broadcast(shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
