@@ -21,7 +21,7 @@ SOURCE = Path(lowtri.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 LIBRARIES = {"torch", "numba", "llvmlite", "transformers", "tokenizers", "safetensors", "numpy", "typer", "rich"}
 UNDOCUMENTED = ("numba.core", "numba.np", "numba.cpython", "torch.utils._pytree")
-OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # documented by Python
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # by Python: of named tuples, and os._exit
 
 
 def is_private(name: str) -> bool:
@@ -59,7 +59,7 @@ def _uses_private_name(node: ast.AST) -> bool:
             root = root.value
         of_library = isinstance(root, ast.Name) and root.id in LIBRARIES
         known = node.attr in OUR_NAMES and node.attr != "_version"
-        return is_private(node.attr) and node.attr not in OF_NAMED_TUPLES and (of_library or not known)
+        return is_private(node.attr) and node.attr not in DOCUMENTED and (of_library or not known)
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

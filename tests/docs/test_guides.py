@@ -62,6 +62,12 @@ def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
             monkeypatch.delitem(sys.modules, name)
     if page == "parallel.md":
+        import transformers
+
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        mistral = transformers.MistralConfig(vocab_size=1000, sliding_window=4096, **sizes, **heads)
+        names |= {"mistral": transformers.MistralForCausalLM(mistral)}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

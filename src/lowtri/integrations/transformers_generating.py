@@ -6,7 +6,6 @@ Each step then gives earlier tokens other outputs if the mask shows them later o
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 __all__ = ["is_recomputed"]
@@ -21,7 +20,7 @@ def is_recomputed(model: Any, options: dict[str, Any]) -> bool:
     if options.get("use_cache") is not False or generate is None:
         return False
     code = inspect.unwrap(generate).__code__
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
