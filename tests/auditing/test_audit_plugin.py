@@ -100,6 +100,7 @@ def test_they_run_and_report_the_verdict(folder: pytest.Pytester) -> None:
     assert f"{ITEMS[0]}: leak against causal: " in out
 
 
+@pytest.mark.sweep
 def test_they_are_distributed(folder: pytest.Pytester) -> None:
     """Without this, a run in several processes would pass where one process fails."""
     result = run(folder, "-v", "-n", "2", "test_ok.py", "--lowtri-audit", WRONG)

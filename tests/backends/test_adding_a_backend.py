@@ -34,6 +34,7 @@ def test_the_line_of_the_recipe_extends_the_list() -> None:
     assert line.strip() == f"BACKENDS = {(*BACKENDS, 'zeros')}".replace("'", '"')
 
 
+@pytest.mark.sweep
 def test_auto_chooses_the_new_backend_where_its_cost_is_the_lowest(folder: Path) -> None:
     code = """
     for q, k, v in (arrays, tensors):
@@ -58,6 +59,7 @@ def test_the_new_backend_runs_by_name(folder: Path) -> None:
     run(CALLS + code, folder)
 
 
+@pytest.mark.sweep
 def test_which_engine_prints_the_answer_of_the_new_backend(folder: Path) -> None:
     printed = run(
         CALLS
@@ -75,6 +77,7 @@ def test_which_engine_prints_the_answer_of_the_new_backend(folder: Path) -> None
     ]
 
 
+@pytest.mark.sweep
 def test_an_unsupported_call_raises_with_the_reason(folder: Path) -> None:
     code = """
     tensors[0].requires_grad_()

@@ -67,7 +67,7 @@ def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         mistral = transformers.MistralConfig(vocab_size=1000, sliding_window=4096, **sizes, **heads)
-        names |= {"mistral": transformers.MistralForCausalLM(mistral)}
+        names |= {"mistral": transformers.MistralForCausalLM(mistral), "targets": torch.randint(2, 99, (2, 32))}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -115,6 +115,7 @@ def test_dtypes(dtype: str, jit: bool) -> None:
     assert np.abs(np.asarray(output, np.float64) - exact).max() <= allowed
 
 
+@pytest.mark.sweep
 def test_float64() -> None:
     """Against NumPy: jax.nn computes its scores in float32."""
     enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # versions before 0.8

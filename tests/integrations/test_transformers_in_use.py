@@ -95,6 +95,7 @@ def test_guessed_tokens_are_accepted_as_under_eager(how: str) -> None:
     assert torch.equal(*found) and forwards[0] == forwards[1]
 
 
+@pytest.mark.sweep
 def test_continuous_batching_takes_names_of_transformers_only() -> None:
     """Its manager takes "paged|eager", "sdpa" and names that contain "flash", which it then runs on flash-attn's kernels. The refusal
     does not change the model, and what it generates under "sdpa" is what the model generates under lowtri.

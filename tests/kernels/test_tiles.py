@@ -138,16 +138,20 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], *(pytest.param(each, marks=pytest.mark.sweep) for each in SHAPES[1:])], ids=str
+)
 def test_outputs_and_gradients_of_every_layout(tiles: None, shape: tuple[int, int, int, int]) -> None:
     compare(inputs(shape), "causal & window(90)" if shape[1] > 64 else "full")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(tiles: None, mask: str) -> None:
     compare(inputs((131, 131, 64, 32)), MASKS[mask])
 
 
+@pytest.mark.sweep
 def test_rows_that_see_nothing_softcap_bias_and_sinks(tiles: None) -> None:
     empty = lowtri.causal() & lowtri.keys(np.arange(150) >= 70)
     bias, sinks = torch.randn(1, 4, 150, 150, generator=torch.Generator().manual_seed(3)), torch.ones(4)
@@ -156,6 +160,7 @@ def test_rows_that_see_nothing_softcap_bias_and_sinks(tiles: None) -> None:
     compare(inputs((150, 150, 32, 32)), "causal", scale=-0.2)
 
 
+@pytest.mark.sweep
 def test_inputs_that_lie_apart(tiles: None) -> None:
     """Heads last, rows of an odd number of elements, neighbours apart, and a gradient that is one number everywhere."""
     tensors = inputs((97, 97, 64, 64))
@@ -170,6 +175,7 @@ def test_inputs_that_lie_apart(tiles: None) -> None:
     compare(tensors, "causal")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "gradient"])
 def test_hidden_values_that_are_not_finite_change_no_bit(tiles: None, place: int, value: float) -> None:
@@ -183,6 +189,7 @@ def test_hidden_values_that_are_not_finite_change_no_bit(tiles: None, place: int
     assert not all(x.isfinite().all() for x in after), "what is visible must come out"
 
 
+@pytest.mark.sweep
 def test_huge_scores_select_the_greatest(tiles: None) -> None:
     q, k, v, _ = inputs((70, 100, 32, 32))
     k[...] = 0
@@ -195,6 +202,7 @@ def test_huge_scores_select_the_greatest(tiles: None) -> None:
         assert (output - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
+@pytest.mark.sweep
 def test_the_log_sum_exp_has_the_precision_of_the_exponential(tiles: None) -> None:
     q, k, v, _ = inputs((100, 500, 64, 64))
     lse = lowtri.attention(q, k, v, "full", return_lse=True, engine="cpu")[1]
@@ -202,6 +210,7 @@ def test_the_log_sum_exp_has_the_precision_of_the_exponential(tiles: None) -> No
     assert (lse.double() - exact).abs().max() <= 2e-4
 
 
+@pytest.mark.sweep
 def test_threads_change_nothing_and_pack_each_tile_once(tiles: None) -> None:
     tensors, before, runs = inputs((200, 200, 64, 64)), torch.get_num_threads(), []
     try:
@@ -214,6 +223,7 @@ def test_threads_change_nothing_and_pack_each_tile_once(tiles: None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.sweep
 def test_a_window_over_many_queries_takes_one_copy_of_the_values_at_most(tiles: None) -> None:
     n, d = 65_536, 16
     q, k, v = (bf16((1, 1, n, d), seed) for seed in range(3))
@@ -225,6 +235,7 @@ def test_a_window_over_many_queries_takes_one_copy_of_the_values_at_most(tiles: 
     assert (output[:, :, -8:].double() - last.double()).abs().max() <= 0.05
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("nq", [7, 8, 15])
 def test_few_queries_go_to_the_kernel_that_is_faster(tiles: None, nq: int) -> None:
     q, k, v, _ = inputs((nq, 300, 64, 64))

@@ -484,6 +484,7 @@ def long(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep
 def test_killed_processes_are_resumed_bit_for_bit(plan: Plan, long: Path, tmp_path: Path) -> None:
     _killed_and_resumed(plan, long, tmp_path / "out", kills=1, seed=0)
 
