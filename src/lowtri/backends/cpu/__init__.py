@@ -31,8 +31,8 @@ _SHORT = 512  # keys, of full attention on tile registers; to be measured on a C
 # Microseconds for a call, and for a million multiplications; for few queries for a million numbers of K and V. Fitted by
 # benchmarks/costs.py on one core of an AMD EPYC (Zen 3, AVX2), 22 November 2026, together with those of the backend sdpa. Kernels take
 # about the same time in all dtypes of 32 and 16 bits.
-_FORWARD = 20, 41
-_WITH_GRADIENTS = 410, 130
+_FORWARD = 20, 40
+_WITH_GRADIENTS = 360, 127
 _FEW_QUERIES = 18, 220
 _TORCH_FASTER = 5  # a factor where torch was measured faster: its rate is then the lower one
 

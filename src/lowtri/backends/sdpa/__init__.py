@@ -24,7 +24,7 @@ _TABLE_PAIRS = 2**24  # above, a table costs more than the formula's tiles
 # Microseconds for a call, the inspection of its inputs included, and for a million multiplications; for few queries for a million
 # numbers of K and V. Fitted by benchmarks/costs.py as those of the backend cpu.
 _FORWARD = {"float32": (50, 52), "bfloat16": (90, 54), "float16": (90, 93)}
-_TRAINING = {"float32": (490, 180), "bfloat16": (590, 1180), "float16": (490, 1340)}
+_TRAINING = {"float32": (460, 150), "bfloat16": (545, 910), "float16": (450, 1530)}
 _READING = {"float32": 660, "bfloat16": 1520, "float16": 3300}
 
 
