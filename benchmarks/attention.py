@@ -1,6 +1,6 @@
 """Attention beside its peers, on this machine. Run: python benchmarks/attention.py --full
 
-The same as `lowtri bench`, which see (`--help`); to expect: the table of README.md, in ratios if not in figures.
+The same as `lowtri bench`, which see (`--help`); to expect: the main table of docs/speed.md, in ratios if not in figures.
 """
 
 from __future__ import annotations
