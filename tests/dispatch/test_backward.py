@@ -155,3 +155,13 @@ def test_errors(change: dict, words: str) -> None:
     with pytest.raises((CallError, lowtri.MaskError)) as raised:
         attention_backward(**{**given, **change})
     assert re.search(words, str(raised.value), re.S), raised.value
+
+
+def test_an_output_in_float64_serves_inputs_in_float32():
+    q, k, v = draw(nq=20, nk=20)
+    d_output, d_lse = torch.ones(*q.shape[:3], v.shape[-1]), torch.zeros(q.shape[:3])
+    output, lse, expected = exact(q, k, v, "causal", d_output, d_lse)
+    for engine in ENGINES:
+        gradients = attention_backward(d_output.double(), None, output, lse, q, k, v, "causal", engine=engine)
+        for actual, right in zip(gradients[:3], expected, strict=True):
+            torch.testing.assert_close(actual.double(), right, atol=1e-5, rtol=1e-5)

@@ -317,3 +317,38 @@ def test_no_gradient_is_dropped_in_silence():
     with torch.no_grad():
         assert not attention(q, k, v, "causal").requires_grad
     assert not np.isnan(attention(*plain, "causal").numpy()).any()
+
+
+def test_hooks_of_saved_tensors_may_change_their_layout():
+    """Offloading and compression give the backward other strides than the forward had."""
+    x = torch.randn(2, 64, 4, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q, k, v = x.transpose(1, 2).split(32, -1)
+    for engine in ("auto", *able(q, k, v, "causal")):
+        (expected,) = torch.autograd.grad(attention(q, k, v, "causal", engine=engine).square().sum(), x)
+        for pack in (torch.clone, torch.Tensor.contiguous):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+                output = attention(q, k, v, "causal", engine=engine)
+            (actual,) = torch.autograd.grad(output.square().sum(), x)
+            assert near(actual, expected, "float32"), engine
+
+
+def test_a_gradient_that_is_not_finite_of_a_query_without_keys_reaches_no_sink():
+    q, k, v = (x.requires_grad_() for x in draw(b=1, hq=2, hkv=2, nq=20, nk=20))
+    positions = torch.arange(20)
+    blind = torch.where(positions == 5, -1, positions)
+    d_output = torch.ones(1, 2, 20, v.shape[-1])
+    d_output[:, :, 5] = torch.nan
+    for engine in ("cpu", "formula", "reference"):
+        sinks = torch.zeros(2, requires_grad=True)
+        output = attention(q, k, v, "causal", q_positions=blind, k_positions=positions, sinks=sinks, engine=engine)
+        for gradient in torch.autograd.grad(output, (q, k, v, sinks), d_output):
+            assert gradient.isfinite().all(), engine
+
+
+def test_a_returned_log_sum_exp_may_be_changed_in_place():
+    q, k, v = (x.requires_grad_() for x in draw(nq=20, nk=20))
+    (expected,) = torch.autograd.grad(attention(q, k, v, "causal", engine="cpu").sum(), q)
+    output, lse = attention(q, k, v, "causal", engine="cpu", return_lse=True)
+    with torch.no_grad():
+        lse.fill_(0)
+    assert near(torch.autograd.grad(output.sum(), q)[0], expected, "float32")

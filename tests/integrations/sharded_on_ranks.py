@@ -100,6 +100,7 @@ def wrong(group: Any) -> dict[str, str]:
     padded = torch.ones(2, N)
     padded[0, 0] = 0
     windowed = ContextParallel(plan_shards("causal & window(50)", N, dist.get_world_size(group), block=64), group)
+    tiny = ContextParallel(plan_shards("causal", 50, dist.get_world_size(group), block=64), group)
     calls = {
         "length": lambda: model(ids[:, : N - last]),
         "padding": lambda: model(ids, attention_mask=padded if last else None),
@@ -110,6 +111,8 @@ def wrong(group: Any) -> dict[str, str]:
         "dropout": lambda: dropout(ids),
         "weights": lambda: model(ids, output_attentions=True),
         "own mask": lambda: use(model, context_parallel=windowed)(ids),
+        "documents": lambda: model(ids, position_ids=(torch.arange(N) % 100)[None]),
+        "no tokens": lambda: use(model, context_parallel=tiny),
         "not in the plan": lambda: use(model, mask="causal", context_parallel=windowed),
     }
     messages = {}

@@ -54,6 +54,8 @@ def test_errors_come_on_every_rank(ranks: Ranks) -> None:
         "dropout": "dropout.*attention_dropout=0",
         "weights": "output_attentions",
         "own mask": r"has the mask causal, but the plan was made for causal & window\(50\)",
+        "documents": "position_ids jump.*documents\\(ids\\)",
+        "no tokens": "gives some of 2 ranks none.*Fix: fewer ranks",
         "not in the plan": "mask is causal, but the plan",
     }
     for messages in ranks.run(wrong, size=2):

@@ -145,6 +145,11 @@ def test_outputs_and_gradients_of_every_layout(tiles: None, shape: tuple[int, in
     compare(inputs(shape), "causal & window(90)" if shape[1] > 64 else "full")
 
 
+def test_gradients_of_tokens_before_heads(tiles: None) -> None:
+    """As projections give them, in sizes without padding: gradients of k and v have their layout."""
+    compare([x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs((64, 64, 32, 32))], "causal")
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(tiles: None, mask: str) -> None:

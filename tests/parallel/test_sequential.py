@@ -257,3 +257,18 @@ def test_errors(loss: Any, words: str) -> None:
     shards.backward(lambda: _calls_by_shard(shards, x, 1, 1))
     with pytest.raises(CallError, match="only in the function that backward"):
         shards.attention(x, x, x)
+
+
+def test_losses_that_the_caller_keeps_stay_as_they_are() -> None:
+    model = decoder("causal & window(100)")
+    ids = torch.randint(40, (1, 257), generator=torch.Generator().manual_seed(0))
+    shards, kept = SequentialShards(plan_shards(model.mask, 256, 4, way="contiguous")), []
+
+    def loss() -> torch.Tensor:
+        logits = model(shards.shard(ids[:, :-1]), positions=shards.positions, attend=shards.attend)
+        value = F.cross_entropy(logits.flatten(0, 1), shards.shard(ids[:, 1:]).flatten(), reduction="sum")
+        if torch.is_grad_enabled():
+            kept.append(value.detach())
+        return value
+
+    torch.testing.assert_close(shards.backward(loss), sum(kept))

@@ -40,7 +40,8 @@ class _Differentiable(torch.autograd.Function):
             ctx.save_for_backward(*inputs, result.output)
             return result.output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *result)
+        # Kernels have recorded the log-sum-exp, so the user may change the returned one in place.
+        ctx.save_for_backward(*inputs, *(result._replace(lse=None) if prepared.from_output else result))
         return tuple(result)
 
     @staticmethod

@@ -133,7 +133,7 @@ def gradients_from_output(
     Results and their gradients have the user's dimensions.
     """
     shape = ready.call.q.shape[:3]
-    dtype = torch.promote_types(output.dtype, torch.float32)
+    dtype = torch.promote_types(rows.q.dtype, torch.float32)
     known = Result(
         output.reshape(*shape, -1).to(rows.q.dtype), None, lse.reshape(shape).to(dtype).contiguous()
     )  # kernels read it so

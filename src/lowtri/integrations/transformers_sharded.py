@@ -43,6 +43,11 @@ def check_sharded(model: Any, context: Any, mask: Mask | None) -> None:
             f"use: {type(model).__name__} takes no position_ids, so it cannot know where the tokens of a process are.\n"
             "Fix: no context_parallel for this model."
         )
+    if not context.plan.tokens.all():
+        raise CallError(
+            f"use: context_parallel has a plan of {context.plan.n} tokens that gives some of {context.plan.ranks} ranks none, "
+            "which models of transformers cannot compute.\nFix: fewer ranks, or longer sequences."
+        )
     kinds = _values(getattr(model.config, "rope_parameters", None) or {}, "rope_type")
     if lengthwise := sorted(kinds & {"dynamic", "longrope"}):
         raise EngineError(
@@ -64,14 +69,14 @@ def shard_arguments(
     try:
         if mask is not None:
             context.plan.index(mask)
-        arguments = _sharded(model, context, arguments)
+        arguments = _sharded(model, context, mask, arguments)
     except CallError as wrong:
         error = str(wrong)
     context.agree(type(model).__name__, error)
     return (), arguments
 
 
-def _sharded(model: Any, context: ContextParallel, arguments: dict[str, Any]) -> dict[str, Any]:
+def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments: dict[str, Any]) -> dict[str, Any]:
     result, rows = dict(arguments), 0
     for name in ("input_ids", "inputs_embeds", "position_ids", "shift_labels"):
         if arguments.get(name) is not None:
@@ -95,6 +100,13 @@ def _sharded(model: Any, context: ContextParallel, arguments: dict[str, Any]) ->
         result["use_cache"] = False
     if result.get("position_ids") is None:
         result["position_ids"] = torch.from_numpy(context.positions).to(device)[None]  # (1, my tokens)
+    elif mask is None:
+        given, own = result["position_ids"].cpu(), torch.from_numpy(context.positions)
+        if ((given - given[:, :1]) != own - own[0]).any():
+            raise CallError(
+                "context_parallel: position_ids jump, which transformers reads as beginnings of documents; the plan must know them.\n"
+                "Fix: plan_shards(causal() & documents(ids), n, ranks), and use(model, mask=..., context_parallel=...)."
+            )
     # Without a mask, transformers would take each jump of the positions for the beginning of another document.
     result["attention_mask"] = torch.ones((rows, tokens), dtype=torch.bool, device=device)
     if arguments.get("labels") is not None:

@@ -10,7 +10,6 @@ Each process watches one other one, so that the work of the store grows with the
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
@@ -55,7 +54,7 @@ class Heartbeat:
         self._name, self._count = f"lowtri/heartbeat/{_sessions}", 0
         self._wake, self._signals = socket.socketpair()
         self._wake.setblocking(False)
-        self._signals.setblocking(False)
+        self._signals.settimeout(_INTERVAL)  # unlike select, also with more than 1,024 open files
         self._stopped = False
         self._beat()
         self._thread = threading.Thread(target=self._run, name="lowtri heartbeat", daemon=True)
@@ -63,9 +62,16 @@ class Heartbeat:
 
     def missing(self, within: float = 10.0) -> dict[int, str]:
         """The processes that give no sign of life: their numbers, and why they ended, where they said so."""
+        try:
+            return self._missing(within)
+        except RuntimeError:  # the store is in a process that has ended, by default in that of rank 0
+            return {} if self.rank == 0 else {0: ""}
+
+    def _missing(self, within: float) -> dict[int, str]:
         seen: dict[int, tuple[bytes, float]] = {}
         until = time.monotonic() + within
         while True:
+            self._beat()  # the others may look for missing processes at the same time
             now = time.monotonic()
             for rank in range(self.world):
                 value = self._read(rank)
@@ -163,12 +169,14 @@ class Heartbeat:
 
     def _pause(self) -> bytes:
         """Wait for the next sign of life, or for a signal; the numbers of the signals that came."""
-        ready, _, _ = select.select([self._signals], [], [], _INTERVAL)
-        return self._signals.recv(64) if ready else b""
+        try:
+            return self._signals.recv(64)
+        except TimeoutError:
+            return b""
 
     def _beat(self) -> None:
-        self._count += 1
         with self._lock:
+            self._count += 1
             self._store.set(f"{self._name}/{self.rank}", str(self._count))
 
     def _ended(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class RollCall:
     def __init__(self, group: Any, timeout: float) -> None:
         self.rank, self.timeout = dist.get_rank(group), timeout
         self.ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+        self._before = f"lowtri/{'-'.join(map(str, self.ranks))}/{_met[self.ranks]}"
         _met[self.ranks] += 1
         self._name = f"lowtri/{'-'.join(map(str, self.ranks))}/{_met[self.ranks]}"
         self._store = default_store()
@@ -45,6 +46,10 @@ class RollCall:
             RankError: names the processes that are not, on every process that is.
         """
         missing = self._answer(f"{self._name}/meet", self.timeout)
+        if not missing and self.rank == 0 and self._store is not None:  # all have left the meeting before
+            with suppress(RuntimeError):
+                for name in ("count", "all", *range(len(self.ranks))):
+                    self._store.delete_key(f"{self._before}/meet/{name}")
         if missing:
             raise RankError(self._sentence(what, missing, self.timeout))
 

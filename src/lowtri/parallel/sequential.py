@@ -110,7 +110,7 @@ class SequentialShards:
         end = _random_state()
         for shard in reversed(self._order[:-1]):
             _set_random_state(states.pop())
-            total += step.backward(self._run(step, shard, loss), shard)
+            total = total + step.backward(self._run(step, shard, loss), shard)
         _set_random_state(end)
         return total
 

@@ -105,6 +105,8 @@ class Distributed(Processes):
         self.sequence_group = self.mesh["sp"].get_group()
         self.group = int(self.mesh.get_local_rank("dp"))
         self._roll_call = RollCall(None, 60)
+        # Rank 0 may learn a tokenizer for hours; the others are ended by the heartbeat if it ends.
+        self._files = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def on_main(self, function: Callable[[], T]) -> T:
         box: list[Any] = [None, None]
@@ -114,7 +116,7 @@ class Distributed(Processes):
             except (LowtriError, OSError) as error:
                 box[1] = error
         with self.answering("a file operation of rank 0"):
-            dist.broadcast_object_list(box)
+            dist.broadcast_object_list(box, group=self._files)
         if box[1] is not None:
             raise box[1]
         result: T = box[0]

@@ -133,6 +133,7 @@ def _write(state: dict[str, Any], path: Path, group: Any) -> Future[Any]:
 def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its ``content``."""
     import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -143,8 +144,11 @@ def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
             load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+        raise DataError(
+            f"{path} cannot be read: {(str(cause) or type(cause).__name__).splitlines()[0]}.\nFix: remove it, and begin again."
+        ) from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return content
 

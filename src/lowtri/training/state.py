@@ -81,6 +81,9 @@ class Run:
     def resume(self, path: Path) -> None:
         """Restore what :meth:`save` has written, on any number of processes, if there is anything."""
         sharded = newest(path.with_suffix(""))
+        if sharded is not None and path.exists() and self.processes.world == 1:
+            # A kill may have come before save() had removed the folder, or all of it.
+            sharded = None if _steps(path) >= int(sharded.name.removeprefix("step-")) else sharded
         if sharded is not None:
             self._check(sharded, content_of(sharded))
             self._continue(restore_sharded(sharded, self.model, self.optimizer))
@@ -126,3 +129,11 @@ class Run:
         validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
         self.history = History(content["history"]["losses"], validations)
         self.done = int(content["done"])
+
+
+def _steps(path: Path) -> int:
+    """The steps that a checkpoint of one process has done; -1 if it cannot be read."""
+    try:
+        return int(torch.load(path, map_location="cpu", weights_only=True)["done"])
+    except Exception:  # pickles fail in many ways
+        return -1

@@ -32,7 +32,10 @@ class PreparedGradients:
         self.q_shape, self.q_strides = call.q.shape, like_array(reading.arrays[0], d)
         if self.is_exact:
             self.shapes = [call.k.shape, call.v.shape]
-            self.strides = [like_array(x, size) for x, size in zip(reading.arrays[1:], (d, dv), strict=True)]
+            # Products on tile registers write packed rows.
+            self.strides = [
+                packed(x.shape) if self.spec.rows == "tiles" else like_array(x, x.shape[3]) for x in reading.arrays[1:]
+            ]
         else:
             self.shapes = [(self.parts, batch, kv_heads, self.rows, size) for size in sizes]
             self.strides = [packed(shape) for shape in self.shapes]
@@ -85,6 +88,9 @@ class PreparedGradients:
             dk, dv_sums = dk[..., :d], dv_sums[..., :dv]
         if d_bias is not None:
             d_bias = d_bias.sum(0).sum_to_size(bias.shape)
+        if delta is not None:  # a query that sees the sink alone has an output of 0, whatever its gradient is
+            blind = (output == 0).all(-1)
+            delta = delta.masked_fill(blind, 0) if d_lse is None else delta.where(~blind, -d_lse)
         return Inputs(dq, dk, dv_sums, d_bias, _of_sinks(sinks, lse, delta, recorded))
 
     def _readable(self, output: Any, d_result: Result) -> tuple[Any, Any, Any]:

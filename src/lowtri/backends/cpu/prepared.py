@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +87,14 @@ class PreparedKernels:
 
     def wide_gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients in the dtype in which they are summed, at least float32."""
+        call, names = self.call, inputs._fields
+        moved: dict[str, Any] = {
+            name: of._replace(strides=tuple(x.stride()))
+            for name, x, of in zip(names, inputs, (call.q, call.k, call.v, call.bias, call.sinks), strict=True)
+            if x is not None and of is not None and x.stride() != of.strides
+        }
+        if moved:  # hooks of saved tensors (offloading, compression) may return another memory layout
+            return PreparedKernels(replace(call, **moved)).wide_gradients(inputs, result, recorded, d_result)
         return self._backward.run(inputs, result, recorded, d_result)
 
     @cached_property
