@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -337,7 +338,18 @@ def test_a_model_that_imports_flash_attn_trains_without_a_gpu(tmp_path):
     done = subprocess.run([*command, script, "--steps"], capture_output=True, text=True, check=False)
     assert done.stdout == "trained lowtri --steps\n", done.stderr
     assert done.stderr.startswith("flash_attn is now lowtri's: flash_attn, ")
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+def test_the_command_names_a_missing_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from lowtri.integrations.flash_attn.__main__ import main
+
+    missing = str(tmp_path / "missing.py")
+    for arguments, code, message in ([], 2, "``python -m"), (["--help"], 0, "``python -m"), ([missing], 2, missing):
+        monkeypatch.setattr(sys, "argv", ["flash_attn", *arguments])
+        assert main() == code
+        assert capsys.readouterr().err.startswith(message)
 
 
 def test_install_is_done_once_and_never_shadows_the_real_package(monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,12 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the script named by the first argument; 2 if there is none, or the real package is installed."""
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+    """Run the script named by the first argument; 2 if there is no such script, or the real package is installed."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, file=sys.stderr)
+        return 0 if len(sys.argv) > 1 else 2
+    if not Path(sys.argv[1]).is_file():
+        print(f"{sys.argv[1]} is not a file. Fix: the path of a Python script.\n{__doc__}", file=sys.stderr)
         return 2
     try:
         print(install(), file=sys.stderr)
