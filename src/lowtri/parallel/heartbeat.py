@@ -50,7 +50,7 @@ class Heartbeat:
         global _sessions
         _sessions += 1
         self.rank, self.world, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
-        self._store, self._lock = own_store(), threading.Lock()
+        self._store, self._lock, self._leaving = own_store(), threading.Lock(), threading.Lock()
         self._name, self._count = f"lowtri/heartbeat/{_sessions}", 0
         self._wake, self._signals = socket.socketpair()
         self._wake.setblocking(False)
@@ -98,6 +98,7 @@ class Heartbeat:
 
     def leave(self, message: str, code: int = 1) -> None:
         """End this process at once: a regular end would wait for threads and collectives. One process prints the message."""
+        self._leaving.acquire()  # never released: of two threads one prints, and ends the other, too
         first = self.is_first_to_report()
         with suppress(RuntimeError), self._lock:  # the store may have ended, too
             self._store.set(f"{self._name}/{_ENDED}", message)
