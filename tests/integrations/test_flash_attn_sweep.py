@@ -72,12 +72,32 @@ def options_of(case: dict[str, Any], rows: int) -> dict[str, Any]:
     return options
 
 
-def check(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+def check(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Within a few roundings of the largest number, as the plain formula in the dtype is."""
-    assert found.isfinite().all()
-    found, exact = found.detach(), exact.detach()
-    worst = (found.double() - exact).abs().max()
+    assert actual.isfinite().all()
+    actual, exact = actual.detach(), exact.detach()
+    worst = (actual.double() - exact).abs().max()
     assert worst <= 3 * torch.finfo(dtype).eps * max(1.0, float(exact.abs().max())), (float(worst), exact.abs().max())
+
+
+def leaves_of(arrays: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [x.detach().to(dtype, copy=True).requires_grad_() for x in arrays]
+
+
+def check_both_ways(
+    leaves: list[torch.Tensor],
+    output: torch.Tensor,
+    exact: list[torch.Tensor],
+    reference: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """The output and the gradients of all leaves, by the same gradient of the output."""
+    check(output, reference, dtype)
+    cotangent = draw(*output.shape, seed=3, dtype=dtype)
+    output.backward(cotangent)
+    reference.backward(cotangent.double())
+    for x, y in zip(leaves, exact, strict=True):
+        check(x.grad, y.grad, dtype)
 
 
 @pytest.mark.parametrize("case", combinations(DENSE, 44), ids=str)
@@ -86,17 +106,10 @@ def test_dense(case: dict[str, Any]) -> None:
     arrays = [draw(2, nq, heads, size, seed=0, dtype=dtype)]
     arrays += [draw(2, nk, kv_heads, size, seed=s, dtype=dtype) for s in (1, 2)]
     options = options_of(case, 2)
-    found, exact = (
-        [x.detach().to(kind, copy=True).requires_grad_() for x in arrays] for kind in (dtype, torch.float64)
-    )
-    output = ours.flash_attn_func(*found, **options, deterministic=case["deterministic"])
+    leaves, exact = leaves_of(arrays, dtype), leaves_of(arrays, torch.float64)
+    output = ours.flash_attn_func(*leaves, **options, deterministic=case["deterministic"])
     reference, _ = batch(*exact, **options)
-    check(output, reference, dtype)
-    cotangent = draw(2, nq, heads, size, seed=3, dtype=dtype)
-    output.backward(cotangent)
-    reference.backward(cotangent.double())
-    for x, y in zip(found, exact, strict=True):
-        check(x.grad, y.grad, dtype)
+    check_both_ways(leaves, output, exact, reference, dtype)
 
 
 @pytest.mark.parametrize("case", combinations(DENSE, 44), ids=str)
@@ -110,21 +123,14 @@ def test_packed(case: dict[str, Any]) -> None:
     arrays += [draw(int(cu_k[-1]), kv_heads, size, seed=s, dtype=dtype) for s in (1, 2)]
     options = options_of(case, 3)
     slopes = options.pop("alibi_slopes", None)
-    found, exact = (
-        [x.detach().to(kind, copy=True).requires_grad_() for x in arrays] for kind in (dtype, torch.float64)
-    )
-    output = ours.flash_attn_varlen_func(*found, cu_q, cu_k, max(of_q), max(of_k), **options, alibi_slopes=slopes)
+    leaves, exact = leaves_of(arrays, dtype), leaves_of(arrays, torch.float64)
+    output = ours.flash_attn_varlen_func(*leaves, cu_q, cu_k, max(of_q), max(of_k), **options, alibi_slopes=slopes)
     rows = []
     for b in range(3):
         own = (x[cu[b] : cu[b + 1]] for x, cu in zip(exact, (cu_q, cu_k, cu_k), strict=True))
         rows.append(attend(*own, **options, alibi_slopes=None if slopes is None else slopes[b])[0])
     reference = torch.cat(rows)
-    check(output, reference, dtype)
-    cotangent = draw(*output.shape, seed=3, dtype=dtype)
-    output.backward(cotangent)
-    reference.backward(cotangent.double())
-    for x, y in zip(found, exact, strict=True):
-        check(x.grad, y.grad, dtype)
+    check_both_ways(leaves, output, exact, reference, dtype)
 
 
 @pytest.mark.parametrize("case", combinations(CACHE, 48), ids=str)

@@ -96,7 +96,7 @@ def attention_backward(
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
         if from_output(ready):
-            found = gradients_from_output(ready, rows, leaves, output, lse, d_output, d_lse, wide=wide)
+            gradients = gradients_from_output(ready, rows, leaves, output, lse, d_output, d_lse, wide=wide)
         else:
             if wide:  # torch's own gradients have the dtypes of the inputs
                 leaves = [
@@ -107,8 +107,8 @@ def attention_backward(
             result = ready.run(rows)
             part, part_lse = ready.call.restore(result.output), ready.call.restore(result.lse)
             d_part, d_part_lse = _of_part(part.detach(), part_lse.detach(), output, lse, d_output, d_lse)
-            found = gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves)
-    grads: list[Any] = [None if x is None or not x.requires_grad else d for d, x in zip(found, leaves, strict=True)]
+            gradients = gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves)
+    grads: list[Any] = [None if x is None or not x.requires_grad else d for d, x in zip(gradients, leaves, strict=True)]
     return Gradients(*grads)
 
 
@@ -159,11 +159,11 @@ def gradients_of_results(
     pairs = [(x, d_x.to(x.dtype)) for x, d_x in zip(results, d_results, strict=True) if x.requires_grad]
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not pairs:
-        found = iter([torch.zeros_like(x) for x in wanted])
+        gradients = iter([torch.zeros_like(x) for x in wanted])
     else:
         outputs, d_outputs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, d_outputs, materialize_grads=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+        gradients = iter(torch.autograd.grad(outputs, wanted, d_outputs, materialize_grads=True))
+    return [next(gradients) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def _of_part(

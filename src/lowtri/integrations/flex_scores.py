@@ -77,8 +77,8 @@ def read_score_mod(
     softcap = steps.outer if steps.capped else None
     if not math.isfinite(factor) or (softcap is not None and not 0 < softcap < math.inf):
         return Scores(mask, in_kernel=False)
-    found = Scores(mask, factor, softcap, bias)
-    return found if _agrees(found, score_mod, shape, device) else _UNKNOWN
+    recognised = Scores(mask, factor, softcap, bias)
+    return recognised if _agrees(recognised, score_mod, shape, device) else _UNKNOWN
 
 
 def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int, int, int, int]], Tensor]:
@@ -205,24 +205,24 @@ def _mask(traced: Trace, conditions: list[tuple[Node, bool]], shape: Shape, devi
     return kept[1]
 
 
-def _agrees(found: Scores, score_mod: Callable[..., Any], shape: Shape, device: Any) -> bool:
+def _agrees(recognised: Scores, score_mod: Callable[..., Any], shape: Shape, device: Any) -> bool:
     """Whether the score_mod, evaluated at the first and at the last pair of indices, gives what was recognised."""
     last = tuple(max(n - 1, 0) for n in shape)
-    return all(_agrees_at(found, score_mod, at, device) for at in ((0, 0, 0, 0), last))  # type: ignore[arg-type]
+    return all(_agrees_at(recognised, score_mod, at, device) for at in ((0, 0, 0, 0), last))  # type: ignore[arg-type]
 
 
-def _agrees_at(found: Scores, score_mod: Callable[..., Any], at: Shape, device: Any) -> bool:
+def _agrees_at(recognised: Scores, score_mod: Callable[..., Any], at: Shape, device: Any) -> bool:
     b, h, q, k = at
     size = 0.0  # of the numbers that cancel where a bias is added
     scores = torch.tensor(_SAMPLES, dtype=torch.float64, device=device)
-    expected = found.factor * scores
-    if found.softcap is not None:
-        expected = found.softcap * torch.tanh(expected / found.softcap)
+    expected = recognised.factor * scores
+    if recognised.softcap is not None:
+        expected = recognised.softcap * torch.tanh(expected / recognised.softcap)
     with torch.no_grad(), mapped_indexing():
-        if found.bias is not None:
-            added = found.bias.at(b, h, q, k).double()
+        if recognised.bias is not None:
+            added = recognised.bias.at(b, h, q, k).double()
             expected, size = expected + added, float(added.abs().nan_to_num(0, 0, 0))
-        if found.mask is not None and not found.mask.at(b, h)(q, k):
+        if recognised.mask is not None and not recognised.mask.at(b, h)(q, k):
             expected = torch.full_like(scores, -math.inf)
         indices = (torch.tensor(i, dtype=torch.int64, device=device) for i in at)
         mapped = torch.vmap(tensor_function("score_mod", score_mod), in_dims=(0, None, None, None, None))

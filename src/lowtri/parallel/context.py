@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -189,11 +190,10 @@ class ContextParallel:
                 index = self.plan.index(None if mask is None else as_mask(mask, "ContextParallel.attention: mask"))
             except LowtriError as wrong:
                 error = str(wrong)
-        if self.check:
-            what = [] if error else describe_call(q, k, v, sinks, {**options, "bias": bias is not None, "mask": index})
-            agree("ContextParallel.attention", error, what, self.group, self._roll_call)
-        elif error is not None:
-            raise CallError(error)
+        facts = []
+        if self.check and error is None:
+            facts = describe_call(q, k, v, sinks, {**options, "bias": bias is not None, "mask": index})
+        self.agree("ContextParallel.attention", error, facts)
         if index not in self._exchanges:
             self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group, self._roll_call)
         overlap = self.overlap
@@ -219,10 +219,10 @@ class ContextParallel:
         """
         return self.attention(q, k, v, mask, **module_options("ContextParallel.attend", options, self.positions))
 
-    def agree(self, what: str, error: str | None) -> None:
-        """Raise a CallError on every rank if a rank has an error; without ``check`` on that rank only."""
+    def agree(self, what: str, error: str | None, facts: Sequence[str] = ()) -> None:
+        """Raise a CallError on every rank if a rank has an error, or they differ in ``facts``; without ``check`` on that rank only."""
         if self.check:
-            agree(what, error, [], self.group, self._roll_call)
+            agree(what, error, list(facts), self.group, self._roll_call)
         elif error is not None:
             raise CallError(error)
 

@@ -88,10 +88,11 @@ class PreparedGradients:
             dk, dv_sums = dk[..., :d], dv_sums[..., :dv]
         if d_bias is not None:
             d_bias = d_bias.sum(0).sum_to_size(bias.shape)
-        if delta is not None:  # a query that sees the sink alone has an output of 0, whatever its gradient is
-            blind = (output == 0).all(-1)
-            delta = delta.masked_fill(blind, 0) if d_lse is None else delta.where(~blind, -d_lse)
-        return Inputs(dq, dk, dv_sums, d_bias, _of_sinks(sinks, lse, delta, recorded))
+        d_sinks = None
+        if self.with_sinks:
+            lse = lse if recorded is None else recorded[0]
+            d_sinks = _of_sinks(sinks, lse, delta, output, d_lse)
+        return Inputs(dq, dk, dv_sums, d_bias, d_sinks)
 
     def _readable(self, output: Any, d_result: Result) -> tuple[Any, Any, Any]:
         """The output, its gradient and that of the log-sum-exp, as the kernel reads them."""
@@ -123,14 +124,14 @@ class PreparedGradients:
         return launch
 
 
-def _of_sinks(sinks: Any, lse: Any, delta: Any, recorded: Any) -> Any:
+def _of_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:
     """The gradient of the sinks: minus the sum over queries of the sink's weight times delta, without queries that see nothing."""
-    if delta is None:
-        return None
-    lse = lse if recorded is None else recorded[0]
     nothing = lse == -float("inf")
+    # A query that sees the sink alone has an output of 0, so that the gradient of the output takes no part, whatever it is.
+    blind = (output == 0).all(-1)
+    delta = delta.masked_fill(blind, 0) if d_lse is None else delta.where(~blind, -d_lse)
     share = (sinks[None, :, None] - lse).exp().masked_fill(nothing, 0)
-    return -(share * delta.masked_fill_(nothing, 0)).sum((0, 2))
+    return -(share * delta.masked_fill(nothing, 0)).sum((0, 2))
 
 
 _MOST_LAYOUTS = 8  # launches kept, one for each pattern of strides
