@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.cache_rows import BLOCK
 from lowtri.kernels.device_function import by_spec, device_function, inline_device_function
 from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
@@ -52,7 +51,7 @@ def scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:
         "scores": 4 * rows * KEYS,
         "weights": 2 * rows * KEYS if pairs else 0,
         "zeros": 4 * dv if pairs else 0,
-        "queries": 4 * -(-rows // BLOCK) * BLOCK * d // spec.per_word,
+        "queries": 4 * rows * d // spec.per_word,
     }
 
 
@@ -84,10 +83,7 @@ def score_block(call, b, kv, key0, keys, queries, scores, spec):
     for j in range(0, keys, 16):
         keys_16, last_key = k + row_bytes * j, min(keys - j, 16) - 1
         exists = ALL_QUERIES >> np.uint64(63 - last_key)
-        for row in range(0, rows, BLOCK):
-            block, block_scores = queries + 4 * row * d, scores + 4 * (row * KEYS + j)
-            last_query = min(BLOCK, rows - row) - 1
-            dot_products(keys_16, row_bytes, last_key, block, last_query, d // 16, block_scores, 4 * KEYS, spec)
+        dot_products(keys_16, row_bytes, last_key, queries, rows, d // 16, scores + 4 * j, 4 * KEYS, spec)
         for row in range(rows):
             score = scores + 4 * (row * KEYS + j)
             store(score, select_bits(exists, np.uint64(0), mul(load(score, spec), splat(scale, spec)), hidden))
@@ -186,10 +182,9 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
     fill(output, rows * dv, 0.0, spec)
     if spec.per_word > 1:
         fill(zeros, dv, 0.0, spec)
-    for i in range(-(-rows // BLOCK) * BLOCK):
-        row = min(i, rows - 1)  # the last block repeats the last row
+    for row in range(rows):
         q = call.q + input_bytes * (b * q_step.b + (kv * call.group + row // nq) * q_step.h + row % nq * q_step.n)
-        lay_out_query(q, i, word_count(call.d, spec), queries, spec)
+        lay_out_query(q, row, word_count(call.d, spec), queries, spec)
     blocks = -(-nk // KEYS)
     for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
         key0, keys = block * KEYS, min(KEYS, nk - block * KEYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from llvmlite import ir
@@ -18,7 +19,8 @@ class Avx512(Avx2):
     has_scale = True
     tile = pairs_tile = (6, 4, 16)
     whole_vectors = True
-    prefetch_rows = 32
+    prefetch_rows = 64
+    dot_tiles = MappingProxyType({8: 2, 4: 2, 1: 4})
     gemv_vectors = 4
 
     def scale(self, b: Any, x: Any, n: Any) -> Any:

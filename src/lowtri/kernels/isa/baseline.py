@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +24,7 @@ class Baseline:
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
     whole_vectors = False  # 64 bytes fit into a register
     prefetch_rows = 64  # of the cache, ahead; the CPU prefetches by itself, but not past the end of a 4 KB page
+    dot_tiles = MappingProxyType({4: 2, 1: 4})  # queries in a block, and how many keys are multiplied by it at once
     gemv_vectors = 1  # vectors of a value's row that are accumulated at once
 
     def __eq__(self, other: object) -> bool:
