@@ -1,7 +1,7 @@
 """Dot products of keys with few queries.
 
 Each row of the cache is read once for a block of queries. Keys and queries are multiplied as they lie, word by word (a word is a number
-or a pair of bf16), so that a partial sum per key and query is left in each lane; the lanes of 16 keys are then added, two vectors in one.
+or a pair of bf16), so that each lane holds a part of a sum; the lanes of 16 keys are then added, two vectors in one.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def lay_out_query(spec):
     return even_first if is_even_first(spec) else packed
 
 
-def _emit_dot_products(builder: Any, args: Any, queries_at_once: int, keys_at_once: int, spec: Any) -> None:
-    """The register tile of :func:`dot_products`: ``keys_at_once`` x ``queries_at_once`` accumulators over the head dimension."""
+def _emit_dot_products(builder: Any, args: Any, queries_at_once: int, tile: Any, spec: Any) -> None:
+    """The register tile of :func:`dot_products`: accumulators over the head dimension, for some keys and queries at once."""
     keys, key_step, last_key, queries, last_query, chunks, target, target_step = args
     multiply, chunk_bytes = multiply_add(spec), LANES * spec.input_bytes * spec.per_word
-    lanes = LANES if spec.isa.whole_vectors else LANES // 2
+    keys_at_once, lanes = tile.keys, LANES if spec.isa.whole_vectors else LANES // 2
     kind, parts = ir.VectorType(F32, lanes), range(0, LANES, lanes)
     row_bytes, query_bytes = (builder.mul(chunks, ir.Constant(I64, size)) for size in (chunk_bytes, 4 * LANES))
     query_rows = []
@@ -74,7 +74,7 @@ def _emit_dot_products(builder: Any, args: Any, queries_at_once: int, keys_at_on
             rows.append(builder.add(keys, builder.mul(key, key_step)))
         for total in (total for row in totals for total in row):
             builder.store(ir.Constant(kind, None), total)
-        ahead = builder.mul(ir.Constant(I64, spec.isa.prefetch_rows), key_step)
+        ahead = builder.mul(ir.Constant(I64, tile.rows_ahead), key_step)
         with for_range(builder, chunks) as chunk:
             column = builder.mul(chunk.index, ir.Constant(I64, chunk_bytes))
             for line in _lines(builder, rows, row_bytes, column, chunk.index, spec):
@@ -143,10 +143,10 @@ def _lines(builder: Any, rows: list[Any], row_bytes: Any, column: Any, chunk: An
 def _dot_products(queries_at_once: int) -> Any:
     @intrinsic
     def dot_products(typing, keys, key_step, last_key, queries, last_query, chunks, target, target_step, spec):
-        keys_at_once = spec.value.isa.dot_tiles[queries_at_once]
+        tile = spec.value.isa.cache_tiles[queries_at_once]
 
         def emit(context, builder, signature, args):
-            _emit_dot_products(builder, args[:-1], queries_at_once, keys_at_once, spec.value)
+            _emit_dot_products(builder, args[:-1], queries_at_once, tile, spec.value)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8, spec), emit
@@ -186,4 +186,4 @@ def dot_products(spec):
             else:
                 up_to_four(keys, key_step, last_key, block, last, chunks, scores, target_step, spec)
 
-    return by_eight if 8 in spec.isa.dot_tiles else by_four
+    return by_eight if 8 in spec.isa.cache_tiles else by_four

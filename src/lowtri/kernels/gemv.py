@@ -1,4 +1,4 @@
-"""Weighted sums of values, for blocks of four queries: each row of the cache is read once, 16 to 64 columns of some keys at a time."""
+"""Weighted sums of values, for blocks of four queries: each row of the cache is read once, 16 to 128 columns of some keys at a time."""
 
 from __future__ import annotations
 
@@ -68,52 +68,65 @@ def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> Non
             builder.store(builder.load(tile[r][j]), pointer(builder, plus(output_rows[r], 64 * j), kind), align=4)
 
 
-def _tile_vectors(spec: Any) -> tuple[int, int]:
-    """The vectors of the wide and of the narrow tile; rows of pairs are interleaved 32 numbers at a time."""
-    narrow = 2 if spec.rows == "pairs" else 1
-    return max(spec.isa.gemv_vectors, narrow), narrow
+class _Tile:
+    """A register tile of :func:`pv`: rows of weights, and vectors of a value's row; two or more where pairs are interleaved."""
+
+    def __init__(self, rows: int, queries: int, narrow: bool = False) -> None:
+        self.rows, self.queries, self.narrow = rows, queries, narrow
+
+    def vectors(self, spec: Any) -> int:
+        least = 2 if spec.rows == "pairs" else 1
+        return least if self.narrow else max(spec.isa.cache_tiles[self.queries].vectors, least)
 
 
-def _pv(rows: int, wide: bool) -> Any:
+def _pv(tile: _Tile) -> Any:
+    """The device function that moves a tile over the columns, as far as it fits; it returns the first column that is left."""
+
     @intrinsic
-    def pv(typing, weights, weight_step, last, values, value_step, keys, zeros, output, output_step, ahead, spec):
-        vectors = _tile_vectors(spec.value)[0 if wide else 1]
-
+    def pv_tile(typing, weights, weight_step, last, values, value_step, keys, zeros, output, output_step, ahead, spec):
         def emit(context, builder, signature, args):
             first, step = (builder.extract_value(args[-2], n) for n in (0, 1))
-            _emit_pv(builder, (*args[:-2], first, step), rows, vectors, spec.value)
+            _emit_pv(builder, (*args[:-2], first, step), tile.rows, tile.vectors(spec.value), spec.value)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9, types.UniTuple(types.intp, 2), spec), emit
 
-    return pv
+    @intrinsic
+    def sizes(typing, spec):
+        kind = types.UniTuple(types.int64, 2)
+        numbers = LANES * tile.vectors(spec.value), spec.value.isa.cache_tiles[tile.queries].rows_ahead
+        return kind(spec), lambda c, b, s, a: c.make_tuple(b, kind, [ir.Constant(I64, n) for n in numbers])
+
+    @device_function
+    def tiles(weights, weight_step, last, values, value_step, keys, zeros, output, columns, column, spec):
+        width, rows_ahead = sizes(spec)
+        while column + width <= columns:
+            source, target = values + spec.input_bytes * column, output + 4 * column
+            ahead = lines_ahead(values, value_step, keys, column, width, columns, rows_ahead, spec)
+            pv_tile(weights, weight_step, last, source, value_step, keys, zeros, target, 4 * columns, ahead, spec)
+            column += width
+        return column
+
+    return tiles
 
 
-@intrinsic
-def _tile_columns(typing, spec):
-    """Columns of the wide and of the narrow tile."""
-    kind = types.UniTuple(types.int64, 2)
-    columns = [ir.Constant(I64, LANES * vectors) for vectors in _tile_vectors(spec.value)]
-    return kind(spec), lambda c, b, s, a: c.make_tuple(b, kind, columns)
-
-
-_pv_wide, _pv_narrow, _pv_single = _pv(BLOCK, wide=True), _pv(BLOCK, wide=False), _pv(1, wide=True)
+# The first of a single query may be wider than those of a block, and too wide for the last columns.
+_single_tiles, _single_rest = _pv(_Tile(1, 1)), _pv(_Tile(1, BLOCK))
+_wide_tiles, _narrow_tiles = _pv(_Tile(BLOCK, BLOCK)), _pv(_Tile(BLOCK, BLOCK, narrow=True))
 
 
 @by_spec
 def lines_ahead(spec):
-    """What :func:`pv` prefetches with each key of a tile: the first address, and the step to the next."""
+    """What a tile prefetches with each key: the first address, and the step to the next."""
 
-    rows = spec.isa.prefetch_rows
+    def same_columns(values, value_step, keys, column, tile, columns, rows_ahead, spec):
+        return values + spec.input_bytes * column + rows_ahead * value_step, value_step
 
-    def same_columns(values, value_step, keys, column, tile, columns, spec):
-        return values + spec.input_bytes * column + rows * value_step, value_step
-
-    def in_order(values, value_step, keys, column, tile, columns, spec):
+    def in_order(values, value_step, keys, column, tile, columns, rows_ahead, spec):
         # Tiles are narrower than rows. The CPU's own prefetcher follows the order of memory, so the next keys are prefetched in it.
         if value_step == spec.input_bytes * columns:
             return values + keys * (value_step + spec.input_bytes * column), spec.input_bytes * tile
-        return values + spec.input_bytes * column + rows * value_step, value_step
+        return values + spec.input_bytes * column + rows_ahead * value_step, value_step
 
     return same_columns if spec.isa.whole_vectors else in_order
 
@@ -124,21 +137,11 @@ def pv(weights, weight_step, rows, values, value_step, keys, zeros, output, colu
 
     ``zeros``: a row of 0, the neighbour of an odd last key. Columns are a multiple of 16, in pairs of 32.
     """
-    wide, narrow = _tile_columns(spec)
-    step = 4 * columns
     for row in range(0, rows, BLOCK):
-        last, block_weights = min(BLOCK, rows - row) - 1, weights + row * weight_step
-        column = 0
-        while column + wide <= columns:
-            source, target = values + spec.input_bytes * column, output + 4 * (row * columns + column)
-            ahead = lines_ahead(values, value_step, keys, column, wide, columns, spec)
-            if last:
-                _pv_wide(block_weights, weight_step, last, source, value_step, keys, zeros, target, step, ahead, spec)
-            else:
-                _pv_single(block_weights, weight_step, last, source, value_step, keys, zeros, target, step, ahead, spec)
-            column += wide
-        while column < columns:
-            source, target = values + spec.input_bytes * column, output + 4 * (row * columns + column)
-            ahead = lines_ahead(values, value_step, keys, column, narrow, columns, spec)
-            _pv_narrow(block_weights, weight_step, last, source, value_step, keys, zeros, target, step, ahead, spec)
-            column += narrow
+        last, block, sums = min(BLOCK, rows - row) - 1, weights + row * weight_step, output + 4 * row * columns
+        if last:
+            done = _wide_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, 0, spec)
+        else:
+            done = _single_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, 0, spec)
+            done = _single_rest(block, weight_step, last, values, value_step, keys, zeros, sums, columns, done, spec)
+        _narrow_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, done, spec)

@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowtri.kernels.isa.avx2 import Avx2
-from lowtri.kernels.isa.baseline import call, constant
+from lowtri.kernels.isa.baseline import CacheTile, call, constant
 
 __all__ = ["Avx512"]
 
@@ -19,9 +19,9 @@ class Avx512(Avx2):
     has_scale = True
     tile = pairs_tile = (6, 4, 16)
     whole_vectors = True
-    prefetch_rows = 64
-    dot_tiles = MappingProxyType({8: 2, 4: 2, 1: 4})
-    gemv_vectors = 4
+    # A single query takes whole rows in memory's order: the CPU's own prefetcher follows it, and has more lines on the way than
+    # instructions can ask for.
+    cache_tiles = MappingProxyType({8: CacheTile(2, 4, 64), 4: CacheTile(2, 4, 64), 1: CacheTile(1, 8, 8)})
 
     def scale(self, b: Any, x: Any, n: Any) -> Any:
         """x * 2 ** n, with n rounded down: 0 where that is too small, NaN where either is."""

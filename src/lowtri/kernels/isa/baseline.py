@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-__all__ = ["Baseline", "call", "constant", "halves_of_pairs", "integers"]
+__all__ = ["Baseline", "CacheTile", "call", "constant", "halves_of_pairs", "integers"]
+
+
+class CacheTile(NamedTuple):
+    """How a block of queries reads a cache."""
+
+    keys: int  # multiplied at once
+    vectors: int  # of a value's row, summed at once
+    rows_ahead: int  # that are prefetched
 
 
 class Baseline:
@@ -23,9 +31,8 @@ class Baseline:
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
     whole_vectors = False  # 64 bytes fit into a register
-    prefetch_rows = 64  # of the cache, ahead; the CPU prefetches by itself, but not past the end of a 4 KB page
-    dot_tiles = MappingProxyType({4: 2, 1: 4})  # queries in a block, and how many keys are multiplied by it at once
-    gemv_vectors = 1  # vectors of a value's row that are accumulated at once
+    # How few queries read a cache, for each number of queries in a block. The CPU prefetches by itself, but not past a 4 KB page.
+    cache_tiles = MappingProxyType({4: CacheTile(2, 1, 64), 1: CacheTile(4, 1, 64)})
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
