@@ -18,7 +18,6 @@ from numba.np.numpy_support import from_dtype
 
 __all__ = [
     "NO_ALLOCATION",
-    "NO_WRAPPERS",
     "AttributeTemplate",
     "alloca_once",
     "cache_directory",
@@ -35,10 +34,8 @@ __all__ = [
 # lower_constant                        the code of a global variable that is a constant
 # from_dtype                            the Numba type of a NumPy dtype
 
-# Options of njit and cfunc: nothing is allocated, so that nothing is counted; and no wrappers for calls from Python and from C,
-# which are a quarter of the time that a kernel takes to compile.
+# Options of njit and cfunc: nothing is allocated, so that nothing is counted.
 NO_ALLOCATION: dict[str, Any] = {"_nrt": False}
-NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttenti
 
 from __future__ import annotations
 
-from lowtri.kernels.device_function import by_spec, inline_device_function
+from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.ds import (
     add_d_bias,
     add_to_rows,
@@ -121,7 +121,7 @@ def keys_for_dq(spec):
     return widened if spec.rows == "widened" else as_they_are
 
 
-@inline_device_function
+@device_function
 def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
     """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, nk, kv = call.d, call.dv, call.nk, h // call.group

@@ -9,7 +9,7 @@ The transposed keys are one copy of K, shared by all threads. dK and dV have who
 
 from __future__ import annotations
 
-from lowtri.kernels.device_function import device_function, inline_device_function
+from lowtri.kernels.device_function import device_function
 from lowtri.kernels.ds import (
     add_d_bias,
     apply_softcap_derivative,
@@ -109,7 +109,7 @@ def add_non_finite(weights, mask_bits, keys, rows, n, size, target, memory, offs
     pairs_of_rows(finite_rows, size, memory + offsets.zeros, pairs, spec)
 
 
-@inline_device_function
+@device_function
 def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
     """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, nk, kv, offsets = call.d, call.dv, call.nk, h // call.group, call.offsets

@@ -43,7 +43,8 @@ def cache_folder() -> Path | None:
     Numba's own key is the file of a function: after an edit elsewhere in the kernels it would load stale code.
     """
     digest = hashlib.sha256()
-    for file in [Path(numba_private.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]:
+    compat = Path(numba_private.__file__).parent.glob("numba_*.py")
+    for file in [*sorted(compat), *sorted(Path(__file__).parent.rglob("*.py"))]:
         digest.update(file.read_bytes())
     facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
     digest.update(repr(facts).encode())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import by_spec, device_function, inline_device_function
+from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.gemv import pv
@@ -166,7 +166,7 @@ def add_visible_pairs(call, b, kv, key0, keys, v, weights, output, spec):
                     write(address, read(address, spec) + weight * x, spec)
 
 
-@inline_device_function
+@device_function
 def attend_part(call, memory, b, kv, part, non_finite, spec):
     """One part of the cache for all queries of a group: shifts m, sums l and outputs, in the results of this part."""
     nq, nk, dv, input_bytes = call.nq, call.nk, call.dv, spec.input_bytes

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import device_function, inline_device_function
+from lowtri.kernels.device_function import device_function
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
 from lowtri.kernels.plan_walk import key_spans, visible_tiles
 from lowtri.kernels.product import product, product_add
@@ -143,7 +143,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     return n
 
 
-@inline_device_function
+@device_function
 def store_tile(call, memory, b, h, r, n, spec):
     """The output and the log-sum-exp of a tile of n queries, written to the arrays."""
     dv, offsets, o_step, number_bytes = call.dv, call.offsets, call.o_strides, spec.number_bytes
@@ -172,7 +172,7 @@ def store_tile(call, memory, b, h, r, n, spec):
                 write(call.lse_low + lse - call.lse + number_bytes * i, low_i, spec)
 
 
-@inline_device_function
+@device_function
 def forward_tile(call, memory, b, h, r, spec):
     """One tile of queries: its output and log-sum-exp, written to the arrays."""
     dv, output = call.dv, memory + call.offsets.output

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import device_function, inline_device_function
+from lowtri.kernels.device_function import device_function
 from lowtri.kernels.forward import KEYS, store_tile
 from lowtri.kernels.non_finite import add_non_finite_keys, all_finite
 from lowtri.kernels.plan_walk import visible_tiles
@@ -108,7 +108,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     return n
 
 
-@inline_device_function
+@device_function
 def forward_tile(call, memory, b, h, r, spec):
     """One tile of queries: its output and log-sum-exp, written to the arrays."""
     dv, output = call.dv, memory + call.offsets.output

@@ -134,6 +134,7 @@ def _numba_missing() -> str | None:
     if find_spec("numba") is None:
         return "numba is not installed"
     try:
+        import lowtri.compat.numba_linking
         import lowtri.compat.numba_private  # noqa: F401
     except Exception as error:  # whatever it raises, another backend can run
         return f"numba cannot be loaded: {error}"
