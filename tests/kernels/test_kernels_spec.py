@@ -269,7 +269,7 @@ def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
     )
     for line in printed.splitlines():
         _, dtype, _, pairs, fused, scaled = line.split()
-        assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 50 and int(scaled) > 0, line
+        assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 20 and int(scaled) > 0, line
 
 
 def test_neon_code_is_generated_for_arm() -> None:
