@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -129,9 +130,10 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     (True, False)
 
     With ``context_parallel``, each process calls ``model(ids, labels=labels)`` with the whole sequences, (B, n), or with its own
-    tokens as ``ids``. The logits are those of its own tokens. The loss is its part: the sum over its targets, divided by the number of
-    targets of all processes; the parts of all processes add up to the loss. ``num_items_in_batch=`` replaces that number where other
-    processes have other rows. DDP and FSDP average gradients over processes: multiply the loss by their number.
+    tokens as ``ids``. The logits are those of its own tokens, and no cache is made, whatever the config's ``use_cache``. The loss is
+    its part: the sum over its targets, divided by the number of targets of all processes; the parts of all processes add up to the
+    loss. ``num_items_in_batch=`` replaces that number where other processes have other rows. DDP and FSDP average gradients over
+    processes: multiply the loss by their number.
 
     Args:
         model: a model of transformers, after :func:`switch`. It is the model that is called: for a language model the whole of
@@ -148,7 +150,8 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
             ``context_parallel`` also if its positions cannot be given, or its rotary embedding depends on the length of the input.
         CallError: if the plan lacks the mask. From a later forward, where a cache cannot serve the mask: if the mask shows earlier
             queries keys that came only after them (in ``generate`` also without a cache), or keys that the model's own cache has
-            dropped. With ``context_parallel`` on every process, for padding, caches, dropout and labels of a part of the sequence.
+            dropped. With ``context_parallel`` for padding, caches, dropout, ``logits_to_keep`` and labels of a part of the sequence.
+            Whatever one process raises in such a forward, the others raise as a CallError.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     if checked is not None or context_parallel is not None:
@@ -215,6 +218,19 @@ def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = model.lowtri_setting.context
+    try:
+        begun = _arguments(model, args, kwargs)
+    except Exception as error:
+        if context is not None:
+            context.raise_elsewhere(type(model).__name__, error)
+        raise
+    if context is not None:
+        context.agree(type(model).__name__, None)
+    return begun
+
+
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting: _Setting = model.lowtri_setting
     mask, given = setting.mask, kwargs.get("attention_mask")
     if len(args) > 1:
@@ -242,11 +258,20 @@ def _end(model: Any, output: Any) -> None:
     if not running or running[-1].model is not model:
         return
     _running.set(running[:-1])
+    unused, name, context = None, type(model).__name__, running[-1].context
     if output is not None and not running[-1].asked:
-        raise EngineError(
-            f"transformers: {type(model).__name__} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
+        unused = EngineError(
+            f"transformers: {name} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
         )
+    if context is not None:
+        error = unused if output is not None else sys.exc_info()[1]
+        if error is None:
+            context.agree(name, None)
+        else:
+            context.raise_elsewhere(name, error)
+    if unused is not None:
+        raise unused
 
 
 def _name(given: GivenMask) -> str:
