@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_functions import RemappedMask
 from lowtri.integrations.transformers_generating import is_recomputed
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
+from lowtri.integrations.transformers_switched import check_switched
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
@@ -155,7 +155,7 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     if checked is not None or context_parallel is not None:
-        _check_model(model, "use")
+        check_switched(model, "use")
     if context_parallel is not None:
         check_sharded(model, context_parallel, checked)
     add_hooks(model)
@@ -170,27 +170,6 @@ def add_hooks(model: Any) -> None:
         model.lowtri_setting = _Setting(model)
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True, always_call=True)
-
-
-def _check_model(model: Any, where: str) -> None:
-    name = attention_name(model)
-    if name is None or name not in _registered_names():
-        raise EngineError(f'{where}: the model\'s attention is "{name}". Fix: switch(model) first.')
-    reason = "an encoder-decoder has three attentions, and one mask does not say which it means"
-    if not getattr(model.config, "is_encoder_decoder", False):
-        reason = "its recurrent layers see every earlier token, whatever the mask" if is_stateful(model) else ""
-    if reason:
-        raise EngineError(f"{where}: {type(model).__name__}: {reason}.\nFix: the model's own mask.")
-
-
-def _registered_names() -> set[str]:
-    """The names under which lowtri is registered with transformers."""
-    from transformers import AttentionInterface
-
-    from lowtri.integrations.transformers_traced import attend_or_trace
-
-    interface = AttentionInterface()
-    return {name for name in interface.valid_keys() if getattr(interface[name], "func", None) is attend_or_trace}
 
 
 # The hooks around a model's forward.
@@ -218,15 +197,15 @@ def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    context = model.lowtri_setting.context
+    context: ContextParallel | None = model.lowtri_setting.context
+    if context is None:
+        return _arguments(model, args, kwargs)
     try:
         begun = _arguments(model, args, kwargs)
     except Exception as error:
-        if context is not None:
-            context.raise_elsewhere(type(model).__name__, error)
+        context.share_error(type(model).__name__, error)
         raise
-    if context is not None:
-        context.agree(type(model).__name__, None)
+    context.share_error(type(model).__name__, None)
     return begun
 
 
@@ -238,7 +217,7 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         given = args[place] if place < len(args) else given
     if isinstance(given, str | Mask):
         mask = as_mask(given, "attention_mask")
-        _check_model(model, "attention_mask")
+        check_switched(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
         kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
     if setting.context is not None:
@@ -265,11 +244,7 @@ def _end(model: Any, output: Any) -> None:
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
         )
     if context is not None:
-        error = unused if output is not None else sys.exc_info()[1]
-        if error is None:
-            context.agree(name, None)
-        else:
-            context.raise_elsewhere(name, error)
+        context.share_error(name, unused if output is not None else sys.exc_info()[1])
     if unused is not None:
         raise unused
 

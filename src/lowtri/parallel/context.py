@@ -227,9 +227,11 @@ class ContextParallel:
         elif error is not None:
             raise CallError(error)
 
-    def raise_elsewhere(self, what: str, error: BaseException) -> None:
-        """Raise an error of this rank on the other ranks, where they next agree; this rank raises it afterwards."""
-        if not self.check or getattr(error, "on_every_rank", False):
+    def share_error(self, what: str, error: BaseException | None) -> None:
+        """Raise an error of this rank on the others, where they next agree, and nothing here; with None those of others are raised."""
+        if error is None:
+            self.agree(what, None)
+        if error is None or not self.check or getattr(error, "on_every_rank", False):
             return
         text = str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
         with suppress(LowtriError):  # what happened here is more to the point
