@@ -48,7 +48,11 @@ class Processes:
         return self.rank == 0
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """The result of a function that rank 0 alone runs, on every rank; its LowtriError or OSError is raised on every rank."""
+        """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
+        return function()
+
+    def together(self, function: Callable[[], T]) -> T:
+        """The result of a function that every rank runs by itself; an error of one rank is raised on every rank."""
         return function()
 
     def share(self, rows: Rows) -> Rows:
@@ -109,17 +113,30 @@ class Distributed(Processes):
         self._files = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def on_main(self, function: Callable[[], T]) -> T:
-        box: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                box[0] = function()
-            except (LowtriError, OSError) as error:
-                box[1] = error
+        result, error = _called(function) if self.rank == 0 else (None, None)
+        box = [result, self._shown(error)]
         with self.answering("a file operation of rank 0"):
             dist.broadcast_object_list(box, group=self._files)
-        if box[1] is not None:
-            raise box[1]
-        result: T = box[0]
+        return self._result(box[0], error, [box[1]])
+
+    def together(self, function: Callable[[], T]) -> T:
+        result, error = _called(function)
+        errors: list[Exception | None] = [None] * self.world
+        with self.answering("the agreement on errors"):
+            dist.all_gather_object(errors, self._shown(error), group=self._files)
+        return self._result(result, error, errors)
+
+    def _shown(self, error: Exception | None) -> Exception | None:
+        """What the other processes raise for an error of this one."""
+        if error is None or isinstance(error, LowtriError | OSError):
+            return error
+        text = f"rank {self.rank} of {self.world} ended ({type(error).__name__}: {error})".splitlines()[0]
+        return RankError(f"{text}\nFix: start it again with --resume.")
+
+    def _result(self, result: Any, own: Exception | None, errors: list[Exception | None]) -> Any:
+        for error in (own, *errors):
+            if error is not None:
+                raise error
         return result
 
     def share(self, rows: Rows) -> Rows:
@@ -182,6 +199,14 @@ class Distributed(Processes):
 
     def new_group(self) -> Any:
         return dist.new_group(backend="gloo")
+
+
+def _called(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result of a function, or its error."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Saver:
         """Begin to write a checkpoint; ``content`` is what JSON can say, with ``done``, the number of steps.
 
         Raises:
-            OSError: on every rank, if the checkpoint before could not be written.
+            OSError, DataError: on every rank, if the checkpoint before could not be written.
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -72,29 +72,17 @@ class Saver:
         """Wait for the checkpoint that is being written.
 
         Raises:
-            OSError: on every rank, if it could not be written; the one before is complete.
+            OSError, DataError: on every rank, if it could not be written; the one before is complete.
         """
-        from torch.distributed.checkpoint.api import CheckpointException
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._processes.answering("saving"):
+                self._processes.together(lambda: _raise(pending.exception(), self._folder))
 
-        if self._pending is None:
-            return
-        pending, self._pending, problem = self._pending, None, None
-        with self._processes.answering("saving"):
-            try:
-                pending.result()
-            except (
-                Exception,
-                CheckpointException,
-            ) as error:  # every rank learns of a failed write, in a class of torch's
-                problem = _os_error(error, self._folder)
-                if problem is None:
-                    raise RuntimeError(str(error)) from error
-
-        def report() -> None:
-            if problem is not None:
-                raise problem
-
-        self._processes.on_main(report)
+    def settle(self) -> None:
+        """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
+        if self._pending is not None:
+            self._pending.exception()
 
     def _finish(self, written: Future[Any], pending: Future[None], content: dict[str, Any], part: Path) -> None:
         """In the thread that has written: rename the checkpoint, and remove those before it."""
@@ -145,10 +133,7 @@ def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
             load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
-        cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
-        raise DataError(
-            f"{path} cannot be read: {(str(cause) or type(cause).__name__).splitlines()[0]}.\nFix: remove it, and begin again."
-        ) from None
+        raise DataError(f"{path} cannot be read: {_text(error)}.\nFix: remove it, and begin again.") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return content
 
@@ -173,6 +158,20 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in folder.glob(".step-*.part"):
         shutil.rmtree(part)
+
+
+def _raise(error: BaseException | None, folder: Path) -> None:
+    """Raise what is behind an error of saving, with the folder's name."""
+    if error is not None:
+        raise _os_error(error, folder) or DataError(
+            f"{folder}: a checkpoint could not be written: {_text(error)}.\nFix: the cause; the checkpoint before is complete."
+        ) from error
+
+
+def _text(error: BaseException) -> str:
+    """One line that says what is behind torch's exception."""
+    cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    return (str(cause) or type(cause).__name__).splitlines()[0]
 
 
 def _os_error(error: BaseException | None, folder: Path) -> OSError | None:

@@ -1,6 +1,6 @@
 """The state of a run: its losses, and its whole state on disk, so that a kill loses only the steps since the last save.
 
-The order of the data is not stored: it is computed from the seed and the step (see recipe.py).
+Neither the order of the data nor the state of random numbers (dropout) is stored: both follow from the seed and the step (recipe.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Run:
             "done": self.done,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),  # for models with dropout
             "history": asdict(self.history),
             "recipe": asdict(self.recipe),
             "corpus": self.corpus.digest(),
@@ -77,6 +76,11 @@ class Run:
         """Wait until the last state is written."""
         if self.saver is not None:
             self.saver.wait()
+
+    def settle(self) -> None:
+        """Let the last state be written, if it can, while an error ends the run."""
+        if self.saver is not None:
+            self.saver.settle()
 
     def resume(self, path: Path) -> None:
         """Restore what :meth:`save` has written, on any number of processes, if there is anything."""
@@ -111,7 +115,6 @@ class Run:
             self.optimizer.load_state_dict(content["optimizer"])
         except (RuntimeError, ValueError) as error:
             raise DataError(f"{path} belongs to a model of other sizes: {str(error).splitlines()[0]}") from None
-        torch.set_rng_state(content["random"])
         self._continue(content)
 
     def _check(self, path: Path, content: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lowtri.errors import CallError
+from lowtri.errors import CallError, RankError
 from lowtri.masks import Mask, as_mask, documents
 from lowtri.training.corpus import IGNORED, Packed, Rows
 from lowtri.training.processes import Processes
@@ -48,6 +48,9 @@ def train(
 ) -> History:
     """Train a model on packed documents, in place.
 
+    torch's random numbers are seeded at each step, from the recipe's seed, the step and the rank, so dropout is the same in a resumed
+    run.
+
     Args:
         model: ids (B, N) -> logits (B, N, V). If it has a mask of its own (``model.config.mask``), a batch in which a row
             holds several documents is called with ``mask=mask & documents(ids)``. A model without one reads on
@@ -57,7 +60,7 @@ def train(
             exists. The model, the recipe and the corpus must be those it began with.
         watch: is called after each step, on rank 0.
         processes: those that train together; by default this one alone. Every process passes the same arguments. What is learnt does
-            not depend on their number, except for rounding.
+            not depend on their number, except for rounding and dropout.
 
     Returns:
         the losses of every step and of every validation, those before a kill included.
@@ -87,11 +90,32 @@ def train(
     if state is not None:
         run.resume(state)
     model.train()
+    try:
+        _steps(run, train_rows, held_out, state, watch)
+        run.wait()
+    except RankError:
+        raise
+    except BaseException:  # also where a user interrupts: the checkpoint that is being written is not lost
+        run.settle()
+        raise
+    return run.history
+
+
+def _steps(
+    run: Run,
+    train_rows: npt.NDArray[np.int64],
+    held_out: npt.NDArray[np.int64],
+    state: Path | None,
+    watch: Callable[[Step], object] | None,
+) -> None:
+    """The steps that are left."""
+    model, recipe, corpus, processes = run.model, run.recipe, run.corpus, run.processes
     begun, seconds = run.done, 0.0
     while run.done < recipe.steps:
         started = time.perf_counter()
         rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
         lr = recipe.lr_at(run.done)
+        torch.manual_seed(recipe.random_seed(run.done, processes.rank))
         with processes.answering(f"step {run.done + 1}"):
             loss = _step(model, run.optimizer, rows, lr, recipe, processes)
         seconds += time.perf_counter() - started
@@ -109,8 +133,6 @@ def train(
             run.save(state)
         if watch is not None and processes.is_main:
             watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
-    run.wait()
-    return run.history
 
 
 def _due(done: int, every: int, steps: int) -> bool:
