@@ -51,8 +51,8 @@ class Processes:
         """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
         return function()
 
-    def together(self, function: Callable[[], T]) -> T:
-        """The result of a function that every rank runs by itself; an error of one rank is raised on every rank."""
+    def together(self, function: Callable[[], T], what: str) -> T:
+        """The result of a function that every rank runs by itself, ``what`` in words; an error of one rank is raised on every rank."""
         return function()
 
     def share(self, rows: Rows) -> Rows:
@@ -113,18 +113,24 @@ class Distributed(Processes):
         self._files = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def on_main(self, function: Callable[[], T]) -> T:
-        result, error = _called(function) if self.rank == 0 else (None, None)
-        box = [result, self._shown(error)]
-        with self.answering("a file operation of rank 0"):
-            dist.broadcast_object_list(box, group=self._files)
-        return self._result(box[0], error, [box[1]])
+        box: list[Any] = [self.together(lambda: function() if self.is_main else None, "a file operation of rank 0")]
+        dist.broadcast_object_list(box, group=self._files)
+        result: T = box[0]
+        return result
 
-    def together(self, function: Callable[[], T]) -> T:
-        result, error = _called(function)
+    def together(self, function: Callable[[], T], what: str) -> T:
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
         errors: list[Exception | None] = [None] * self.world
-        with self.answering("the agreement on errors"):
+        with self.answering(what):
             dist.all_gather_object(errors, self._shown(error), group=self._files)
-        return self._result(result, error, errors)
+        for one in (error, *errors):
+            if one is not None:
+                raise one
+        return result
 
     def _shown(self, error: Exception | None) -> Exception | None:
         """What the other processes raise for an error of this one."""
@@ -132,12 +138,6 @@ class Distributed(Processes):
             return error
         text = f"rank {self.rank} of {self.world} ended ({type(error).__name__}: {error})".splitlines()[0]
         return RankError(f"{text}\nFix: start it again with --resume.")
-
-    def _result(self, result: Any, own: Exception | None, errors: list[Exception | None]) -> Any:
-        for error in (own, *errors):
-            if error is not None:
-                raise error
-        return result
 
     def share(self, rows: Rows) -> Rows:
         mine = Rows(*(part[self.group :: self.dp] for part in rows))
@@ -199,14 +199,6 @@ class Distributed(Processes):
 
     def new_group(self) -> Any:
         return dist.new_group(backend="gloo")
-
-
-def _called(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result of a function, or its error."""
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
 
 
 @contextmanager

@@ -76,8 +76,7 @@ class Saver:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._processes.answering("saving"):
-                self._processes.together(lambda: _raise(pending.exception(), self._folder))
+            self._processes.together(lambda: _raise(pending.exception(), self._folder), "saving")
 
     def settle(self) -> None:
         """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
