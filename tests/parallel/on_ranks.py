@@ -24,11 +24,11 @@ from lowtri import masks as lt
 from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
-from lowtri.training import sharded_state
+from lowtri.training import checkpoints
+from lowtri.training.checkpoints import full_weights
 from lowtri.training.corpus import Packed
 from lowtri.training.processes import Distributed, Processes, ending_together
 from lowtri.training.recipe import Recipe
-from lowtri.training.sharded_state import full_weights
 from lowtri.training.train import train
 
 RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
@@ -351,7 +351,7 @@ def changed_saving(case: Training, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FileSystemWriter, "write_data", slow))
         if case.broken_save and rank == 0:
-            stack.enter_context(mock.patch.object(sharded_state, "write_text", side_effect=TypeError("no text")))
+            stack.enter_context(mock.patch.object(checkpoints, "write_text", side_effect=TypeError("no text")))
         yield
 
 
@@ -384,7 +384,7 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if case.full_disk == processes.rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    state = None if case.folder is None else case.folder / "training-state.pt"
+    state = None if case.folder is None else case.folder / "training-state"
     try:
         with ending_together() if case.together else nullcontext(), changed_saving(case, processes.rank):
             history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
@@ -400,3 +400,11 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
         "weights": {name: weight.detach().clone().numpy() for name, weight in weights.items()},
         "watched": [step.number for step in watched],
     }
+
+
+def one_alone(group: Any, folder: Path) -> None:
+    """Only the last process trains, twice, and alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for steps in (3, None):
+            kill = None if steps is None else (None, steps)
+            training_run(group, Training(1, 1, folder, kill=kill, raises=lowtri.CallError))

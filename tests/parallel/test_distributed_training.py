@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks import RECIPE, Training, error_of_rank_0, training_run
+from on_ranks import RECIPE, Training, error_of_rank_0, one_alone, training_run
 
 from lowtri.errors import CallError
 from lowtri.training.processes import processes_of_torchrun
@@ -187,6 +187,28 @@ def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: 
         close(two.run(training_run, Training(1, 2, tmp_path / "c"))[0], alone)
     finally:
         two.stop()
+
+
+def test_a_run_moves_from_one_process_to_several_and_back(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
+    """The step at which each begins shows that it resumed."""
+    for part, (dp, sp) in enumerate(((1, 1), (2, 2), (1, 1))):
+        case = Training(dp, sp, tmp_path, recipe=replace(RECIPE, save_every=1))
+        if part < 2:
+            case = replace(case, kill=(None, part + 2 if part == 0 else 2), raises=CallError)
+        result = training_run(None, case) if dp == 1 else ranks.run(training_run, case)[0]
+        if part < 2:
+            assert result["saved"] == [f"step-{part + 1}"], result
+    assert result["watched"] == [3, 4]
+    close(result, alone)
+
+
+def test_processes_that_train_alone_do_not_wait_for_each_other(
+    ranks: Ranks, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each of those of torch.distributed has a run of its own, or none."""
+    ranks.run(one_alone, tmp_path)
+    resumed = training_run(None, Training(1, 1, tmp_path))
+    assert not resumed["watched"] and resumed["losses"] == alone["losses"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, gradient clipping, and a state file from which it resumes after any kill.
+"""The training loop: AdamW, gradient clipping, and checkpoints from which it resumes after any kill.
 
 A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
 Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.
@@ -56,8 +56,9 @@ def train(
             holds several documents is called with ``mask=mask & documents(ids)``. A model without one reads on
             across documents; no target crosses in either case.
         recipe: ``Recipe()`` if none is given.
-        state: a file that keeps the run: written atomically every ``save_every`` steps, and resumed from if it
-            exists. The model, the recipe and the corpus must be those it began with.
+        state: a folder that keeps the run: a checkpoint is written every ``save_every`` steps, while training goes on, and the newest
+            complete one is resumed from, on any number of processes. The model, the recipe and the corpus must be those it began
+            with.
         watch: is called after each step, on rank 0.
         processes: those that train together; by default this one alone. Every process passes the same arguments. What is learnt does
             not depend on their number, except for rounding and dropout.

@@ -1,9 +1,9 @@
-"""The state of a run on several processes: torch's distributed checkpoint, written while training goes on, and renamed when complete.
+"""The state of a run on disk: torch's distributed checkpoint, written while training goes on, and renamed when it is complete.
 
     training-state/step-120/          shards of weights and moments, and run.json
     training-state/.step-140.part/    one that is being written, or was when a process was killed
 
-Any number of processes reads what any number has written.
+Any number of processes, one among them, reads what any number has written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -18,13 +19,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtri.errors import DataError
 from lowtri.files import write_text
 
 if TYPE_CHECKING:
     from lowtri.training.processes import Processes
 
-__all__ = ["Saver", "content_of", "full_weights", "newest", "restore_sharded"]
+__all__ = ["Saver", "check_sizes", "content_of", "full_weights", "newest", "restore"]
+
+_ALONE = "torch.distributed is disabled"  # the beginning of torch's warning where one process saves or loads
 
 
 def newest(folder: Path) -> Path | None:
@@ -63,7 +68,7 @@ class Saver:
         if self._group is None:
             self._group = self._processes.new_group()
         with self._processes.answering("beginning to save"):
-            written = _write({"model": weights, "optimizer": moments}, part, self._group)
+            written = _write({"model": weights, "optimizer": moments}, part, self._group, self._processes.world == 1)
         pending: Future[None] = Future()
         self._pending = pending
         written.add_done_callback(lambda done: self._finish(done, pending, content, part))
@@ -95,54 +100,81 @@ class Saver:
                     if old != target:
                         shutil.rmtree(old)
         except BaseException as error:
-            if self._processes.is_main:
-                shutil.rmtree(part, ignore_errors=True)
-            pending.set_exception(error)
+            try:
+                if self._processes.is_main:
+                    shutil.rmtree(part, ignore_errors=True)
+            finally:
+                pending.set_exception(error)
         else:
             pending.set_result(None)
 
 
-def _write(state: dict[str, Any], path: Path, group: Any) -> Future[Any]:
-    """Copy a state and begin to write it."""
+def _write(state: dict[str, Any], path: Path, group: Any, alone: bool) -> Future[Any]:
+    """Copy a state and begin to write it.
+
+    Args:
+        alone: without torch.distributed, also where it has begun.
+    """
     from torch.distributed.checkpoint import state_dict_saver
 
-    if "async_stager" in inspect.signature(state_dict_saver.async_save).parameters:
-        begun: Any = state_dict_saver.async_save(state, checkpoint_id=path, process_group=group)
+    if alone:  # the warning comes from another thread, where filters cannot be changed for a while
+        warnings.filterwarnings("ignore", _ALONE)
+    options: dict[str, Any] = {"no_dist": True} if alone else {}
+    if {"async_stager", *options} <= inspect.signature(state_dict_saver.async_save).parameters.keys():
+        begun: Any = state_dict_saver.async_save(state, checkpoint_id=path, process_group=group, **options)
         future: Future[Any] = begun
         return future
-    done: Future[Any] = (
-        Future()
-    )  # older versions do not copy tensors that are on the CPU, and training would change them
-    done.set_result(state_dict_saver.save(state, checkpoint_id=path, process_group=group))
+    done: Future[Any] = Future()
+    try:  # older versions do not copy tensors that are on the CPU, and training would change them
+        done.set_result(state_dict_saver.save(state, checkpoint_id=path, process_group=group, **options))
+    except BaseException as error:
+        done.set_exception(error)
     return done
 
 
-def restore_sharded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
-    """Load a checkpoint into a model and its optimizer, and return its ``content``."""
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    content: dict[str, Any] = content_of(path)
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads what several wrote
-            load(state, checkpoint_id=path, no_dist=not (dist.is_available() and dist.is_initialized()))
-    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
-        raise DataError(f"{path} cannot be read: {_text(error)}.\nFix: remove it, and begin again.") from None
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return content
-
-
 def content_of(path: Path) -> dict[str, Any]:
+    """What :meth:`Saver.save` was given as ``content``."""
     try:
         content: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     return content
+
+
+def check_sizes(path: Path, model: Any) -> None:
+    """Raise a DataError unless a checkpoint has the weights of a model."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise _unreadable(path, error) from None
+    for name, weight in model.state_dict().items():
+        there = getattr(saved.get(f"model.{name}"), "size", None)
+        if isinstance(weight, torch.Tensor) and there != weight.shape:
+            there = "nothing" if there is None else tuple(there)
+            raise DataError(
+                f"{path} belongs to a model of other sizes: {name} is {there} there, {tuple(weight.shape)} here"
+            )
+
+
+def restore(path: Path, model: Any, optimizer: Any, processes: Processes) -> None:
+    """Load a checkpoint into a model and its optimizer."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _ALONE)
+            planner = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
+            load(state, checkpoint_id=path, planner=planner, no_dist=processes.world == 1)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, CheckpointException) as error:
+        raise _unreadable(path, error) from None
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def full_weights(model: Any) -> dict[str, Any]:
@@ -157,6 +189,10 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in folder.glob(".step-*.part"):
         shutil.rmtree(part)
+
+
+def _unreadable(path: Path, error: BaseException) -> DataError:
+    return DataError(f"{path} cannot be read: {_text(error)}.\nFix: remove it, and begin again.")
 
 
 def _raise(error: BaseException | None, folder: Path) -> None:
