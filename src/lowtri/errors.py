@@ -30,6 +30,7 @@ class LowtriError(Exception):
     """The base class of all errors of lowtri; never raised itself."""
 
     exit_code = 2
+    on_every_rank = False  # whether every process of a group raises it
 
 
 class MaskError(LowtriError, ValueError):
@@ -56,6 +57,8 @@ class LeakError(LowtriError, AssertionError):
 
 class RankError(LowtriError, RuntimeError):
     """A process of a group did not answer in time, or came with other arguments than the rest; every process raises it."""
+
+    on_every_rank = True
 
 
 class UndecidedError(LowtriError, RuntimeError):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import lowtri
 from lowtri.integrations.transformers import switch, use
 from lowtri.parallel import ContextParallel, plan_shards
 
@@ -15,12 +15,10 @@ N, VOCABULARY = 320, 99
 
 
 def llama(**options: Any) -> Any:
-    import transformers
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **options)
-    return transformers.LlamaForCausalLM(config)
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **options)
+    return LlamaForCausalLM(config)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,12 +89,20 @@ def own_tokens(group: Any) -> dict[str, float]:
     return difference
 
 
+class Limited(LlamaForCausalLM):
+    """A model whose forward takes no other arguments."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, attention_mask, position_ids, use_cache=False)
+
+
 def wrong(group: Any) -> dict[str, str]:
     """The errors of forwards, each of which every rank must raise, also where one rank alone is wrong."""
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
     context = ContextParallel(plan_shards("causal", N, dist.get_world_size(group), block=64), group)
     model, (ids, labels) = switch(llama().eval()), batch(0)
     dropout = use(switch(llama(attention_dropout=0.1).train()), context_parallel=context)
+    limited = use(switch(Limited(model.config).eval()), context_parallel=context)
     padded = torch.ones(2, N)
     padded[0, 0] = 0
     windowed = ContextParallel(plan_shards("causal & window(50)", N, dist.get_world_size(group), block=64), group)
@@ -107,6 +113,17 @@ def wrong(group: Any) -> dict[str, str]:
         "labels": lambda: model(ids, labels=labels[:, :-1] if last else labels),
         "cache": lambda: model(ids, use_cache=last),
         "mask": lambda: model(ids, attention_mask="full" if last else None),
+        "logits to keep": lambda: model(ids, logits_to_keep=1),
+        "logits to keep on one": lambda: model(ids, logits_to_keep=torch.tensor([3]) if last else 0),
+        "a list of labels": lambda: model(ids, labels=labels.tolist() if last else labels),
+        "text of a mask": lambda: model(ids, attention_mask="causal & widow(3)" if last else None),
+        "another argument": lambda: limited(ids, **({"label": labels} if last else {})),
+        "position_ids": lambda: model(ids, position_ids=[1] if last else None),
+        "mask as a list": lambda: model(ids, attention_mask=[1] if last else None),
+        "no ids": lambda: model(None if last else ids),
+        "a token that is too large": lambda: model(ids + 50 * last),
+        "a label that is too large": lambda: model(ids, labels=labels + 50 * last),
+        "a number of items": lambda: model(ids, labels=labels, num_items_in_batch="2" if last else 2),
         "generate": lambda: model.generate(ids, max_new_tokens=1),
         "dropout": lambda: dropout(ids),
         "weights": lambda: model(ids, output_attentions=True),
@@ -121,7 +138,7 @@ def wrong(group: Any) -> dict[str, str]:
         try:
             call()
             messages[name] = "no error"
-        except lowtri.LowtriError as error:
-            messages[name] = str(error)
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
     use(model, context_parallel=context)(ids)  # afterwards everything still works
     return messages

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks import RECIPE, Training, training_run
+from on_ranks import RECIPE, Training, error_of_rank_0, one_alone, training_run
 
 from lowtri.errors import CallError
 from lowtri.training.processes import processes_of_torchrun
@@ -87,6 +87,29 @@ def test_a_full_disk_is_reported_on_every_rank_and_the_last_checkpoint_stays(ran
     assert first["watched"]
 
 
+def test_an_error_of_rank_0_alone_is_raised_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for result in ranks.run(training_run, Training(2, 2, tmp_path, broken_save=True)):
+        assert re.match("DataError: .*could not be written: no text.*Fix", result["error"], re.S), result
+    first, *others = ranks.run(error_of_rank_0)
+    assert first.startswith("ZeroDivisionError") and len(others) == 3
+    for message in others:
+        assert re.match(r"RankError: rank 0 of 4 ended \(ZeroDivisionError: .*\nFix: .*--resume", message), message
+
+
+def test_an_error_during_a_save_does_not_lose_it_and_dropout_is_the_same_after_resuming(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    case = Training(4, 1, tmp_path, dropout=True, slow_save=0.5)
+    results = ranks.run(training_run, replace(case, kill=(None, 3), raises=CallError))
+    assert {result["error"] for result in results} == {"CallError: no memory for the rows"}
+    assert results[0]["saved"] == ["step-2"], "rank 0 renames it"
+    resumed, unbroken = ranks.run(training_run, case)[0], ranks.run(training_run, replace(case, folder=None))[0]
+    assert resumed["watched"] == [3, 4] and resumed["losses"] == unbroken["losses"]
+    assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())
+    still = replace(case, folder=None, dropout=True, recipe=replace(RECIPE, seed=1))
+    assert ranks.run(training_run, still)[0]["losses"] != unbroken["losses"]
+
+
 def killed(folder: Path, rank: int | None) -> list[Any]:
     """What is left of a run of four processes of which one, or all, are killed in step 4; it saved after step 2."""
     group = Ranks(4, once=True)
@@ -139,7 +162,7 @@ def test_after_a_kill_the_others_end_with_one_line_that_names_it(tmp_path: Path,
 def test_sweep_after_an_error_on_one_process_the_others_name_it_and_its_error(tmp_path: Path) -> None:
     group = Ranks(4, once=True)
     try:
-        group.start(training_run, Training(2, 2, tmp_path, kill=(2, 4), raises=True, together=True))
+        group.start(training_run, Training(2, 2, tmp_path, kill=(2, 4), raises=MemoryError, together=True))
         results = group.results(60)
     finally:
         group.stop()
@@ -164,6 +187,28 @@ def test_sweep_a_killed_run_resumes_on_any_number_of_ranks(ranks: Ranks, alone: 
         close(two.run(training_run, Training(1, 2, tmp_path / "c"))[0], alone)
     finally:
         two.stop()
+
+
+def test_a_run_moves_from_one_process_to_several_and_back(ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
+    """The step at which each begins shows that it resumed."""
+    for part, (dp, sp) in enumerate(((1, 1), (2, 2), (1, 1))):
+        case = Training(dp, sp, tmp_path, recipe=replace(RECIPE, save_every=1))
+        if part < 2:
+            case = replace(case, kill=(None, part + 2 if part == 0 else 2), raises=CallError)
+        result = training_run(None, case) if dp == 1 else ranks.run(training_run, case)[0]
+        if part < 2:
+            assert result["saved"] == [f"step-{part + 1}"], result
+    assert result["watched"] == [3, 4]
+    close(result, alone)
+
+
+def test_processes_that_train_alone_do_not_wait_for_each_other(
+    ranks: Ranks, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each of those of torch.distributed has a run of its own, or none."""
+    ranks.run(one_alone, tmp_path)
+    resumed = training_run(None, Training(1, 1, tmp_path))
+    assert not resumed["watched"] and resumed["losses"] == alone["losses"]
 
 
 @pytest.mark.parametrize(

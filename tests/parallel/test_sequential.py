@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mesh_on_ranks import sequential_gradients
 
 import lowtri
 from lowtri import masks as lt
@@ -19,6 +20,7 @@ from lowtri.errors import CallError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import SequentialShards, plan_shards
 from random_masks import HEADS, ROWS
+from ranks import Ranks
 from shard_cases import shard_masks
 
 
@@ -69,6 +71,8 @@ def test_gradients_of_random_causal_masks(mask: lt.Mask, n: int, shards: int, da
 
         return two_layers(view.shard(x), weights, attention).sum()
 
+    torch.testing.assert_close(view.evaluate(loss), whole.sum().detach(), rtol=1e-12, atol=1e-12)
+    assert all(leaf.grad is None for leaf in leaves)
     total = view.backward(loss)
     torch.testing.assert_close(total, whole.sum().detach(), rtol=1e-12, atol=1e-12)
     results = [leaf.grad for leaf in leaves]
@@ -242,7 +246,7 @@ def _calls_by_shard(shards: SequentialShards, x: torch.Tensor, first: int, later
             "mask is full, but the plan was made for causal",
         ),
         (lambda s, x: s.attend(*[s.shard(x, 2)] * 3, "causal").sum(), "q_positions are not.*attend=shards.attend"),
-        (_checkpointed, "not in that of gradient checkpointing.*more shards"),
+        (_checkpointed, "not in gradient checkpointing.*more shards"),
         (lambda s, x: _calls_by_shard(s, x, 1, 2), "shard 1 are more than 1.*same calls"),
         (lambda s, x: _calls_by_shard(s, x, 2, 1), "shard 1 are 1, but an earlier one 2"),
     ],
@@ -257,6 +261,22 @@ def test_errors(loss: Any, words: str) -> None:
     shards.backward(lambda: _calls_by_shard(shards, x, 1, 1))
     with pytest.raises(CallError, match="only in the function that backward"):
         shards.attention(x, x, x)
+
+
+def test_an_evaluation_needs_a_number_of_each_shard() -> None:
+    shards, x = SequentialShards(plan_shards("causal", 256, 2, block=64, way="contiguous")), torch.ones(1, 1, 256, 8)
+    with pytest.raises(CallError, match=r"loss\(\) returned <class 'NoneType'>.*one number"):
+        shards.evaluate(lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(CallError, match="shard 1 are more than 1"):
+        shards.evaluate(lambda: _calls_by_shard(shards, x, 1, 2))
+    assert shards.evaluate(lambda: _calls_by_shard(shards, x, 1, 1)) == 2 * 256 * 8
+
+
+def test_the_gradients_of_processes_are_averaged_once(ranks: Ranks) -> None:
+    """By DDP, with and without no_sync; and by FSDP."""
+    for found in ranks.run(sequential_gradients):
+        assert found["every"][0] < 1e-5 and found["every"][1] == 4 * found["once"][1]
+        assert found["once"][0] < 1e-5 and found["fsdp"][0] < 1e-5
 
 
 def test_losses_that_the_caller_keeps_stay_as_they_are() -> None:

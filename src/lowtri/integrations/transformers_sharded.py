@@ -62,18 +62,17 @@ def shard_arguments(
     """The arguments of a forward for this process's tokens.
 
     Raises:
-        CallError: on every process, if those of one process cannot be split.
+        CallError: if they cannot be split.
     """
-    names, error = _parameters(type(model).forward), None
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    forward = type(model).forward
     try:
-        if mask is not None:
-            context.plan.index(mask)
-        arguments = _sharded(model, context, mask, arguments)
-    except CallError as wrong:
-        error = str(wrong)
-    context.agree(type(model).__name__, error)
-    return (), arguments
+        inspect.signature(forward).bind(model, *args, **kwargs)
+    except TypeError as error:  # what the call would raise, but on this process alone
+        raise CallError(f"{type(model).__name__}: {error}.") from None
+    arguments = {**dict(zip(_parameters(forward), args, strict=False)), **kwargs}
+    if mask is not None:
+        context.plan.index(mask)
+    return (), _sharded(model, context, mask, arguments)
 
 
 def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +85,13 @@ def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments:
         if arguments.get(name):
             raise CallError(
                 f"context_parallel: {name} came, but the keys of a cache would lie on one process.\nFix: use_cache=False."
+            )
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        kept = arguments.get(name)
+        if kept is not None and (isinstance(kept, Tensor) or kept != 0):
+            raise CallError(
+                f"context_parallel: {name} came, but the last tokens of a process are not those of the sequence.\n"
+                "Fix: all logits, which are those of the tokens at context.positions; take from them what you need."
             )
     valid, device = arguments.get("attention_mask"), model.device
     if isinstance(valid, Tensor) and (valid.ndim != 2 or not bool((valid == 1).all())):
@@ -119,6 +125,8 @@ def _targets(model: Any, context: ContextParallel, arguments: dict[str, Any]) ->
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     labels, n = arguments["labels"], context.plan.n
+    if not isinstance(labels, Tensor):
+        raise CallError(f"context_parallel: labels are {type(labels).__name__}. Fix: a tensor (B, {n}).")
     if model.loss_function is not ForCausalLMLoss or not _passes_options(type(model).forward):
         raise CallError(
             f"context_parallel: the loss of {type(model).__name__} takes no shifted labels.\nFix: compute it from the logits."

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,12 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_functions import RemappedMask
 from lowtri.integrations.transformers_generating import is_recomputed
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
+from lowtri.integrations.transformers_switched import check_switched
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
@@ -129,9 +130,10 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     (True, False)
 
     With ``context_parallel``, each process calls ``model(ids, labels=labels)`` with the whole sequences, (B, n), or with its own
-    tokens as ``ids``. The logits are those of its own tokens. The loss is its part: the sum over its targets, divided by the number of
-    targets of all processes; the parts of all processes add up to the loss. ``num_items_in_batch=`` replaces that number where other
-    processes have other rows. DDP and FSDP average gradients over processes: multiply the loss by their number.
+    tokens as ``ids``. The logits are those of its own tokens, and no cache is made, whatever the config's ``use_cache``. The loss is
+    its part: the sum over its targets, divided by the number of targets of all processes; the parts of all processes add up to the
+    loss. ``num_items_in_batch=`` replaces that number where other processes have other rows. DDP and FSDP average gradients over
+    processes: multiply the loss by their number.
 
     Args:
         model: a model of transformers, after :func:`switch`. It is the model that is called: for a language model the whole of
@@ -148,11 +150,12 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
             ``context_parallel`` also if its positions cannot be given, or its rotary embedding depends on the length of the input.
         CallError: if the plan lacks the mask. From a later forward, where a cache cannot serve the mask: if the mask shows earlier
             queries keys that came only after them (in ``generate`` also without a cache), or keys that the model's own cache has
-            dropped. With ``context_parallel`` on every process, for padding, caches, dropout and labels of a part of the sequence.
+            dropped. With ``context_parallel`` for padding, caches, dropout, ``logits_to_keep`` and labels of a part of the sequence.
+            Whatever one process raises in such a forward, the others raise as a CallError.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     if checked is not None or context_parallel is not None:
-        _check_model(model, "use")
+        check_switched(model, "use")
     if context_parallel is not None:
         check_sharded(model, context_parallel, checked)
     add_hooks(model)
@@ -167,27 +170,6 @@ def add_hooks(model: Any) -> None:
         model.lowtri_setting = _Setting(model)
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True, always_call=True)
-
-
-def _check_model(model: Any, where: str) -> None:
-    name = attention_name(model)
-    if name is None or name not in _registered_names():
-        raise EngineError(f'{where}: the model\'s attention is "{name}". Fix: switch(model) first.')
-    reason = "an encoder-decoder has three attentions, and one mask does not say which it means"
-    if not getattr(model.config, "is_encoder_decoder", False):
-        reason = "its recurrent layers see every earlier token, whatever the mask" if is_stateful(model) else ""
-    if reason:
-        raise EngineError(f"{where}: {type(model).__name__}: {reason}.\nFix: the model's own mask.")
-
-
-def _registered_names() -> set[str]:
-    """The names under which lowtri is registered with transformers."""
-    from transformers import AttentionInterface
-
-    from lowtri.integrations.transformers_traced import attend_or_trace
-
-    interface = AttentionInterface()
-    return {name for name in interface.valid_keys() if getattr(interface[name], "func", None) is attend_or_trace}
 
 
 # The hooks around a model's forward.
@@ -215,6 +197,19 @@ def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context: ContextParallel | None = model.lowtri_setting.context
+    if context is None:
+        return _arguments(model, args, kwargs)
+    try:
+        begun = _arguments(model, args, kwargs)
+    except Exception as error:
+        context.share_error(type(model).__name__, error)
+        raise
+    context.share_error(type(model).__name__, None)
+    return begun
+
+
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting: _Setting = model.lowtri_setting
     mask, given = setting.mask, kwargs.get("attention_mask")
     if len(args) > 1:
@@ -222,7 +217,7 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[place] if place < len(args) else given
     if isinstance(given, str | Mask):
         mask = as_mask(given, "attention_mask")
-        _check_model(model, "attention_mask")
+        check_switched(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
         kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
     if setting.context is not None:
@@ -242,11 +237,16 @@ def _end(model: Any, output: Any) -> None:
     if not running or running[-1].model is not model:
         return
     _running.set(running[:-1])
+    unused, name, context = None, type(model).__name__, running[-1].context
     if output is not None and not running[-1].asked:
-        raise EngineError(
-            f"transformers: {type(model).__name__} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
+        unused = EngineError(
+            f"transformers: {name} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
         )
+    if context is not None:
+        context.share_error(name, unused if output is not None else sys.exc_info()[1])
+    if unused is not None:
+        raise unused
 
 
 def _name(given: GivenMask) -> str:

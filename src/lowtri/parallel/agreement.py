@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options
     return facts + [f"{name} {value}" for name, value in options.items()]
 
 
-def agree(what: str, error: str | None, facts: list[str], group: Any, roll_call: RollCall) -> None:
+def agree(
+    what: str, error: str | None, facts: list[str], group: Any, roll_call: RollCall, limit: float | None = None
+) -> None:
     """Compare facts between all ranks: one all-gather of 33 bytes from each, and another one if they differ.
 
     Args:
         what: the name of the call, for errors.
         error: what is wrong on this rank, or None.
+        limit: seconds to wait for the other ranks; by default the group's time-out.
 
     Raises:
         CallError: on every rank, with the error of the first rank that has one.
@@ -41,7 +45,7 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, roll_call:
     device = _device(group)
     mine = hashlib.sha256("\n".join(facts).encode()).digest()
     status = torch.tensor([error is not None, *mine], dtype=torch.uint8, device=device)
-    every = _gathered(status, what, group, roll_call)
+    every = _gathered(status, what, group, roll_call, limit)
     if not every[:, 0].any() and (every == every[0]).all():
         return
     text = (f"!{error}" if error is not None else "\n".join(facts)).encode()
@@ -52,9 +56,10 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, roll_call:
     texts = [bytes(row[:n]).decode() for row, n in zip(rows, size[:, 0].tolist(), strict=True)]
     for rank, one in enumerate(texts):
         if one.startswith("!"):
-            if rank == dist.get_rank(group):
-                raise CallError(one[1:])
-            raise CallError(f"{one[1:]}\nThis came from rank {rank} of {len(texts)}.")
+            origin = "" if rank == dist.get_rank(group) else f"\nThis came from rank {rank} of {len(texts)}."
+            agreed = CallError(one[1:] + origin)
+            agreed.on_every_rank = True
+            raise agreed
     other = next(rank for rank, one in enumerate(texts) if one != texts[0])
     pairs = zip(texts[0].split("\n"), texts[other].split("\n"), strict=False)
     here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("...", "..."))
@@ -64,11 +69,12 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, roll_call:
     )
 
 
-def _gathered(x: Tensor, what: str, group: Any, roll_call: RollCall) -> Tensor:
+def _gathered(x: Tensor, what: str, group: Any, roll_call: RollCall, limit: float | None = None) -> Tensor:
     """(ranks, n) from the (n,) of each rank, on the CPU."""
     out = x.new_empty(dist.get_world_size(group) * len(x))
     with roll_call.required(what):
-        collectives.all_gather(out, x, group)
+        work = collectives.all_gather(out, x, group, async_op=True)
+        work.wait() if limit is None else work.wait(timedelta(seconds=limit))
     return out.unflatten(0, (-1, len(x))).cpu()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -225,6 +226,16 @@ class ContextParallel:
             agree(what, error, list(facts), self.group, self._roll_call)
         elif error is not None:
             raise CallError(error)
+
+    def share_error(self, what: str, error: BaseException | None) -> None:
+        """Raise an error of this rank on the others, where they next agree, and nothing here; with None those of others are raised."""
+        if error is None:
+            self.agree(what, None)
+        if error is None or not self.check or getattr(error, "on_every_rank", False):
+            return
+        text = str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
+        with suppress(LowtriError):  # what happened here is more to the point
+            agree(what, text, [], self.group, self._roll_call, self._roll_call.timeout)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.plan.ranks}, {len(self.positions)} of {self.plan.n} tokens)"

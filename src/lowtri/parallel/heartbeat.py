@@ -4,7 +4,8 @@ A process that was killed leaves the others waiting until the time-out of torch.
 waits in gloo cannot be interrupted. So a thread of each process writes a count to the store, reads that of the next process, and
 ends its own process, with one line for all of them, when another one has ended and the main thread does not come back.
 
-Each process watches one other one, so that the work of the store grows with the number of processes and not with its square.
+Each process watches the next one that has not completed its work, so that the work of the store grows with the number of processes and
+not with its square.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Heartbeat:
             failed = {rank: _reason(value) for rank, (value, _) in seen.items() if value.startswith(b"!")}
             silent = {r: "" for r, (value, since) in seen.items() if value != _DONE and now - since >= _STALE}
             missing = {rank: reason for rank, reason in {**silent, **failed}.items() if rank != self.rank}
-            if missing or now > until:
+            if missing or now > until or self._stopped:
                 return missing
             time.sleep(_INTERVAL / 2)
 
@@ -147,10 +148,12 @@ class Heartbeat:
                     self._end_unless_stopped(ended)
                 elif signal.SIGTERM in received:
                     missing = self.missing(2 * _STALE)
-                    self.leave(
-                        self.sentence(missing) if missing else "stopped by SIGTERM; start again with --resume", 143
-                    )
-                elif value != _DONE and (value.startswith(b"!") or now - since > self._timeout):
+                    if not self._stopped:  # else the work is complete
+                        stopped = "stopped by SIGTERM; start again with --resume"
+                        self.leave(self.sentence(missing) if missing else stopped, 143)
+                elif value == _DONE:  # watch the process after it in its place
+                    other, since = (other + 1) % self.world, now
+                elif other != self.rank and (value.startswith(b"!") or now - since > self._timeout):
                     missing = self.missing()
                     if missing:
                         self._end_unless_stopped(self.sentence(missing))

@@ -8,6 +8,7 @@ once. Gradients of earlier keys are kept until their shard comes, which adds the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,8 @@ class SequentialShards:
     ...     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum") / 1024
     >>> total = shards.backward(loss)  # the parameters have their gradients now
     >>> expected = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    >>> torch.allclose(total, expected)
-    True
+    >>> torch.allclose(total, expected), torch.allclose(shards.evaluate(loss), expected)
+    (True, True)
 
     The gradients are exact. Besides the activations of one shard, each layer keeps the keys and values that later shards see (under
     a window only the last ones of each shard), and the gradients of those whose shard has not come yet. As with gradient
@@ -75,13 +76,33 @@ class SequentialShards:
         """The current shard's tokens of ``x``, whose dimension ``dim`` is the whole sequence."""
         return take(x, dim, self.positions, self.plan.n)
 
-    def backward(self, loss: Callable[[], Tensor]) -> Tensor:
+    def evaluate(self, loss: Callable[[], Tensor]) -> Tensor:
+        """The loss alone, without gradients: one pass through the shards, under ``torch.no_grad()``.
+
+        Args:
+            loss: as in :meth:`backward`; it is called once for each shard.
+
+        Raises:
+            CallError: if ``loss`` does not return a number, or shards make different calls of attention.
+        """
+        self._step = step = SequentialStep()
+        try:
+            with torch.no_grad():
+                return torch.stack([step.value(self._run(step, shard, loss)) for shard in self._order]).sum()
+        finally:
+            self._end_step()
+
+    def backward(
+        self, loss: Callable[[], Tensor], *, no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Tensor:
         """Compute a loss that is a sum over tokens, and add its gradients to ``.grad`` of the parameters.
 
         Args:
             loss: computes the loss of the current shard, with :meth:`shard`, :attr:`positions` and :meth:`attend`. It is called twice
                 for each shard but the last, with the same random numbers (dropout). The first call runs under
                 ``torch.no_grad()``, and its result is not used.
+            no_sync: makes a context in which backwards do not average gradients over processes, for instance the ``no_sync`` of
+                DistributedDataParallel: without it, every shard's backward averages them, with it only the last.
 
         Returns:
             the sum of the losses of all shards.
@@ -91,28 +112,33 @@ class SequentialShards:
         """
         self._step = step = SequentialStep()
         try:
-            return self._two_passes(step, loss)
+            return self._two_passes(step, loss, no_sync)
         finally:
-            self._step = None
-            self._positions = self.plan.positions(self._order[0])
+            self._end_step()
 
-    def _two_passes(self, step: SequentialStep, loss: Callable[[], Tensor]) -> Tensor:
+    def _end_step(self) -> None:
+        self._step = None
+        self._positions = self.plan.positions(self._order[0])
+
+    def _two_passes(self, step: SequentialStep, loss: Callable[[], Tensor], no_sync: Callable[[], Any]) -> Tensor:
         states = []
-        with torch.no_grad():
+        with torch.no_grad(), no_sync():
             for shard in self._order[:-1]:
                 states.append(_random_state())
                 self._run(step, shard, loss)
+            states.append(_random_state())
         # Weights that autocast converted without gradients must not be used in the second pass.
         torch.clear_autocast_cache()
         step.keeps = False
-        last = self._order[-1]
-        total = step.backward(self._run(step, last, loss), last)
-        end = _random_state()
-        for shard in reversed(self._order[:-1]):
+        losses = []
+        end: list[Tensor] = []
+        for shard in reversed(self._order):
             _set_random_state(states.pop())
-            total = total + step.backward(self._run(step, shard, loss), shard)
+            with no_sync() if shard != self._order[0] else nullcontext():
+                losses.append(step.backward(self._run(step, shard, loss), shard))
+            end = end or _random_state()
         _set_random_state(end)
-        return total
+        return torch.stack(losses).sum()
 
     def _run(self, step: SequentialStep, shard: int, loss: Callable[[], Tensor]) -> Any:
         self._positions = self.plan.positions(shard)
@@ -132,7 +158,8 @@ class SequentialShards:
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """:func:`lowtri.attention` of the current shard's queries over the whole sequence, in the function given to :meth:`backward`.
+        """:func:`lowtri.attention` of the current shard's queries over the whole sequence, in the function given to :meth:`backward`
+        or :meth:`evaluate`.
 
         Args:
             q: (B, Hq, N, D), the current shard's tokens.  k: (B, Hkv, N, D).  v: (B, Hkv, N, Dv).
@@ -143,7 +170,7 @@ class SequentialShards:
         who, step = "SequentialShards.attention", self._step
         if step is None or not step.running:
             raise CallError(
-                f"{who}: it works only in the function that backward() calls, and not in that of gradient checkpointing.\n"
+                f"{who}: it works only in the function that backward() or evaluate() calls, and not in gradient checkpointing.\n"
                 "Fix: shards.backward(loss); more shards instead of gradient checkpointing."
             )
         error = wrong_tensors(who, len(self.positions), q, k, v, bias, sinks)

@@ -43,17 +43,19 @@ class SequentialStep:
             raise self._error(f"call {self._calls} with another mask than an earlier one")
         return layer
 
+    def value(self, loss: Any) -> Tensor:
+        """The loss of one shard, a tensor ()."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
+            return loss.reshape(())
+        came = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
+        raise CallError(
+            f"SequentialShards: loss() returned {came}, but the loss of a shard is one number, for backward() with a gradient.\n"
+            "Fix: a sum over tokens, for backward() without torch.no_grad()."
+        )
+
     def backward(self, loss: Any, shard: int) -> Tensor:
         """The backward of one shard, and its loss without the graph."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            came = (
-                f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
-            )
-            raise CallError(
-                f"SequentialShards.backward: loss() returned {came}, but the loss of a shard is one number with a gradient.\n"
-                "Fix: a sum over tokens, without torch.no_grad()."
-            )
-        outputs: list[Tensor] = [loss]
+        outputs: list[Tensor] = [self.value(loss)]
         d_outputs: list[Tensor | None] = [None]
         for layer in self.layers:
             for x, d_x in layer.gradients_of_others(shard):
@@ -62,11 +64,11 @@ class SequentialStep:
         torch.autograd.backward(outputs, d_outputs)
         for layer in self.layers:
             layer.add_gradients()
-        return loss.detach()
+        return outputs[0].detach()
 
     def _error(self, what: str) -> CallError:
         return CallError(
-            f"SequentialShards.backward: the calls of attention in shard {self.shard} are {what}.\n"
+            f"SequentialShards: the calls of attention in shard {self.shard} are {what}.\n"
             "Fix: a function that makes the same calls for each shard."
         )
 

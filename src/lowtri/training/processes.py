@@ -48,7 +48,11 @@ class Processes:
         return self.rank == 0
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """The result of a function that rank 0 alone runs, on every rank; its LowtriError or OSError is raised on every rank."""
+        """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
+        return function()
+
+    def together(self, function: Callable[[], T], what: str) -> T:
+        """The result of a function that every rank runs by itself, ``what`` in words; an error of one rank is raised on every rank."""
         return function()
 
     def share(self, rows: Rows) -> Rows:
@@ -109,18 +113,31 @@ class Distributed(Processes):
         self._files = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def on_main(self, function: Callable[[], T]) -> T:
-        box: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                box[0] = function()
-            except (LowtriError, OSError) as error:
-                box[1] = error
-        with self.answering("a file operation of rank 0"):
-            dist.broadcast_object_list(box, group=self._files)
-        if box[1] is not None:
-            raise box[1]
+        box: list[Any] = [self.together(lambda: function() if self.is_main else None, "a file operation of rank 0")]
+        dist.broadcast_object_list(box, group=self._files)
         result: T = box[0]
         return result
+
+    def together(self, function: Callable[[], T], what: str) -> T:
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+        errors: list[Exception | None] = [None] * self.world
+        with self.answering(what):
+            dist.all_gather_object(errors, self._shown(error), group=self._files)
+        for one in (error, *errors):
+            if one is not None:
+                raise one
+        return result
+
+    def _shown(self, error: Exception | None) -> Exception | None:
+        """What the other processes raise for an error of this one."""
+        if error is None or isinstance(error, LowtriError | OSError):
+            return error
+        text = f"rank {self.rank} of {self.world} ended ({type(error).__name__}: {error})".splitlines()[0]
+        return RankError(f"{text}\nFix: start it again with --resume.")
 
     def share(self, rows: Rows) -> Rows:
         mine = Rows(*(part[self.group :: self.dp] for part in rows))

@@ -64,6 +64,10 @@ class Recipe:
         done = (step - warmup) / max(1, self.steps - 1 - warmup)
         return self.lr * (self.lr_floor + (1 - self.lr_floor) * (1 + math.cos(math.pi * done)) / 2)
 
+    def random_seed(self, step: int, rank: int) -> int:
+        """The seed of the random numbers (dropout) that a process draws in a step."""
+        return int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1)[0])
+
 
 def split(rows: int, held_out: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Numbers of the rows to train on, and of those held out.

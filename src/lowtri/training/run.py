@@ -2,7 +2,7 @@
 
     training.json            the training plan, written as soon as it is known to work; at the end also the losses
     tokenizer.json           written at the same time as the plan
-    training-state.pt        (on several processes the folder training-state) what resuming needs; exists while the run is not finished
+    training-state/          what resuming needs; exists while the run is not finished
     config.json, model.safetensors, tokenizer_config.json, loss.png        written at the end
 
 So a folder with model.safetensors is finished, a plan that cannot work leaves nothing behind, and a run can be resumed from any
@@ -28,20 +28,20 @@ from lowtri.masks import as_mask
 from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
+from lowtri.training.checkpoints import full_weights
 from lowtri.training.corpus import Packed, python_text, read_files
 from lowtri.training.initial import initialise
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.plot import plot
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
-from lowtri.training.sharded_state import full_weights
 from lowtri.training.state import History
 from lowtri.training.tokenizer import encode_document, learn
 from lowtri.training.train import Step, train
 
 __all__ = ["Outcome", "Plan", "read_plan", "run"]
 
-PLAN, STATE, WEIGHTS, CURVE = "training.json", "training-state.pt", "model.safetensors", "loss.png"
+PLAN, STATE, WEIGHTS, CURVE = "training.json", "training-state", "model.safetensors", "loss.png"
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,8 @@ def _claim(plan: Plan, folder: Path, tokenizer: Any, stack: ExitStack, locked: b
 
 
 def _forget_state(folder: Path) -> None:
-    (folder / STATE).unlink(missing_ok=True)
-    if (folder / STATE).with_suffix("").is_dir():
-        shutil.rmtree((folder / STATE).with_suffix(""))
+    if (folder / STATE).is_dir():
+        shutil.rmtree(folder / STATE)
 
 
 def _differences(begun: Plan, plan: Plan) -> list[str]:

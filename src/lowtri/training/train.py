@@ -1,4 +1,4 @@
-"""The training loop: AdamW, gradient clipping, and a state file from which it resumes after any kill.
+"""The training loop: AdamW, gradient clipping, and checkpoints from which it resumes after any kill.
 
 A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
 Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lowtri.errors import CallError
+from lowtri.errors import CallError, RankError
 from lowtri.masks import Mask, as_mask, documents
 from lowtri.training.corpus import IGNORED, Packed, Rows
 from lowtri.training.processes import Processes
@@ -48,16 +48,20 @@ def train(
 ) -> History:
     """Train a model on packed documents, in place.
 
+    torch's random numbers are seeded at each step, from the recipe's seed, the step and the rank, so dropout is the same in a resumed
+    run.
+
     Args:
         model: ids (B, N) -> logits (B, N, V). If it has a mask of its own (``model.config.mask``), a batch in which a row
             holds several documents is called with ``mask=mask & documents(ids)``. A model without one reads on
             across documents; no target crosses in either case.
         recipe: ``Recipe()`` if none is given.
-        state: a file that keeps the run: written atomically every ``save_every`` steps, and resumed from if it
-            exists. The model, the recipe and the corpus must be those it began with.
+        state: a folder that keeps the run: a checkpoint is written every ``save_every`` steps, while training goes on, and the newest
+            complete one is resumed from, on any number of processes. The model, the recipe and the corpus must be those it began
+            with.
         watch: is called after each step, on rank 0.
         processes: those that train together; by default this one alone. Every process passes the same arguments. What is learnt does
-            not depend on their number, except for rounding.
+            not depend on their number, except for rounding and dropout.
 
     Returns:
         the losses of every step and of every validation, those before a kill included.
@@ -87,11 +91,32 @@ def train(
     if state is not None:
         run.resume(state)
     model.train()
+    try:
+        _steps(run, train_rows, held_out, state, watch)
+        run.wait()
+    except RankError:
+        raise
+    except BaseException:  # also where a user interrupts: the checkpoint that is being written is not lost
+        run.settle()
+        raise
+    return run.history
+
+
+def _steps(
+    run: Run,
+    train_rows: npt.NDArray[np.int64],
+    held_out: npt.NDArray[np.int64],
+    state: Path | None,
+    watch: Callable[[Step], object] | None,
+) -> None:
+    """The steps that are left."""
+    model, recipe, corpus, processes = run.model, run.recipe, run.corpus, run.processes
     begun, seconds = run.done, 0.0
     while run.done < recipe.steps:
         started = time.perf_counter()
         rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
         lr = recipe.lr_at(run.done)
+        torch.manual_seed(recipe.random_seed(run.done, processes.rank))
         with processes.answering(f"step {run.done + 1}"):
             loss = _step(model, run.optimizer, rows, lr, recipe, processes)
         seconds += time.perf_counter() - started
@@ -109,8 +134,6 @@ def train(
             run.save(state)
         if watch is not None and processes.is_main:
             watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
-    run.wait()
-    return run.history
 
 
 def _due(done: int, every: int, steps: int) -> bool:

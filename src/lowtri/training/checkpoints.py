@@ -1,0 +1,223 @@
+"""The state of a run on disk: torch's distributed checkpoint, written while training goes on, and renamed when it is complete.
+
+    training-state/step-120/          shards of weights and moments, and run.json
+    training-state/.step-140.part/    one that is being written, or was when a process was killed
+
+Any number of processes, one among them, reads what any number has written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtri.errors import DataError
+from lowtri.files import write_text
+
+if TYPE_CHECKING:
+    from lowtri.training.processes import Processes
+
+__all__ = ["Saver", "check_sizes", "content_of", "full_weights", "newest", "restore"]
+
+_ALONE = "torch.distributed is disabled"  # the beginning of torch's warning where one process saves or loads
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    steps = {int(match[1]): path for path in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    return steps[max(steps)] if steps else None
+
+
+class Saver:
+    """Writes checkpoints in the background, one at a time; all processes call it together.
+
+    The weights and moments are copied before :meth:`save` returns. A thread of each process writes its shards, with collectives in a
+    group of their own, and then a thread of rank 0 renames the folder. Until then, the checkpoint before it is the newest.
+
+    Args:
+        folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self._folder, self._processes = folder, processes
+        self._pending: Future[None] | None = None
+        self._group: Any = None
+
+    def save(self, content: dict[str, Any], model: Any, optimizer: Any) -> None:
+        """Begin to write a checkpoint; ``content`` is what JSON can say, with ``done``, the number of steps.
+
+        Raises:
+            OSError, DataError: on every rank, if the checkpoint before could not be written.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        self.wait()
+        part = self._folder / f".step-{content['done']}.part"
+        self._processes.on_main(lambda: _clear(self._folder))
+        weights, moments = get_state_dict(model, optimizer)
+        if self._group is None:
+            self._group = self._processes.new_group()
+        with self._processes.answering("beginning to save"):
+            written = _write({"model": weights, "optimizer": moments}, part, self._group, self._processes.world == 1)
+        pending: Future[None] = Future()
+        self._pending = pending
+        written.add_done_callback(lambda done: self._finish(done, pending, content, part))
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            OSError, DataError: on every rank, if it could not be written; the one before is complete.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._processes.together(lambda: _raise(pending.exception(), self._folder), "saving")
+
+    def settle(self) -> None:
+        """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
+        if self._pending is not None:
+            self._pending.exception()
+
+    def _finish(self, written: Future[Any], pending: Future[None], content: dict[str, Any], part: Path) -> None:
+        """In the thread that has written: rename the checkpoint, and remove those before it."""
+        target = self._folder / f"step-{content['done']}"
+        try:
+            written.result()
+            if self._processes.is_main:
+                write_text(part / "run.json", json.dumps(content))
+                os.replace(part, target)
+                for old in self._folder.glob("step-*"):
+                    if old != target:
+                        shutil.rmtree(old)
+        except BaseException as error:
+            try:
+                if self._processes.is_main:
+                    shutil.rmtree(part, ignore_errors=True)
+            finally:
+                pending.set_exception(error)
+        else:
+            pending.set_result(None)
+
+
+def _write(state: dict[str, Any], path: Path, group: Any, alone: bool) -> Future[Any]:
+    """Copy a state and begin to write it.
+
+    Args:
+        alone: without torch.distributed, also where it has begun.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    if alone:  # the warning comes from another thread, where filters cannot be changed for a while
+        warnings.filterwarnings("ignore", _ALONE)
+    options: dict[str, Any] = {"no_dist": True} if alone else {}
+    if {"async_stager", *options} <= inspect.signature(state_dict_saver.async_save).parameters.keys():
+        begun: Any = state_dict_saver.async_save(state, checkpoint_id=path, process_group=group, **options)
+        future: Future[Any] = begun
+        return future
+    done: Future[Any] = Future()
+    try:  # older versions do not copy tensors that are on the CPU, and training would change them
+        done.set_result(state_dict_saver.save(state, checkpoint_id=path, process_group=group, **options))
+    except BaseException as error:
+        done.set_exception(error)
+    return done
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """What :meth:`Saver.save` was given as ``content``."""
+    try:
+        content: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    return content
+
+
+def check_sizes(path: Path, model: Any) -> None:
+    """Raise a DataError unless a checkpoint has the weights of a model."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise _unreadable(path, error) from None
+    for name, weight in model.state_dict().items():
+        there = getattr(saved.get(f"model.{name}"), "size", None)
+        if isinstance(weight, torch.Tensor) and there != weight.shape:
+            there = "nothing" if there is None else tuple(there)
+            raise DataError(
+                f"{path} belongs to a model of other sizes: {name} is {there} there, {tuple(weight.shape)} here"
+            )
+
+
+def restore(path: Path, model: Any, optimizer: Any, processes: Processes) -> None:
+    """Load a checkpoint into a model and its optimizer."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _ALONE)
+            planner = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
+            load(state, checkpoint_id=path, planner=planner, no_dist=processes.world == 1)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, CheckpointException) as error:
+        raise _unreadable(path, error) from None
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def full_weights(model: Any) -> dict[str, Any]:
+    """The whole weights of a sharded model, on the CPU of rank 0; empty on the others."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _clear(folder: Path) -> None:
+    """Remove what was being written when a process was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob(".step-*.part"):
+        shutil.rmtree(part)
+
+
+def _unreadable(path: Path, error: BaseException) -> DataError:
+    return DataError(f"{path} cannot be read: {_text(error)}.\nFix: remove it, and begin again.")
+
+
+def _raise(error: BaseException | None, folder: Path) -> None:
+    """Raise what is behind an error of saving, with the folder's name."""
+    if error is not None:
+        raise _os_error(error, folder) or DataError(
+            f"{folder}: a checkpoint could not be written: {_text(error)}.\nFix: the cause; the checkpoint before is complete."
+        ) from error
+
+
+def _text(error: BaseException) -> str:
+    """One line that says what is behind torch's exception."""
+    cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    return (str(cause) or type(cause).__name__).splitlines()[0]
+
+
+def _os_error(error: BaseException | None, folder: Path) -> OSError | None:
+    """The operating system's error behind torch's exception, with the folder's name."""
+    causes = [
+        failure[0] for failure in getattr(error, "failures", {}).values()
+    ]  # of torch's CheckpointException, by rank
+    while error is not None:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return OSError(cause.errno, cause.strerror, str(folder))
+    return None

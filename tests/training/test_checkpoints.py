@@ -1,0 +1,140 @@
+"""Checkpoints, as one process meets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lowtri.errors import DataError
+from lowtri.training import checkpoints
+from lowtri.training.checkpoints import newest
+from lowtri.training.corpus import Packed
+from lowtri.training.recipe import Recipe
+from lowtri.training.state import Run
+
+RECIPE = Recipe(steps=40, batch=4, context=8)
+
+
+class Kill(BaseException):
+    """What ends the process."""
+
+
+class Partly(nn.Module):
+    """One weight that is used, one that is not, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def new_run() -> Run:
+    torch.manual_seed(0)
+    model = Partly()
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    return Run(model, optimizer, RECIPE, Packed.of([[1, 2, 3, 4] * 40]))
+
+
+def step(run: Run) -> torch.Tensor:
+    """A step that changes the weights in place; the weight after it."""
+    run.optimizer.zero_grad()
+    run.model(torch.ones(1, 4)).square().sum().backward()
+    run.optimizer.step()
+    run.done += 1
+    return run.model.used.weight.detach().clone()
+
+
+def saved(folder: Path) -> Run:
+    """A run that saved after its first step."""
+    run = new_run()
+    step(run)
+    run.save(folder)
+    run.wait()
+    return run
+
+
+def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_path: Path) -> None:
+    real, run, changed = os.replace, new_run(), Event()
+    first = step(run)
+
+    def late(*paths: Any) -> None:
+        assert changed.wait(30)
+        real(*paths)
+
+    with mock.patch.object(checkpoints.os, "replace", late):
+        run.save(tmp_path)
+        second = step(run)
+        changed.set()
+        run.wait()
+    resumed = new_run()
+    resumed.resume(tmp_path)
+    assert resumed.done == 1 and torch.equal(resumed.model.used.weight, first)
+    assert torch.equal(step(resumed), second)
+
+
+@pytest.mark.parametrize("moment", ["before its name", "after its name"])
+def test_a_kill_around_the_renaming(tmp_path: Path, moment: str) -> None:
+    """Before a checkpoint has its name, the one before it is the newest; then it is itself, also while the old one is removed."""
+    run, real = saved(tmp_path), os.replace
+    step(run)
+
+    def dies(*paths: Any, **_: Any) -> None:
+        if moment == "after its name":
+            for shard in Path(paths[0]).rglob("*.distcp"):
+                shard.unlink()
+        elif not str(paths[1]).endswith("step-2"):  # the files in it
+            return real(*paths)
+        raise Kill
+
+    name = "replace" if moment == "before its name" else "rmtree"
+    with mock.patch.object(checkpoints.os if name == "replace" else checkpoints.shutil, name, dies):
+        run.save(tmp_path)
+        with pytest.raises(DataError, match="could not be written: Kill"):
+            run.wait()
+    resumed = new_run()
+    resumed.resume(tmp_path)
+    assert resumed.done == (1 if name == "replace" else 2)
+    step(resumed)
+    resumed.save(tmp_path)
+    resumed.wait()
+    assert os.listdir(tmp_path) == [f"step-{resumed.done}"]
+
+
+@pytest.mark.parametrize("damage", ["half a shard", "no shard", "no metadata", "half of the metadata", "no run.json"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path)
+    folder = newest(tmp_path)
+    assert folder is not None
+    (shard,) = folder.glob("*.distcp")
+    if damage.startswith("half"):
+        path = shard if "shard" in damage else folder / ".metadata"
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        {"no shard": shard, "no metadata": folder / ".metadata", "no run.json": folder / "run.json"}[damage].unlink()
+    with pytest.raises(DataError, match="step-1 cannot be read: "):
+        new_run().resume(tmp_path)
+    shutil.rmtree(folder)
+    assert newest(tmp_path) is None
+
+
+def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other = new_run()
+    other.model.unused = nn.Linear(4, 5)
+    with pytest.raises(DataError, match=r"unused.weight is \(4, 4\) there, \(5, 4\) here"):
+        other.resume(tmp_path)
+    other.model.another = nn.Linear(4, 4)
+    other.model.unused = nn.Linear(4, 4)
+    with pytest.raises(DataError, match=r"another.weight is nothing there, \(4, 4\) here"):
+        other.resume(tmp_path)
