@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lowtri.backends.cpu.arrays import empty_like, to_dtype
-from lowtri.backends.cpu.fields import address, like_array, of_plan, packed, strides
+from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
@@ -19,9 +18,14 @@ from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
 __all__ = ["PreparedKernels"]
 
+_MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
+
+# The strides of q, k, v, the output, its gradient, and the bias.
+Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides | None]
+
 
 class PreparedKernels:
-    """One launch for the output, and those for the gradients.
+    """One launch for the output, and one for the gradients in each layout of what they read.
 
     Few queries need no plan: all keys are visible, or a table of few rows says which. The output of other calls has the memory
     layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is needed on either side.
@@ -42,6 +46,7 @@ class PreparedKernels:
             packed(self.output_shape) if plain else like_array(self.reading.arrays[0], call.v.shape[3])
         )
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
+        self._gradients: dict[Layout, PreparedGradients] = {}
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
 
     def run(self, inputs: Inputs) -> Result:
@@ -87,20 +92,31 @@ class PreparedKernels:
 
     def wide_gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients in the dtype in which they are summed, at least float32."""
-        call, names = self.call, inputs._fields
-        moved: dict[str, Any] = {
-            name: of._replace(strides=tuple(x.stride()))
-            for name, x, of in zip(names, inputs, (call.q, call.k, call.v, call.bias, call.sinks), strict=True)
-            if x is not None and of is not None and x.stride() != of.strides
-        }
-        if moved:  # hooks of saved tensors (offloading, compression) may return another memory layout
-            return PreparedKernels(replace(call, **moved)).wide_gradients(inputs, result, recorded, d_result)
-        return self._backward.run(inputs, result, recorded, d_result)
+        q, k, v, bias, _ = inputs
+        bias_strides = None if bias is None else bias.stride()
+        layout = q.stride(), k.stride(), v.stride(), result.output.stride(), d_result.output.stride(), bias_strides
+        prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
+        return prepared.run(inputs, result, recorded, d_result)
 
-    @cached_property
-    def _backward(self) -> PreparedGradients:
-        # A decode call has no plan yet, if its gradients are computed from a given output.
-        return PreparedGradients(self.reading, self.plan or self.call.plan(kernel_file("forward").KEYS))
+    def _prepare_gradients(self, layout: Layout) -> PreparedGradients:
+        q, k, v, output, d_output, bias = layout
+        call, reading = self.call, self.reading
+        given = call.q.strides, call.k.strides, call.v.strides, None if call.bias is None else call.bias.strides
+        # Hooks of saved tensors (offloading, compression) may return other strides; and few queries are read as all others here.
+        if given != (q, k, v, bias) or self.decodes:
+            moved = replace(
+                call,
+                q=call.q._replace(strides=q),
+                k=call.k._replace(strides=k),
+                v=call.v._replace(strides=v),
+                bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
+            )
+            reading = Reading(moved, decodes=False)
+        plan = self.plan or call.plan(kernel_file("forward").KEYS)
+        if len(self._gradients) >= _MOST_LAYOUTS:
+            self._gradients.clear()
+        prepared = self._gradients[layout] = PreparedGradients(reading, plan, output, d_output)
+        return prepared
 
     def _prepare_forward(self, plan: Any) -> PreparedLaunch:
         batch, heads, *_ = self.call.sizes
