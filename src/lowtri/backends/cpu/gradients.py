@@ -81,7 +81,7 @@ class PreparedGradients:
         Args:
             recorded: the log-sum-exp and what it loses to rounding, (2, B, Hq, Nq); None: the former is in the result.
         """
-        q, k, v, bias, sinks = self.reading.inputs(inputs)
+        q, k, v, bias, sinks = inputs if self.reading.unchanged else self.reading.inputs(inputs)
         lse = result.lse if recorded is None else recorded
         output, d_output, d_lse = result.output, d_result.output, d_result.lse
         if self.copies_output:

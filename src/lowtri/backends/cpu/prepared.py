@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowtri.backends.cpu.arrays import empty_like, to_dtype
+from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
@@ -45,43 +45,50 @@ class PreparedKernels:
         self.output_strides = (
             packed(self.output_shape) if plain else like_array(self.reading.arrays[0], call.v.shape[3])
         )
+        # The log-sum-exp and what it loses to rounding, if gradients need them; the former alone if it is only returned.
+        self.rows = 2 if call.needs_grad else 1 if call.return_lse else 0
+        self.sums_shape = (self.rows, *call.q.shape[:3])
+        self.sums_strides = packed(self.sums_shape)
+        self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
         self._gradients: dict[Layout, PreparedGradients] = {}
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
 
     def run(self, inputs: Inputs) -> Result:
-        output, sums = self._forward(inputs, 1 if self.call.return_lse else 0)
-        return Result(output, None, None if sums is None else sums[0])
+        output, sums = self._forward(inputs)
+        return Result(output, None, sums[0] if self.call.return_lse else None)
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The result; and the log-sum-exp with what it loses to rounding, (2, B, Hq, Nq)."""
-        output, sums = self._forward(inputs, 2)
+        output, sums = self._forward(inputs)
         # What the user gets may be changed in place.
         return Result(output, None, sums[0].clone() if self.call.return_lse else None), sums
 
-    def _forward(self, inputs: Inputs, rows: int) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q; and the first ``rows`` of log-sum-exp and its rounding error, (rows, B, Hq, Nq)."""
-        if self.reading.unchanged:  # the shortest way, since small calls take microseconds
+    def _forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output (B, Hq, Nq, Dv) in the dtype of q, and the sums."""
+        reading, lse, lse_low = self.reading, 0, 0
+        sums: Any = None
+        if reading.unchanged:  # the shortest way, since small calls take microseconds
             q, k, v, _, _ = inputs
             output = q.new_empty_strided(self.output_shape, self.output_strides)
+            if self.rows:
+                sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
+                lse = sums.data_ptr()
         else:
-            q, k, v, bias, sinks = self.reading.inputs(inputs)
-            if isinstance(q, np.ndarray):
-                output = np.empty(self.output_shape, q.dtype)
-            else:
-                output = q.new_empty_strided(self.output_shape, self.output_strides)
-        sums, lse, lse_low = None, 0, 0
-        if rows:
-            sums = empty_like(q, (rows, *self.output_shape[:3]), self.reading.compute_dtype)
-            lse = address(sums)
-            lse_low = lse + sums.nbytes // 2 if rows == 2 else 0
+            q, k, v, bias, sinks = reading.inputs(inputs)
+            output = empty(q, self.output_shape, self.output_strides, reading.dtype)
+            if self.rows:
+                sums = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype)
+                lse = address(sums)
+        if self.rows == 2:
+            lse_low = lse + sums.nbytes // 2
         addresses = (lse,) if self.decodes else (lse, lse_low)
-        if self.reading.unchanged:
+        if reading.unchanged:
             self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), *addresses, 0, 0)
             return output, sums
-        first = self.reading.first_pair(bias, self.reading.bias_strides)
+        first = reading.first_pair(bias, reading.bias_strides)
         self.launch.run_at(*map(address, (q, k, v, output)), *addresses, first, address(sinks))
-        return (to_dtype(output, self.call.dtype) if self.reading.cast else output), sums
+        return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
