@@ -147,6 +147,19 @@ def test_a_transform_over_a_backward():
             assert torch.allclose(found, torch.autograd.grad(out, q, start, retain_graph=True)[0]), engine
 
 
+def test_a_tensor_that_outlives_its_transform_is_a_constant():
+    q, k, _ = draw(b=1, hq=2, hkv=2, nq=6, nk=6)
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: kept.append(2 * x) or (x * x).sum())(q)
+    k = k.requires_grad_()
+    for engine in ("auto", *able(kept[0], k, k, "causal")):
+        (expected,) = torch.autograd.grad(attention(2 * q, k, k, "causal", engine=engine).square().sum(), k)
+        for _ in range(2):  # a graph of its own would be freed by the first
+            k.grad = None
+            attention(kept[0], k, k, "causal", engine=engine).square().sum().backward()
+            assert k.grad is not None and near(k.grad, expected, "float32"), engine
+
+
 def test_a_second_backward_over_one_graph():
     """retain_graph=True: the same gradients again."""
     q, k, v = (x.requires_grad_() for x in draw(nq=6, nk=6))

@@ -114,7 +114,7 @@ def functional_value(x: Tensor) -> Tensor:
 
 
 def apply_function(function: type[torch.autograd.Function]) -> Any:
-    """The function's ``apply`` without Python's part of it, which looks for transforms of torch.func: not for use inside of them."""
+    """The function's ``apply`` without Python's part of it, which looks for tensors of torch.func's transforms."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

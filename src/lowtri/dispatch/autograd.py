@@ -26,7 +26,8 @@ def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Resu
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    results = _apply(prepared, call, *arrays)
+    apply = _apply_to_plain if call.opaque is None else _Differentiable.apply
+    results = apply(prepared, call, *arrays)
     return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
@@ -63,8 +64,8 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
 
 
-# Transforms of torch.func never come here: they have no tensors that prepared gradients could read.
-_apply = apply_function(_Differentiable)
+# Plain tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
+_apply_to_plain = apply_function(_Differentiable)
 
 
 def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
