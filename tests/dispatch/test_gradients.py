@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import lowtri
 from attention_cases import ENGINES, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, keys, table, window
+from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.formula import tiles
 from lowtri.dispatch.prepared import PREPARED
 
@@ -144,6 +145,19 @@ def test_a_transform_over_a_backward():
         many = torch.vmap(lambda d, out=out: torch.autograd.grad(out, q, d, retain_graph=True)[0])(starts)
         for found, start in zip(many, starts, strict=True):
             assert torch.allclose(found, torch.autograd.grad(out, q, start, retain_graph=True)[0]), engine
+
+
+def test_a_tensor_that_outlives_its_transform_is_a_constant():
+    q, k, _ = draw(b=1, hq=2, hkv=2, nq=6, nk=6)
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: kept.append(2 * x) or (x * x).sum())(q)
+    k = k.requires_grad_()
+    for engine in ("auto", *able(kept[0], k, k, "causal")):
+        (expected,) = torch.autograd.grad(attention(2 * q, k, k, "causal", engine=engine).square().sum(), k)
+        for _ in range(2):  # a graph of its own would be freed by the first
+            k.grad = None
+            attention(kept[0], k, k, "causal", engine=engine).square().sum().backward()
+            assert k.grad is not None and near(k.grad, expected, "float32"), engine
 
 
 def test_a_second_backward_over_one_graph():
@@ -330,6 +344,27 @@ def test_hooks_of_saved_tensors_may_change_their_layout():
                 output = attention(q, k, v, "causal", engine=engine)
             (actual,) = torch.autograd.grad(output.square().sum(), x)
             assert near(actual, expected, "float32"), engine
+
+
+def test_another_layout_of_saved_tensors_is_prepared_once(monkeypatch):
+    prepared: list[str] = []
+    init = PreparedLaunch.__init__
+
+    def counted(self: PreparedLaunch, abi: Any, *others: Any, **options: Any) -> None:
+        prepared.append(abi.name)
+        init(self, abi, *others, **options)
+
+    monkeypatch.setattr(PreparedLaunch, "__init__", counted)
+    PREPARED.clear()
+    x = torch.randn(2, 20, 4, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q, k, v = x.transpose(1, 2).split(32, -1)
+    expected = None
+    for step in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda saved: saved):
+            output = attention(q, k, v, "causal", engine="cpu")
+        (actual,) = torch.autograd.grad(output.square().sum(), x)
+        expected = actual if expected is None else expected
+        assert torch.equal(actual, expected) and len(prepared) == 2, (step, prepared)  # the forward and its gradients
 
 
 def test_a_gradient_that_is_not_finite_of_a_query_without_keys_reaches_no_sink():

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from lowtri.errors import EngineError
 
 __all__ = [
+    "apply_function",
     "dispatch_key_set",
     "dispatch_keys",
     "dispatch_mode_count",
@@ -110,6 +111,11 @@ def functional_value(x: Tensor) -> Tensor:
         return x
     torch._sync(x)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(x)
+
+
+def apply_function(function: type[torch.autograd.Function]) -> Any:
+    """The function's ``apply`` without Python's part of it, which looks for tensors of torch.func's transforms."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def version_of(x: Tensor) -> int | None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lowtri.backends.base import Differentiates
+from lowtri.compat.torch_private import apply_function
 from lowtri.dispatch.choose import load
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import one_by_one
-from lowtri.ops.guards import active_mode, is_plain
+from lowtri.ops.guards import active_mode, plain_keys
 
 __all__ = ["differentiable"]
 
@@ -25,7 +26,8 @@ def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Resu
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    results = _Differentiable.apply(prepared, call, *arrays)
+    apply = _apply_to_plain if call.opaque is None else _Differentiable.apply
+    results = apply(prepared, call, *arrays)
     return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
@@ -62,12 +64,17 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
 
 
+# Plain tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
+_apply_to_plain = apply_function(_Differentiable)
+
+
 def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
     """Whether torch records a graph of the gradients, or passes tensors without data, or numbers that would spread."""
     if torch.is_grad_enabled() or active_mode() is not None:
         return True
-    if not all([x is None or is_plain(x) for x in d_result]):
-        return True
+    for x in d_result:
+        if x is not None and plain_keys(x) is None:
+            return True
     accepts = getattr(prepared, "accepts", None)  # of a Selective one
     return accepts is not None and not accepts(inputs, d_result.output)
 

@@ -30,7 +30,7 @@ def signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashab
     Its hash may raise a TypeError, and it may be cached only if the other arguments are usual, too (:func:`may_be_cached`): small
     calls take microseconds, so what a call that was found in the cache needs no check of is checked for the others alone.
     """
-    _, _, bias, sinks, _, q_positions, k_positions, *_ = options
+    bias, sinks, q_positions, k_positions = options.bias, options.sinks, options.q_positions, options.k_positions
     by_distance = None
     if isinstance(bias, DistanceBias):
         bias, by_distance = bias.values, bias.kind

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty_like", "to_dtype"]
+__all__ = ["empty", "to_dtype", "torch_dtype"]
 
 
 def to_dtype(x: Any, dtype: str) -> Any:
@@ -19,11 +19,14 @@ def to_dtype(x: Any, dtype: str) -> Any:
     return x if x.dtype is kind else x.detach().to(kind, memory_format=torch.contiguous_format)
 
 
-def empty_like(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+def empty(like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
+    """An array of the kind of ``like``; NumPy's are contiguous."""
     if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype or like.dtype)
-    if dtype is None:
-        return like.new_empty(shape)
+        return np.empty(shape, dtype)
+    return like.new_empty_strided(shape, strides, dtype=torch_dtype(dtype))
+
+
+def torch_dtype(dtype: str) -> Any:
     import torch
 
-    return like.new_empty(shape, dtype=getattr(torch, dtype))
+    return getattr(torch, dtype)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowtri.backends.cpu.arrays import empty_like, to_dtype
-from lowtri.backends.cpu.fields import address, like_array, of_plan, packed, strides
+from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
+from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
@@ -19,9 +18,14 @@ from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
 __all__ = ["PreparedKernels"]
 
+_MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
+
+# The strides of q, k, v, the output, its gradient, and the bias.
+Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides | None]
+
 
 class PreparedKernels:
-    """One launch for the output, and those for the gradients.
+    """One launch for the output, and one for the gradients in each layout of what they read.
 
     Few queries need no plan: all keys are visible, or a table of few rows says which. The output of other calls has the memory
     layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is needed on either side.
@@ -41,42 +45,50 @@ class PreparedKernels:
         self.output_strides = (
             packed(self.output_shape) if plain else like_array(self.reading.arrays[0], call.v.shape[3])
         )
+        # The log-sum-exp and what it loses to rounding, if gradients need them; the former alone if it is only returned.
+        self.rows = 2 if call.needs_grad else 1 if call.return_lse else 0
+        self.sums_shape = (self.rows, *call.q.shape[:3])
+        self.sums_strides = packed(self.sums_shape)
+        self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
+        self._gradients: dict[Layout, PreparedGradients] = {}
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
 
     def run(self, inputs: Inputs) -> Result:
-        output, sums = self._forward(inputs, 1 if self.call.return_lse else 0)
-        return Result(output, None, None if sums is None else sums[0])
+        output, sums = self._forward(inputs)
+        return Result(output, None, sums[0] if self.call.return_lse else None)
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The result; and the log-sum-exp with what it loses to rounding, (2, B, Hq, Nq)."""
-        output, sums = self._forward(inputs, 2)
+        output, sums = self._forward(inputs)
         # What the user gets may be changed in place.
         return Result(output, None, sums[0].clone() if self.call.return_lse else None), sums
 
-    def _forward(self, inputs: Inputs, rows: int) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q; and the first ``rows`` of log-sum-exp and its rounding error, (rows, B, Hq, Nq)."""
-        if self.reading.unchanged:  # the shortest way, since small calls take microseconds
+    def _forward(self, inputs: Inputs) -> tuple[Any, Any]:
+        """Output (B, Hq, Nq, Dv) in the dtype of q, and the sums."""
+        reading, lse, lse_low = self.reading, 0, 0
+        sums: Any = None
+        if reading.unchanged:  # the shortest way, since small calls take microseconds
             q, k, v, _, _ = inputs
             output = q.new_empty_strided(self.output_shape, self.output_strides)
+            if self.rows:
+                sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
+                lse = sums.data_ptr()
         else:
-            q, k, v, bias, sinks = self.reading.inputs(inputs)
-            if isinstance(q, np.ndarray):
-                output = np.empty(self.output_shape, q.dtype)
-            else:
-                output = q.new_empty_strided(self.output_shape, self.output_strides)
-        sums, lse, lse_low = None, 0, 0
-        if rows:
-            sums = empty_like(q, (rows, *self.output_shape[:3]), self.reading.compute_dtype)
-            lse = address(sums)
-            lse_low = lse + sums.nbytes // 2 if rows == 2 else 0
+            q, k, v, bias, sinks = reading.inputs(inputs)
+            output = empty(q, self.output_shape, self.output_strides, reading.dtype)
+            if self.rows:
+                sums = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype)
+                lse = address(sums)
+        if self.rows == 2:
+            lse_low = lse + sums.nbytes // 2
         addresses = (lse,) if self.decodes else (lse, lse_low)
-        if self.reading.unchanged:
+        if reading.unchanged:
             self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), *addresses, 0, 0)
             return output, sums
-        first = self.reading.first_pair(bias, self.reading.bias_strides)
+        first = reading.first_pair(bias, reading.bias_strides)
         self.launch.run_at(*map(address, (q, k, v, output)), *addresses, first, address(sinks))
-        return (to_dtype(output, self.call.dtype) if self.reading.cast else output), sums
+        return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
 
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
@@ -87,20 +99,31 @@ class PreparedKernels:
 
     def wide_gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients in the dtype in which they are summed, at least float32."""
-        call, names = self.call, inputs._fields
-        moved: dict[str, Any] = {
-            name: of._replace(strides=tuple(x.stride()))
-            for name, x, of in zip(names, inputs, (call.q, call.k, call.v, call.bias, call.sinks), strict=True)
-            if x is not None and of is not None and x.stride() != of.strides
-        }
-        if moved:  # hooks of saved tensors (offloading, compression) may return another memory layout
-            return PreparedKernels(replace(call, **moved)).wide_gradients(inputs, result, recorded, d_result)
-        return self._backward.run(inputs, result, recorded, d_result)
+        q, k, v, bias, _ = inputs
+        bias_strides = None if bias is None else bias.stride()
+        layout = q.stride(), k.stride(), v.stride(), result.output.stride(), d_result.output.stride(), bias_strides
+        prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
+        return prepared.run(inputs, result, recorded, d_result)
 
-    @cached_property
-    def _backward(self) -> PreparedGradients:
-        # A decode call has no plan yet, if its gradients are computed from a given output.
-        return PreparedGradients(self.reading, self.plan or self.call.plan(kernel_file("forward").KEYS))
+    def _prepare_gradients(self, layout: Layout) -> PreparedGradients:
+        q, k, v, output, d_output, bias = layout
+        call, reading = self.call, self.reading
+        given = call.q.strides, call.k.strides, call.v.strides, None if call.bias is None else call.bias.strides
+        # Hooks of saved tensors (offloading, compression) may return other strides; and few queries are read as all others here.
+        if given != (q, k, v, bias) or self.decodes:
+            moved = replace(
+                call,
+                q=call.q._replace(strides=q),
+                k=call.k._replace(strides=k),
+                v=call.v._replace(strides=v),
+                bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
+            )
+            reading = Reading(moved, decodes=False)
+        plan = self.plan or call.plan(kernel_file("forward").KEYS)
+        if len(self._gradients) >= _MOST_LAYOUTS:
+            self._gradients.clear()
+        prepared = self._gradients[layout] = PreparedGradients(reading, plan, output, d_output)
+        return prepared
 
     def _prepare_forward(self, plan: Any) -> PreparedLaunch:
         batch, heads, *_ = self.call.sizes
