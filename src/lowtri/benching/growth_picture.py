@@ -60,7 +60,7 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
             for row, quantity in zip(panels, _SCALES, strict=True):
                 _panel(row[column], chosen, quantity)
             panels[0][column].set_title(_TITLES[who], fontsize=9)
-            ends = [f"{line.name} ends: {line.ended}" for line in chosen if line.ended]
+            ends = [f"{line.name} ends:\n{line.ended}" for line in chosen if line.ended]
             panels[1][column].set_xlabel("\n".join(["tokens", *ends]))
         for row, (_, label) in zip(panels, _SCALES.values(), strict=True):
             row[0].set_ylabel(label)
