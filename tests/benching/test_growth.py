@@ -90,7 +90,7 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     for words in (
         *("bf16", "A CPU, 1 thread", f"torch {torch.__version__}", machine["date"], "median CPU time", "tokens"),
         *("time of a call, ms", "memory beyond the inputs, MB", "window of 256 tokens", OURS, SDPA),
-        "torch SDPA ends: for 2,048 tokens its table takes 9 GB",
+        "torch SDPA ends:\nfor 2,048 tokens its table takes 9 GB",
     ):
         assert words in shown, words
     png = tmp_path / "growth.png"
