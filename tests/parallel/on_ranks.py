@@ -238,6 +238,7 @@ def functions_as_masks(group: Any) -> float:
 def round_trip(group: Any) -> bool:
     """unshard(shard(x)) is x, along any dimension and for any dtype."""
     context = ContextParallel(plan_shards("causal", 333, dist.get_world_size(group)), group)
+    torch.manual_seed(0)  # ranks that ran other tests before drew other numbers
     equal = True
     for dim, x in ((1, torch.arange(666).reshape(2, 333)), (2, torch.randn(2, 3, 333, 4)), (-2, torch.randn(333, 2))):
         for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
