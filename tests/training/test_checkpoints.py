@@ -138,3 +138,16 @@ def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
     other.model.unused = nn.Linear(4, 4)
     with pytest.raises(DataError, match=r"another.weight is nothing there, \(4, 4\) here"):
         other.resume(tmp_path)
+
+
+@pytest.mark.parametrize("compiled", ["the saved one", "the resumed one"])
+def test_names_of_weights_are_those_before_torch_compile(tmp_path: Path, compiled: str) -> None:
+    """torch.compile puts ``_orig_mod.`` before the names of the weights; it compiles nothing before the first call."""
+    run, resumed = new_run(), new_run()
+    weight = step(run)
+    changed = run if compiled == "the saved one" else resumed
+    changed.model = torch.compile(changed.model, backend="eager")
+    run.save(tmp_path)
+    run.wait()
+    resumed.resume(tmp_path)
+    assert resumed.done == 1 and torch.equal(resumed.model.used.weight, weight)

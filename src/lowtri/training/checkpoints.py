@@ -144,12 +144,13 @@ def content_of(path: Path) -> dict[str, Any]:
 def check_sizes(path: Path, model: Any) -> None:
     """Raise a DataError unless a checkpoint has the weights of a model."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     try:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, error) from None
-    for name, weight in model.state_dict().items():
+    for name, weight in get_model_state_dict(model).items():  # its names are those of the checkpoint
         there = getattr(saved.get(f"model.{name}"), "size", None)
         if isinstance(weight, torch.Tensor) and there != weight.shape:
             there = "nothing" if there is None else tuple(there)
