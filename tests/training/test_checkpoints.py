@@ -128,6 +128,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     assert newest(tmp_path) is None
 
 
+def test_a_file_in_the_place_of_the_folder_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    file.touch()
+    with pytest.raises(DataError, match=r"state.pt is a file, but checkpoints lie in a folder.\nFix: another path"):
+        new_run().resume(file)
+
+
 def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     other = new_run()

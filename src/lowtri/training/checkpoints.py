@@ -33,7 +33,13 @@ _ALONE = "torch.distributed is disabled"  # the beginning of torch's warning whe
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """The newest complete checkpoint.
+
+    Raises:
+        DataError: if ``folder`` is a file, which the first save would notice only after many steps.
+    """
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, but checkpoints lie in a folder.\nFix: another path.")
     steps = {int(match[1]): path for path in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))}
     return steps[max(steps)] if steps else None
 
