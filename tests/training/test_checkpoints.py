@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,26 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
     resumed.resume(tmp_path)
     assert resumed.done == 1 and torch.equal(resumed.model.used.weight, first)
     assert torch.equal(step(resumed), second)
+
+
+def test_an_interrupt_of_the_waiting_leaves_the_checkpoint_to_be_settled(tmp_path: Path) -> None:
+    real, run, goes_on = os.replace, new_run(), Event()
+    step(run)
+
+    def late(*paths: Any) -> None:
+        assert goes_on.wait(30)
+        real(*paths)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoints.os, "replace", late):
+        run.save(tmp_path)
+        with mock.patch.object(Future, "exception", interrupted), pytest.raises(KeyboardInterrupt):
+            run.wait()
+        Timer(0.2, goes_on.set).start()
+        run.settle()
+        assert newest(tmp_path) == tmp_path / "step-1"
 
 
 @pytest.mark.parametrize("moment", ["before its name", "after its name"])

@@ -85,9 +85,10 @@ class Saver:
         Raises:
             OSError, DataError: on every rank, if it could not be written; the one before is complete.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._processes.together(lambda: _raise(pending.exception(), self._folder), "saving")
+        if self._pending is not None:
+            error = self._pending.exception()  # a user may interrupt here: settle() then waits again
+            self._pending = None
+            self._processes.together(lambda: _raise(error, self._folder), "saving")
 
     def settle(self) -> None:
         """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
