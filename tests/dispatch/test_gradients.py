@@ -147,6 +147,28 @@ def test_a_transform_over_a_backward():
             assert torch.allclose(found, torch.autograd.grad(out, q, start, retain_graph=True)[0]), engine
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, inside forward mode
+def test_gradients_and_forward_mode_of_a_backward():
+    """torch.func.grad and jvp of a backward, by the gradient of the output, over a graph that was recorded outside of them."""
+    q, k, v = (x.requires_grad_() for x in draw(nq=6, nk=6, dtype="float64"))
+    sinks = torch.ones(q.shape[1], dtype=torch.float64)  # no gradient is wanted of them
+    for engine in ("auto", *able(q, k, v, "causal", sinks=sinks)):
+
+        def run(q: Any, engine: str = engine) -> Any:
+            return attention(q, k, v, "causal", engine=engine, sinks=sinks)
+
+        out = run(q)
+        start, along, of_q = torch.randn_like(out), torch.randn_like(out), torch.randn_like(q)
+
+        def back(d: Any, record: bool = False, out: Any = out) -> Any:
+            return torch.autograd.grad(out, (q, k, v), d, retain_graph=True, create_graph=record)
+
+        found, expected = torch.func.jvp(back, (start,), (along,))[1], back(along)
+        assert all(torch.allclose(a, b) and not a.requires_grad for a, b in zip(found, expected, strict=True)), engine
+        found = torch.func.grad(lambda d, back=back, of_q=of_q: (back(d, True)[0] * of_q).sum())(along)
+        assert torch.allclose(found, torch.autograd.functional.jvp(run, q, of_q)[1]), engine
+
+
 def test_a_tensor_that_outlives_its_transform_is_a_constant():
     q, k, _ = draw(b=1, hq=2, hkv=2, nq=6, nk=6)
     kept: list[torch.Tensor] = []

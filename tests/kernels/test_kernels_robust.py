@@ -8,12 +8,16 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
 import lowtri
@@ -202,6 +206,26 @@ def test_a_truncated_cache_only_costs_time(fresh_cache: Path, ending: str) -> No
     for content in (file.read_bytes()[: file.stat().st_size // 2], b"", b"no cache at all"):
         file.write_bytes(content)
         assert doubled() == 42
+
+
+def test_threads_that_compile_at_once_write_to_folders_of_their_own(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, real, met = config.CACHE_DIR, compilation.cfunc, Barrier(2)
+
+    def meeting(*signature: Any, **options: Any) -> Any:
+        with suppress(BrokenBarrierError):  # the other thread may have to wait until this one is done
+            met.wait(0.5)
+        return real(*signature, **options)
+
+    monkeypatch.setattr(compilation, "cfunc", meeting)
+    specs = [select.SPECS["forward", dtype, "direct"] for dtype in ("float32", "float64")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(partial(compilation.compiled, twice, NUMBER), specs))
+    assert {path.relative_to(compilation.cache_folder()).parts[0] for path in files(fresh_cache, ".nbc")} == {
+        spec.name for spec in specs
+    }
+    assert before == config.CACHE_DIR
 
 
 def test_ten_thousand_calls_do_not_leak_memory() -> None:

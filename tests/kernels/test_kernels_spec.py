@@ -121,6 +121,16 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
         assert name(wanted, FEATURES, "x86_64") == wanted
 
 
+def test_the_generic_cpu_of_numba_has_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba then emits no other instruction; LLVM ends the process where one is asked for."""
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert target.features() == frozenset()
+    assert target.instruction_set(None, target.features(), "x86_64").name == "baseline"
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    assert target.features() == {"avx2", "fma"}
+
+
 def test_an_unsupported_instruction_set_raises() -> None:
     has = frozenset({"avx2", "fma"})
     with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline, amx-emulated\."):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 from unittest import mock
 
@@ -83,6 +84,26 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
     assert torch.equal(step(resumed), second)
 
 
+def test_an_interrupt_of_the_waiting_leaves_the_checkpoint_to_be_settled(tmp_path: Path) -> None:
+    real, run, goes_on = os.replace, new_run(), Event()
+    step(run)
+
+    def late(*paths: Any) -> None:
+        assert goes_on.wait(30)
+        real(*paths)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoints.os, "replace", late):
+        run.save(tmp_path)
+        with mock.patch.object(Future, "exception", interrupted), pytest.raises(KeyboardInterrupt):
+            run.wait()
+        Timer(0.2, goes_on.set).start()
+        run.settle()
+        assert newest(tmp_path) == tmp_path / "step-1"
+
+
 @pytest.mark.parametrize("moment", ["before its name", "after its name"])
 def test_a_kill_around_the_renaming(tmp_path: Path, moment: str) -> None:
     """Before a checkpoint has its name, the one before it is the newest; then it is itself, also while the old one is removed."""
@@ -128,6 +149,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     assert newest(tmp_path) is None
 
 
+def test_a_file_in_the_place_of_the_folder_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    file.touch()
+    with pytest.raises(DataError, match=r"state.pt is a file, but checkpoints lie in a folder.\nFix: another path"):
+        new_run().resume(file)
+
+
 def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     other = new_run()
@@ -138,3 +166,16 @@ def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
     other.model.unused = nn.Linear(4, 4)
     with pytest.raises(DataError, match=r"another.weight is nothing there, \(4, 4\) here"):
         other.resume(tmp_path)
+
+
+@pytest.mark.parametrize("compiled", ["the saved one", "the resumed one"])
+def test_names_of_weights_are_those_before_torch_compile(tmp_path: Path, compiled: str) -> None:
+    """torch.compile puts ``_orig_mod.`` before the names of the weights; it compiles nothing before the first call."""
+    run, resumed = new_run(), new_run()
+    weight = step(run)
+    changed = run if compiled == "the saved one" else resumed
+    changed.model = torch.compile(changed.model, backend="eager")
+    run.save(tmp_path)
+    run.wait()
+    resumed.resume(tmp_path)
+    assert resumed.done == 1 and torch.equal(resumed.model.used.weight, weight)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 from numba.core import config
@@ -38,12 +39,16 @@ __all__ = [
 NO_ALLOCATION: dict[str, Any] = {"_nrt": False}
 
 
+_one_at_a_time = RLock()  # the setting is that of all threads, and Numba compiles one function at a time anyway
+
+
 @contextmanager
 def cache_directory(folder: str) -> Iterator[None]:
     """Where Numba's cache lies while a function is made. The documented environment variable is read once, for all functions."""
-    before = config.CACHE_DIR  # type: ignore[attr-defined]
-    config.CACHE_DIR = folder  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before  # type: ignore[attr-defined]
+    with _one_at_a_time:
+        before = config.CACHE_DIR  # type: ignore[attr-defined]
+        config.CACHE_DIR = folder  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            config.CACHE_DIR = before  # type: ignore[attr-defined]

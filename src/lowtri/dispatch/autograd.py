@@ -86,24 +86,33 @@ def _by_formula(
     name = prepared.formula_dtype
     dtype = None if name is None else getattr(torch, name)
     recording = torch.is_grad_enabled()
+
+    def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Those that have a gradient."""
+        cast = (x if x is None or dtype is None else x.to(dtype) for x in arrays)
+        result = load("formula").prepare(call).run(Inputs(*cast))
+        return tuple(x for x, d_x in zip(result, d_result, strict=True) if x is not None and d_x is not None)
+
+    d_results = [d_x for d_x in d_result if d_x is not None]
     with torch.enable_grad():
         # Views: one tensor may be several inputs, or one input may derive from another, and each needs its own gradient.
         views = [None if x is None else x.view_as(x) for x in inputs]
-        result = (
-            load("formula")
-            .prepare(call)
-            .run(Inputs(*(x if x is None or dtype is None else x.to(dtype) for x in views)))
-        )
-        pairs = [
-            (x, d_x.to(x.dtype))
-            for x, d_x in (
-                (result.output, d_result.output),
-                (result.weights, d_result.weights),
-                (result.lse, d_result.lse),
-            )
-            if x is not None and d_x is not None and x.requires_grad
-        ]
         leaves = [x for x, want in zip(views, wanted, strict=False) if want and x is not None]
-        results, d_results = zip(*pairs, strict=True)
-        grads = iter(torch.autograd.grad(results, leaves, d_results, create_graph=recording, materialize_grads=True))
+        pairs = [(x, d_x.to(x.dtype)) for x, d_x in zip(results(views), d_results, strict=True) if x.requires_grad]
+        if pairs:
+            outputs, d_outputs = zip(*pairs, strict=True)
+            grads = iter(
+                torch.autograd.grad(outputs, leaves, d_outputs, create_graph=recording, materialize_grads=True)
+            )
+        else:  # inside torch.func.grad or jvp, tensors from outside record no graph there
+            arrays = views if recording else [None if x is None else x.detach() for x in inputs]
+
+            def of_leaves(*changed: Tensor) -> tuple[Tensor, ...]:
+                each = iter(changed)
+                return results([next(each) if i < len(wanted) and wanted[i] else x for i, x in enumerate(arrays)])
+
+            leaves = [x for x, want in zip(arrays, wanted, strict=False) if want and x is not None]
+            pulled: Any = torch.func.vjp(of_leaves, *leaves)
+            outputs, pull = pulled
+            grads = iter(pull(tuple(d_x.to(x.dtype) for x, d_x in zip(outputs, d_results, strict=True))))
     return [next(grads) if want else None for want in wanted]

@@ -30,6 +30,8 @@ def features() -> frozenset[str]:
     LLVM names a feature of the host only if the operating system saves its registers (CPUID and XCR0).
     """
     given = os.environ.get("NUMBA_CPU_FEATURES")
+    if given is None and os.environ.get("NUMBA_CPU_NAME", "").lower() == "generic":
+        given = ""  # Numba then compiles for a CPU without any
     if given is not None:
         has = frozenset(flag[1:] for flag in given.split(",") if flag.startswith("+"))
     else:

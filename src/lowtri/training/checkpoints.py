@@ -33,7 +33,13 @@ _ALONE = "torch.distributed is disabled"  # the beginning of torch's warning whe
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """The newest complete checkpoint.
+
+    Raises:
+        DataError: if ``folder`` is a file, which the first save would notice only after many steps.
+    """
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, but checkpoints lie in a folder.\nFix: another path.")
     steps = {int(match[1]): path for path in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))}
     return steps[max(steps)] if steps else None
 
@@ -79,9 +85,10 @@ class Saver:
         Raises:
             OSError, DataError: on every rank, if it could not be written; the one before is complete.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._processes.together(lambda: _raise(pending.exception(), self._folder), "saving")
+        if self._pending is not None:
+            error = self._pending.exception()  # a user may interrupt here: settle() then waits again
+            self._pending = None
+            self._processes.together(lambda: _raise(error, self._folder), "saving")
 
     def settle(self) -> None:
         """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
@@ -144,12 +151,13 @@ def content_of(path: Path) -> dict[str, Any]:
 def check_sizes(path: Path, model: Any) -> None:
     """Raise a DataError unless a checkpoint has the weights of a model."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     try:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, error) from None
-    for name, weight in model.state_dict().items():
+    for name, weight in get_model_state_dict(model).items():  # its names are those of the checkpoint
         there = getattr(saved.get(f"model.{name}"), "size", None)
         if isinstance(weight, torch.Tensor) and there != weight.shape:
             there = "nothing" if there is None else tuple(there)
