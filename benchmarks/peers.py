@@ -146,6 +146,8 @@ def zentorch_attention(case: Case) -> Attend | str:
     """AMD's plugin; it refuses to load beside another version of torch."""
     if _missing("zentorch"):
         return _missing("zentorch")
+    if case.work == "training" or case.who not in ("causal", "full"):
+        return "measured forward only, for causal and full masks"
     import zentorch  # noqa: F401 - an ImportError says which version of torch it needs
 
     flash = torch.ops.zentorch.zentorch_sdpa

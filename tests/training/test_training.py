@@ -456,10 +456,12 @@ def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, se
     words = [*plan.files, "--vocabulary", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--context", "32"]
     words += ["--batch", "2", "--steps", "400", "--save-every", "1", "--out", str(folder), "--resume"]
     draw = random.Random(seed)
+    # As in this process, no kernel is compiled ahead: kernels would give other bits than torch's function.
+    environment = {**os.environ, "LOWTRI_CACHE": str(folder.parent / "cache")}
     for _ in range(kills):
         before = newest(folder / "training-state")
         process = subprocess.Popen(
-            [sys.executable, "-m", "lowtri.cli.main", "train", *words], stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "lowtri.cli.main", "train", *words], stderr=subprocess.DEVNULL, env=environment
         )
         # Starting takes seconds and writes nothing: the random moment lies among the steps, where something can be lost.
         while process.poll() is None and newest(folder / "training-state") == before:
@@ -470,7 +472,7 @@ def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, se
         assert process.returncode == -signal.SIGKILL, "it ended before it was killed: let it take more steps"
         assert not (folder / "model.safetensors").exists()
     words = ["train", "--out", str(folder), "--resume"]
-    subprocess.run([sys.executable, "-m", "lowtri.cli.main", *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "lowtri.cli.main", *words], check=True, capture_output=True, env=environment)
     assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
