@@ -1,4 +1,4 @@
-"""Weights of 8 and 16 bits: errors within the bounds that rounding gives, tokens independent of one another, clear refusals."""
+"""Weights stored for generating: errors within the bounds that rounding gives, tokens independent of one another, clear refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowtri.nn.quantized import WEIGHTS, QuantizedLinear
 pytestmark = pytest.mark.filterwarnings("error")
 
 # Relative errors of a weight and of an input by rounding: half a unit over the number. int8 and its inputs have absolute units.
-FLOATS = {"bf16": (2.0**-9, 2.0**-9), "float16": (2.0**-11, 0.0)}
+FLOATS = {"float32": (2.0**-22, 0.0), "bf16": (2.0**-9, 2.0**-9), "float16": (2.0**-11, 0.0)}
 
 
 def bound(linear: nn.Linear, x: torch.Tensor, weights: str) -> torch.Tensor:
@@ -59,6 +59,20 @@ def test_errors_are_within_the_bound_of_rounding(weights, rows, size, width, bia
     assert (error <= bound(linear, x, weights) + 2.0**-22 * expected.abs()).all()
     # The bound holds for every case; at random the error is far below it, and weights of zero error would not be rounded.
     assert size == 1 or 0 < error.mean() < 0.5 * bound(linear, x, weights).mean()
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 3e-20, 1.0, 3e38])
+def test_two_float16_numbers_hold_a_float32_weight(largest):
+    linear = nn.Linear(64, 40, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(
+            torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(64.0)
+        )
+        linear.weight.mul_(largest / linear.weight.abs().max())
+        unit = torch.eye(64)  # the outputs are the weights themselves
+        output = torch.cat([QuantizedLinear(linear, "float32")(row[None]) for row in unit]).T
+    error, weight = (output.double() - linear.weight.double()).abs(), linear.weight.double().abs()
+    assert (error <= 2.0**-22 * weight + 2.0**-48 * largest + 2.0**-149).all()
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -109,8 +123,8 @@ def test_a_quantized_decoder_is_close_to_the_original(kind, weights):
     output = model(ids)
     relative = float((output - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     # Each layer adds its rounding: 2^-9 for bf16, 2^-12 for float16, and 1/127 of about three standard deviations for int8.
-    assert relative < {"bf16": 0.02, "float16": 2e-3, "int8": 0.04}[weights]
-    assert relative > 1e-6
+    assert relative < {"float32": 1e-6, "bf16": 0.02, "float16": 2e-3, "int8": 0.04}[weights]
+    assert relative > 1e-6 or weights == "float32"
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -120,12 +134,12 @@ def test_cached_decoding_is_the_full_forward_and_later_tokens_change_nothing(wei
     whole = model(ids)
     steps = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(20)], 1)
     # The other order of sums can turn a rounding: by 2^-8 of an output in bf16, by 1/63/126 of a token's largest input in int8.
-    allowed = {"bf16": 0.05, "int8": 2e-3, "float16": 1e-5}[weights]
+    allowed = {"bf16": 0.05, "int8": 2e-3, "float16": 1e-5, "float32": 1e-5}[weights]
     assert (steps - whole).abs().max() <= allowed * whole.abs().max()
     changed = ids.clone()
     changed[:, 12:] = (ids[:, 12:] + 7) % 61
     assert torch.equal(model(changed)[:, :12], whole[:, :12])
-    if weights == "float16":  # the audit takes turned roundings for a difference
+    if weights in ("float16", "float32"):  # the audit takes turned roundings for a difference
         assert lowtri.audit(model, ids).ok
 
 
@@ -160,7 +174,7 @@ def test_it_refuses_training_and_saving(tmp_path: Path):
 
 
 def test_arguments_that_do_not_fit():
-    with pytest.raises(CallError, match="weights is 'int3'; expected one of bf16, float16, int8"):
+    with pytest.raises(CallError, match="weights is 'int3'; expected one of float32, bf16, float16, int8"):
         decoder("llama").quantize("int3")
     for value, words in (
         (1e5, r"beyond float16's range\. Fix: weights='bf16'"),
@@ -205,7 +219,7 @@ def test_the_command_line(tmp_path: Path, capsys: Any):
     assert main(["eval", model, str(tmp_path / "text.txt"), "--weights", "int8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["at_once"]["perplexity"] > 1
     assert main(["generate", model, "a b", "--weights", "int3"]) == 2
-    assert "Fix: bf16, float16, int8" in capsys.readouterr().err
+    assert "Fix: float32, bf16, float16, int8" in capsys.readouterr().err
     save(RecurrentLM.from_config(RecurrentConfig(vocab_size=3)), tmp_path / "lstm", tokenizer)
     with pytest.raises(DataError, match=r"RecurrentLM, which cannot be quantized. Fix:"):
         load_named(tmp_path / "lstm", weights="int8")

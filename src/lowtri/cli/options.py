@@ -49,7 +49,10 @@ Threads = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(help="Round the linear layers' weights to float16, int8 or bf16.", show_default="as they are stored"),
+    typer.Option(
+        help="Store the linear layers' weights as float16, int8, bf16 or float32, for generating.",
+        show_default="as they are",
+    ),
 ]
 Out = Annotated[
     Path | None,

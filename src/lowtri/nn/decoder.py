@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         return model if wanted is None else model.to(wanted)
 
     def quantize(self, weights: str = "int8") -> Decoder:
-        """Store the weights of all linear layers in 8 or 16 bits, in place; generating is then faster. Embedding and norms stay.
+        """Store the weights of all linear layers for generating, in place, rounded or not. Embedding and norms stay.
 
         >>> model = Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)).quantize("int8")
         >>> model(torch.tensor([[3, 1, 4]])).dtype
@@ -162,14 +162,15 @@ class Decoder(nn.Module):
 
         Args:
             weights: ``"int8"`` (8-bit weights with a scale per output, 7-bit activations with a scale per token), ``"float16"``
-                (float16 weights, all else in float32), or ``"bf16"`` (weights and inputs of the linear layers). The first two need
-                an x86 CPU.
+                (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or ``"float32"``
+                (each weight as the sum of two float16 numbers, exact to 2**-22, and as it was, for prompts: twice the memory).
+                All but bf16 need an x86 CPU.
 
         Returns:
             The model itself.
 
         Raises:
-            CallError: if there is no such kind of weights, a weight is not finite, or outside of float16's range.
+            CallError: if there is no such kind of weights, a weight is not finite, or outside of float16's range (``"float16"``).
             EngineError: if this build of torch lacks the operators.
         """
         if self.weights is not None:

@@ -1,5 +1,6 @@
-"""Linear layers with weights of 8 or 16 bits: generating reads every weight once per token, so fewer bytes are faster.
+"""Linear layers whose weights are stored for generating, which reads every weight once per token.
 
+    float32   each weight as the sum of two float16 numbers, exact to 2**-22, by FBGEMM (x86); and as it was, for prompts
     bf16      weights and inputs rounded to bf16, torch's own matrix product
     float16   weights rounded to float16, inputs and sums in float32, by FBGEMM (x86)
     int8      weights rounded to 8 bits with a scale per output, inputs to 7 bits with a scale per token, by FBGEMM (x86)
@@ -10,6 +11,7 @@ Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -30,11 +32,11 @@ _LEVELS = 63  # of a 7-bit number, on either side of zero
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is stored in 8 or 16 bits; it computes no gradients, and its weight cannot be saved.
+    """A linear layer whose weight is rounded or packed; it computes no gradients, and its weight cannot be saved.
 
     Args:
         linear: the layer to copy.
-        weights: ``"bf16"``, ``"float16"`` or ``"int8"``.
+        weights: ``"float32"``, ``"bf16"``, ``"float16"`` or ``"int8"``.
     """
 
     bias: Tensor | None
@@ -85,6 +87,23 @@ def quantize(model: nn.Module, weights: str) -> None:
     model.requires_grad_(False).eval()
 
 
+def _float32(weight: Tensor) -> Product:
+    weight = weight.float()
+    exponent = math.frexp(weight.abs().max().item())[1]
+    unit = 2.0 ** max(exponent - 15, -126)  # the greatest weight is then near float16's greatest number
+    scaled = weight / unit  # exact
+    high = scaled.half().float()
+    packed = torch_quantized.pack_float16(torch.cat([high, (scaled - high) * 2**11]))
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() > _FEW_ROWS:  # a product of matrices, which is faster with the weight as it was
+            return nn.functional.linear(x, weight)
+        high, low = torch_quantized.linear_float16(x, packed).chunk(2, -1)
+        return torch.add(high, low, alpha=2**-11).mul_(unit)
+
+    return product
+
+
 def _bf16(weight: Tensor) -> Product:
     rounded = weight.bfloat16()
 
@@ -127,4 +146,9 @@ def _no_state(*_: Any) -> None:
     )
 
 
-WEIGHTS: dict[str, Callable[[Tensor], Product]] = {"bf16": _bf16, "float16": _float16, "int8": _int8}
+WEIGHTS: dict[str, Callable[[Tensor], Product]] = {
+    "float32": _float32,
+    "bf16": _bf16,
+    "float16": _float16,
+    "int8": _int8,
+}
