@@ -1,4 +1,4 @@
-"""Tests find the kernels as on a fresh machine, so that no result depends on what an earlier run has compiled."""
+"""Settings of all tests: which kernels are found compiled, and the work that is worth a thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from typing import Any
 
 import pytest
 
-from lowtri.backends.cpu import ready
+from lowtri.backends.cpu import ready, team
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_calls_use_all_threads() -> Iterator[None]:
+    """Tests of several threads compute small calls, which run on one thread elsewhere, as in processes that a test starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(team, "GRAIN", 1)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_is_compiled_before() -> Iterator[None]:
-    """``engine="auto"`` leaves small calls to torch, as where no kernel is compiled; tests of kernels name the engine."""
+    """No result depends on what an earlier run has compiled: ``engine="auto"`` leaves small calls to torch, as on a fresh machine.
+
+    Tests of kernels name the engine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ready, "found", lambda: frozenset())
         yield

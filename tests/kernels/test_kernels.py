@@ -148,13 +148,16 @@ def test_a_forked_child_computes_on_one_thread() -> None:
 def test_numpy_without_torch_runs_on_python_threads() -> None:
     code = """
         import sys, numpy as np, lowtri
-        x = np.random.default_rng(0).normal(size=(1, 4, 300, 32)).astype(np.float32)
+        from lowtri.kernels import threads
+        real, members = threads._python_team, []
+        threads._python_team = lambda code, record, count: (members.append(count), real(code, record, count))
+        x = np.random.default_rng(0).normal(size=(1, 4, 600, 32)).astype(np.float32)
         output = lowtri.attention(x, x, x, "causal", engine="cpu")
         assert "torch" not in sys.modules
-        print(abs(output - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
+        print(members, abs(output - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
     """
-    done = python(code)
-    assert done.stdout.strip() == "True", done.stderr[-2000:]
+    done = python(code, OMP_NUM_THREADS="2")
+    assert done.stdout.strip() == "[2] True", done.stderr[-2000:]
 
 
 def test_many_calls_do_not_leak_memory() -> None:

@@ -199,6 +199,12 @@ def test_a_read_only_folder_only_costs_time(fresh_cache: Path, monkeypatch: pyte
     assert compilation.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
 
 
+def test_another_thread_may_try_the_folder_at_the_same_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda path, data: (real(path, data), path.unlink()))
+    assert compilation.cache_folder() is not None
+
+
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
 def test_a_truncated_cache_only_costs_time(fresh_cache: Path, ending: str) -> None:
     assert doubled() == 42

@@ -2,8 +2,10 @@
 
 Each call and torch's run in turns, and a turn repeats a call until it takes some milliseconds. One thread is timed in CPU time, which
 other load on the machine does not lengthen. Several threads are timed by the clock on the wall: threads of an OpenMP team spin while
-they wait, and their CPU time says nothing about how long a caller waits. A call that looks slower is measured again, with more turns,
-and is reported if it is slower again.
+they wait, and their CPU time says nothing about how long a caller waits.
+
+Calls that look slower are measured again when the whole grid is done, with more turns, and are reported if they are slower again: other
+load on the machine, or on a cache that it shares, can last longer than all turns of a call.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ LEAST = 0.95  # torch's time divided by ours
 MARGIN = 20e-6  # seconds that a call may take longer, whatever the ratio
 _TURN = 2e-3  # seconds that the repetitions of one turn take together
 _TURNS = 7
-_MORE_TURNS = 21  # for a call that looks slower
+_MORE_TURNS = 31  # in the second pass
 _MOST_REPEATS = 200
 
 
@@ -54,24 +56,30 @@ class Comparison:
 
 def compare(
     calls: Sequence[GridCall], say: Callable[[str], None] = lambda _: None, turns: int = _TURNS
-) -> Iterator[Comparison]:
-    """A comparison for each call.
+) -> list[Comparison]:
+    """A comparison for each call, from the second pass for those that looked slower in the first.
 
     Args:
-        say: takes a line about each call that is slower.
+        say: takes a line about each call that is slower in both.
         turns: how often each of the two runs at least.
     """
-    for call in calls:
-        with _threads(call.threads):
-            found = _compare(call, turns)
-            if found.is_slower:
-                found = _compare(call, max(turns, _MORE_TURNS))
-        if found.is_slower:
-            say(_line(found))
-        yield found
+    found = [_compare(call, turns) for call in calls]
+    slower = [i for i, one in enumerate(found) if one.is_slower]
+    if slower:
+        say(f"{len(slower)} of {len(found)} calls look slower and are measured again.")
+    for i in slower:
+        found[i] = _compare(calls[i], max(turns, _MORE_TURNS))
+        if found[i].is_slower:
+            say(_line(found[i]))
+    return found
 
 
 def _compare(call: GridCall, turns: int) -> Comparison:
+    with _threads(call.threads):
+        return _timed(call, turns)
+
+
+def _timed(call: GridCall, turns: int) -> Comparison:
     ours, theirs, engine = _ways(call)
     clock = time.process_time if call.threads == 1 else time.perf_counter
     for way in (ours, theirs):

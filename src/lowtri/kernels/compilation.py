@@ -53,7 +53,7 @@ def cache_folder() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{os.getpid()}"
         probe.write_bytes(b"x")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another thread may have tried at the same time
     except OSError:
         return None
     return folder

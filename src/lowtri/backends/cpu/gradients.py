@@ -8,6 +8,7 @@ from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Strides, like_array, of_bias, of_plan, packed, strides
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
+from lowtri.backends.cpu.team import tile_threads
 from lowtri.ops.call import Inputs, Result
 
 __all__ = ["PreparedGradients"]
@@ -23,8 +24,9 @@ class PreparedGradients:
         self.reading, call, spec = reading, reading.call, reading.spec
         self.call = call
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-        whole = batch * kv_heads % call.threads == 0 or batch * kv_heads >= 4 * call.threads
-        self.parts = min(1 if whole else call.threads, plan.rows)
+        threads = tile_threads("backward", call, plan)
+        whole = batch * kv_heads % threads == 0 or batch * kv_heads >= 4 * threads
+        self.parts = min(1 if whole else threads, plan.rows)
         kernel = reading.kernel("backward")
         rows, sizes = kernel.key_rows(spec, nk), [kernel.padded(spec, size) for size in (d, dv)]
         # Without padding and parts the kernel writes dK and dV as they are returned, in the layout of k and v.

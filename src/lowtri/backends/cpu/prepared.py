@@ -13,6 +13,7 @@ from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.specs import is_decoded, pack, spec_for
+from lowtri.backends.cpu.team import decode_threads
 from lowtri.kernels import abi
 from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
@@ -143,7 +144,8 @@ class PreparedKernels:
                 visible, first_key, nk = visible[..., seen], seen.start, seen.stop - seen.start
             visible = None if visible.all() else np.ascontiguousarray(visible)
         groups, queries = batch * kv_heads, call.group * nq
-        parts = max(1, min(2 * call.threads // groups, -(-nk // kernel.KEYS)))
+        threads = decode_threads(call, nk, spec.input_bytes)
+        parts = max(1, min(2 * threads // groups, -(-nk // kernel.KEYS)))
         fields = reading.fields()
         fields |= {"nk": nk, "first_key": first_key, "tasks": groups * parts, "parts": parts}
         fields |= {"visible": address(visible), "visible_strides": {"b": 0, "h": 0}}
@@ -151,4 +153,4 @@ class PreparedKernels:
             by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
             fields["visible_strides"] = {"b": by_row, "h": by_head}
         scratch, shared = kernel.scratch(spec, queries, d, dv), kernel.shared_scratch(groups, parts, queries, dv)
-        return PreparedLaunch(abi.DECODE, spec, fields, call.threads, scratch, shared, zeros="joined", keep=visible)
+        return PreparedLaunch(abi.DECODE, spec, fields, threads, scratch, shared, zeros="joined", keep=visible)

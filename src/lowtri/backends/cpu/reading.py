@@ -11,6 +11,7 @@ from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Fields, address, of_call, packed
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.specs import kernel_name, pack, spec_for, spec_of
+from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels import abi
 from lowtri.ops.call import ArrayInfo, Call, Inputs
 from lowtri.ops.distance_bias import first_pair
@@ -78,11 +79,12 @@ class Reading:
         call, spec, kernel = self.call, self.spec, self.kernel(family)
         batch, _, kv_heads, _, nk, d, dv = call.sizes
         scratch, record = kernel.scratch(spec, d, dv), getattr(abi, kernel_name(family, spec).upper())
+        threads = tile_threads(family, call, plan)
         if spec.rows != "tiles":
-            return PreparedLaunch(record, spec, fields, call.threads, scratch, keep=plan)
+            return PreparedLaunch(record, spec, fields, threads, scratch, keep=plan)
         # The forward transposes V, the backward K.
         shared = kernel_file("shared_pack").shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
-        return PreparedLaunch(record, spec, fields, call.threads, scratch, shared, zeros="packed_states", keep=plan)
+        return PreparedLaunch(record, spec, fields, threads, scratch, shared, zeros="packed_states", keep=plan)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype
