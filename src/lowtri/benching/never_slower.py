@@ -28,7 +28,7 @@ __all__ = ["LEAST", "MARGIN", "Comparison", "as_json", "as_text", "compare"]
 
 LEAST = 0.95  # torch's time divided by ours
 MARGIN = 20e-6  # seconds that a call may take longer, whatever the ratio
-_TURN = 2e-3  # seconds that the repetitions of one turn take together
+_TURN = 1e-2  # seconds that the repetitions of one turn take together; the first ones find the code of the other in the caches
 _TURNS = 7
 _MORE_TURNS = 31  # in the second pass
 _MOST_REPEATS = 200
