@@ -77,7 +77,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> tuple[list[Co
 
 
 def test_load_that_lasts_longer_than_the_turns_of_a_call_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda call, now: 300e-6 if now < 0.06 else 90e-6)
+    machine = Machine(lambda call, now: 300e-6 if now < 0.3 else 90e-6)
     found, said = measured(monkeypatch, machine)
     assert machine.order == [1, 2, 3, 4, 1, 2], "the second pass comes after the whole grid"
     assert not any(one.is_slower for one in found) and said == ["2 of 4 calls look slower and are measured again."]
