@@ -1,7 +1,7 @@
 """The key tiles that a query tile sees, read from the plan.
 
-EMPTY tiles are in no run of the plan. FULL ones have no mask bits. PARTIAL ones are cut to the keys that some query sees, with a word
-of mask bits for each of these keys.
+EMPTY tiles are in no run of the plan. FULL ones have no mask bits. PARTIAL ones are cut to the keys that some query sees, from a whole
+pair on, with a word of mask bits for each of these keys.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def key_spans(mask_bits, keys, n):
 
 @device_function
 def visible_keys(kind, bits, tile_bits, index, size, keys):
-    """Of a tile's keys the first that any query sees, one past the last, and the address of the mask bits from that first one on.
+    """Of a tile's keys the first pair that any query sees, one past the last key, and the address of the mask bits from there on.
 
     The patterns in ``bits`` have a word for each of ``size`` keys. A FULL tile has no mask bits: their address is 0.
     """
@@ -69,6 +69,7 @@ def visible_keys(kind, bits, tile_bits, index, size, keys):
         return 0, keys, 0
     mask_bits = bits + 8 * size * read_int32(tile_bits + 4 * index)
     start, stop = visible_range(mask_bits, keys, ALL_QUERIES)
+    start &= -2
     return start, stop, mask_bits + 8 * start
 
 
