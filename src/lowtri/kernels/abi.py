@@ -134,11 +134,10 @@ FORWARD = Abi(
         "shift",
         "total",
         "weights",
-        "keys",
         "values",
         "zeros",
         "rows",
-        "kept_tiles",
+        "kept_keys",
         "kept_values",
     ),
 )

@@ -8,28 +8,27 @@ import torch
 import lowtri
 from lowtri.kernels import select
 from lowtri.kernels.forward import KEYS
-from lowtri.kernels.kept_values import kept_scratch
+from lowtri.kernels.kept_tiles import kept_scratch
 
 DTYPES = [torch.bfloat16, torch.float16]
 MASKS = ["causal", "causal & window(95)", "causal & documents(lengths=(97, 300, 193, 160))"]
 
 
-def qkv(n: int, kv_heads: int, dv: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def qkv(n: int, kv_heads: int, size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = ((2, 32), (kv_heads, 32), (kv_heads, dv))
-    return [torch.randn(1, heads, n, d, generator=generator).to(dtype) for heads, d in sizes]
+    return [torch.randn(1, heads, n, size, generator=generator).to(dtype) for heads in (2, kv_heads, kv_heads)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dv", [48, 1040])
-def test_each_key_tile_has_its_own_values(dtype: torch.dtype, mask: str, dv: int) -> None:
-    """Values of 1040 numbers leave fewer slots than there are key tiles. 750 keys: the last tile is shorter.
+@pytest.mark.parametrize("size", [48, 1040])
+def test_each_key_tile_has_its_own_numbers(dtype: torch.dtype, mask: str, size: int) -> None:
+    """Rows of 1040 numbers leave fewer slots than there are key tiles. 750 keys: the last tile is shorter.
 
     The second run has other heads in the same slots; the third has the scratch memory and the tile numbers of the second.
     """
     for seed, kv_heads in enumerate((2, 1, 1)):
-        q, k, v = qkv(750, kv_heads, dv, dtype, seed)
+        q, k, v = qkv(750, kv_heads, size, dtype, seed)
         exact, plain = (
             lowtri.attention(*(x.to(kind) for x in (q, k, v)), mask, engine="formula")
             for kind in (torch.float64, dtype)
@@ -38,14 +37,15 @@ def test_each_key_tile_has_its_own_values(dtype: torch.dtype, mask: str, dv: int
         assert (actual.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max()
 
 
-def test_large_values_have_fewer_slots() -> None:
+def test_large_tiles_have_fewer_slots() -> None:
     for rows in ("pairs", "widened"):
         spec = select.SPECS["forward", "bfloat16", rows]
-        for dv in (48, 64, 128, 1040, 10**6):
-            tile = KEYS * dv * spec.number_bytes // spec.per_word
-            kept = kept_scratch(spec, KEYS, dv)["kept_values"]
-            assert kept % tile == 0 and tile <= kept <= max(tile, 2**19)
-            assert (kept // tile < 750 // KEYS) == (dv > 512)
+        for size in (48, 64, 128, 1040, 10**6):
+            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, kept_scratch(spec, KEYS, size, size)
+            for name in ("kept_keys", "kept_values") if rows == "widened" else ("kept_values",):
+                slots = kept[name] // tile
+                assert slots >= 1 and slots * tile <= max(tile, 2**19)
+                assert (slots < 750 // KEYS) == (size > 512)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
