@@ -20,7 +20,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_scratch, kept_values
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
-from lowtri.kernels.plan_walk import key_spans, visible_tiles
+from lowtri.kernels.plan_walk import key_spans, tile_count, visible_tiles
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
@@ -115,14 +115,13 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     fill(l, QUERIES, start_l, spec)
     fill_columns(output, dv, whole_groups(n), 0.0, spec)
     head = b * (call.heads // call.group) + kv
-    k, v = (
-        call.k + input_bytes * (b * k_step.b + kv * k_step.h),
-        call.v + input_bytes * (b * v_step.b + kv * v_step.h),
-    )
+    k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
+    v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
+    seen = tile_count(call.plan, b, h, r)
     slots_k, slots_v = memory + offsets.kept_keys, memory + offsets.kept_values
     for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         spans, groups = key_spans(mask_bits, keys, n)
-        k_words, k_n, k_d = kept_keys(k, k_step, head, key0, KEYS, nk, d, slots_k, spec)
+        k_words, k_n, k_d = kept_keys(k, k_step, head, key0, KEYS, nk, d, seen, slots_k, spec)
         score_tile(k_words, k_n, k_d, queries, scores, d_words, spans, groups, spec)
         unit = scale
         if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
@@ -141,7 +140,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
             add_non_finite_keys(rows, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, values, spec)
             v_words, v_n, v_d = row_operand(values, keys, dv, values, spec), dv, 1
         else:
-            v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, zeros, slots_v, spec)
+            v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, seen, zeros, slots_v, spec)
         weights = row_operand(scores, keys, QUERIES, memory + offsets.weights, spec)
         pv_tile(v_words, v_d, v_n, weights, output, dv, spans, groups, spec)
     return n

@@ -2,7 +2,8 @@
 
 Neighbouring tiles of queries see mostly the same keys, and a thread computes them one after the other. So each thread keeps the key
 tiles that it converted last, in slots: tile n is in slot ``n % slots``. The first words of the memory say which tile a slot has: its
-number among the tiles of all heads, plus 1; or 0.
+number among the tiles of all heads, plus 1; or 0. A tile of queries that sees more key tiles than there are slots would find none of
+them again; it uses one slot, which then stays in the first cache.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ def forget_tiles(spec):
 
 
 @device_function
-def slot_of(memory, head, tile, tile_bytes, tiles):
-    """The slot of a head's key tile: its address, and whether the tile is to be converted now."""
-    slot, number = tile % slot_count(tile_bytes), head * tiles + tile + 1
+def slot_of(memory, head, tile, tile_bytes, tiles, seen):
+    """The slot of a head's key tile, one of ``seen``: its address, and whether the tile is to be converted now."""
+    slots, number = slot_count(tile_bytes), head * tiles + tile + 1
+    slot = tile % slots if seen <= slots else 0
     is_new = read_int64(memory + 8 * slot) != number
     if is_new:
         write_int64(memory + 8 * slot, number)
@@ -77,15 +79,16 @@ def kept_keys(spec):
 
     Args:
         rows: address of key 0 of this head.  step: the strides of the array.  head: the number of the key/value head.
-        tile_keys: keys in a tile.  nk, size: keys of the head, numbers in a row.  memory: the slots.
+        tile_keys: keys in a tile.  nk, size: keys of the head, numbers in a row.  seen: how many key tiles the queries see.
+        memory: the slots.
     """
 
-    def in_place(rows, step, head, key0, tile_keys, nk, size, memory, spec):
+    def in_place(rows, step, head, key0, tile_keys, nk, size, seen, memory, spec):
         return head_operand(rows + spec.input_bytes * key0 * step.n, step.n, step.d, tile_keys, size, memory, spec)
 
-    def kept(rows, step, head, key0, tile_keys, nk, size, memory, spec):
+    def kept(rows, step, head, key0, tile_keys, nk, size, seen, memory, spec):
         tile, tiles = key0 // tile_keys, (nk + tile_keys - 1) // tile_keys
-        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles)
+        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles, seen)
         first = tile * tile_keys
         if is_new:
             source, keys = rows + spec.input_bytes * first * step.n, min(tile_keys, nk - first)
@@ -102,12 +105,12 @@ def kept_values(spec):
     In pairs, key0 is an even number of keys after its tile's first. ``zeros``: a row of 0, the neighbour of an odd last key.
     """
 
-    def in_place(rows, step, head, key0, tile_keys, nk, size, zeros, memory, spec):
+    def in_place(rows, step, head, key0, tile_keys, nk, size, seen, zeros, memory, spec):
         return rows + spec.input_bytes * key0 * step.n, step.n, step.d
 
-    def kept(rows, step, head, key0, tile_keys, nk, size, zeros, memory, spec):
+    def kept(rows, step, head, key0, tile_keys, nk, size, seen, zeros, memory, spec):
         tile, tiles = key0 // tile_keys, (nk + tile_keys - 1) // tile_keys
-        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles)
+        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles, seen)
         first = tile * tile_keys
         if is_new:
             source, keys = rows + spec.input_bytes * first * step.n, min(tile_keys, nk - first)

@@ -11,7 +11,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import read_int32, read_int64, read_word
 
-__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "visible_tiles"]
+__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "tile_count", "visible_tiles"]
 
 FULL = 2  # masks.tile.FULL
 ALL_QUERIES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the mask bits of a key that every query sees
@@ -74,13 +74,28 @@ def visible_keys(kind, bits, tile_bits, index, size, keys):
 
 
 @device_function
+def first_run(plan, b, h, r):
+    """The address of the index of the first run of row r of a head's plan; that of one past its last run follows."""
+    mask_index = read_int32(plan.mask_index + 4 * (b * plan.mask_index_b + h * plan.mask_index_h))
+    return plan.row_start + 8 * (mask_index * plan.rows + r)
+
+
+@device_function
+def tile_count(plan, b, h, r):
+    """How many key tiles row r of a head's plan sees."""
+    row, count = first_run(plan, b, h, r), 0
+    for run in range(read_int64(row), read_int64(row + 8)):
+        count += read_int32(plan.runs + 16 * run + 4) - read_int32(plan.runs + 16 * run)
+    return count
+
+
+@device_function
 def visible_tiles(plan, b, h, r, size, nk):
     """The key tiles of row r of a head's plan, as (first key, keys, mask bits): see :func:`visible_keys`.
 
     A run of the plan is four int32: first tile, one past the last, kind, and the index of its first tile in ``tile_bits``.
     """
-    mask_index = read_int32(plan.mask_index + 4 * (b * plan.mask_index_b + h * plan.mask_index_h))
-    row = plan.row_start + 8 * (mask_index * plan.rows + r)
+    row = first_run(plan, b, h, r)
     runs, tile_bits, bits = plan.runs, plan.tile_bits, plan.bits
     for run in range(read_int64(row), read_int64(row + 8)):
         fields = runs + 16 * run
