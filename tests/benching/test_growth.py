@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ET
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     shown = texts(file)
     for words in (
-        *("bf16", "A CPU, 1 thread", f"torch {torch.__version__}", machine["date"], "median CPU time", "tokens"),
+        *("bf16", "A CPU, 1 thread", f"torch {version('torch')}", machine["date"], "median CPU time", "tokens"),
         *("time of a call, ms", "memory beyond the inputs, MB", "window of 256 tokens", OURS, SDPA),
         "torch SDPA ends:\nfor 2,048 tokens its table takes 9 GB",
     ):

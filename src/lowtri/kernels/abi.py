@@ -127,7 +127,19 @@ FORWARD = Abi(
     "forward",
     ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
     {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
-    ("queries", "scores", "output", "shift", "total", "weights", "keys", "values", "zeros", "rows"),
+    (
+        "queries",
+        "scores",
+        "output",
+        "shift",
+        "total",
+        "weights",
+        "values",
+        "zeros",
+        "rows",
+        "kept_keys",
+        "kept_values",
+    ),
 )
 
 FORWARD_TILES = Abi(

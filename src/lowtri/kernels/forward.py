@@ -18,15 +18,14 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
+from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_scratch, kept_values
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
-from lowtri.kernels.plan_walk import key_spans, visible_tiles
+from lowtri.kernels.plan_walk import key_spans, tile_count, visible_tiles
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
     fill_columns,
-    head_operand,
-    key_operand,
     multiply_by,
     row_operand,
     store_rows,
@@ -55,10 +54,10 @@ def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
         "shift": row,
         "total": row,
         "weights": row * KEYS // 2 if pairs else 0,
-        "keys": number * KEYS * d if spec.rows == "widened" else 0,
         "values": number * KEYS * dv,  # also a copy with 0 in place of non-finite rows
         "zeros": number * dv if pairs else 0,
         "rows": 0 if direct else row * max(d, dv),
+        **kept_scratch(spec, KEYS, d, dv),
     }
 
 
@@ -115,11 +114,14 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     fill(m, QUERIES, start_m, spec)
     fill(l, QUERIES, start_l, spec)
     fill_columns(output, dv, whole_groups(n), 0.0, spec)
+    head = b * (call.heads // call.group) + kv
+    k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
+    v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
+    seen = tile_count(call.plan, b, h, r)
+    slots_k, slots_v = memory + offsets.kept_keys, memory + offsets.kept_values
     for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-        k = call.k + input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
-        v = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
         spans, groups = key_spans(mask_bits, keys, n)
-        k_words, k_n, k_d = head_operand(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
+        k_words, k_n, k_d = kept_keys(k, k_step, head, key0, KEYS, nk, d, seen, slots_k, spec)
         score_tile(k_words, k_n, k_d, queries, scores, d_words, spans, groups, spec)
         unit = scale
         if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
@@ -134,10 +136,11 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
             apply_mask(scores, mask_bits, spans, spec)
         softmax_tile(scores, unit, spans, m, l, output, dv, spec)
         if non_finite:
-            add_non_finite_keys(v, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, values, spec)
+            rows = v + input_bytes * key0 * v_step.n
+            add_non_finite_keys(rows, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, values, spec)
             v_words, v_n, v_d = row_operand(values, keys, dv, values, spec), dv, 1
         else:
-            v_words, v_n, v_d = key_operand(v, v_step.n, v_step.d, keys, dv, zeros, values, spec)
+            v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, seen, zeros, slots_v, spec)
         weights = row_operand(scores, keys, QUERIES, memory + offsets.weights, spec)
         pv_tile(v_words, v_d, v_n, weights, output, dv, spans, groups, spec)
     return n
@@ -190,6 +193,7 @@ def forward(call):
     """The kernel: takes tasks until none is left, the last rows first: under a causal mask they have the most keys."""
     memory = call.scratch + call.thread_bytes * take(call.next_thread)
     rows = call.plan.rows
+    forget_tiles(memory + call.offsets.kept_keys, memory + call.offsets.kept_values, call.spec)
     while True:
         task = take(call.next_task)
         if task >= call.tasks:

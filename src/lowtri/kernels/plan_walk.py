@@ -1,7 +1,7 @@
 """The key tiles that a query tile sees, read from the plan.
 
-EMPTY tiles are in no run of the plan. FULL ones have no mask bits. PARTIAL ones are cut to the keys that some query sees, with a word
-of mask bits for each of these keys.
+EMPTY tiles are in no run of the plan. FULL ones have no mask bits. PARTIAL ones are cut to the keys that some query sees, from a whole
+pair on, with a word of mask bits for each of these keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import read_int32, read_int64, read_word
 
-__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "visible_tiles"]
+__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "tile_count", "visible_tiles"]
 
 FULL = 2  # masks.tile.FULL
 ALL_QUERIES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the mask bits of a key that every query sees
@@ -61,7 +61,7 @@ def key_spans(mask_bits, keys, n):
 
 @device_function
 def visible_keys(kind, bits, tile_bits, index, size, keys):
-    """Of a tile's keys the first that any query sees, one past the last, and the address of the mask bits from that first one on.
+    """Of a tile's keys the first pair that any query sees, one past the last key, and the address of the mask bits from there on.
 
     The patterns in ``bits`` have a word for each of ``size`` keys. A FULL tile has no mask bits: their address is 0.
     """
@@ -69,7 +69,24 @@ def visible_keys(kind, bits, tile_bits, index, size, keys):
         return 0, keys, 0
     mask_bits = bits + 8 * size * read_int32(tile_bits + 4 * index)
     start, stop = visible_range(mask_bits, keys, ALL_QUERIES)
+    start &= -2
     return start, stop, mask_bits + 8 * start
+
+
+@device_function
+def first_run(plan, b, h, r):
+    """The address of the index of the first run of row r of a head's plan; that of one past its last run follows."""
+    mask_index = read_int32(plan.mask_index + 4 * (b * plan.mask_index_b + h * plan.mask_index_h))
+    return plan.row_start + 8 * (mask_index * plan.rows + r)
+
+
+@device_function
+def tile_count(plan, b, h, r):
+    """How many key tiles row r of a head's plan sees."""
+    row, count = first_run(plan, b, h, r), 0
+    for run in range(read_int64(row), read_int64(row + 8)):
+        count += read_int32(plan.runs + 16 * run + 4) - read_int32(plan.runs + 16 * run)
+    return count
 
 
 @device_function
@@ -78,8 +95,7 @@ def visible_tiles(plan, b, h, r, size, nk):
 
     A run of the plan is four int32: first tile, one past the last, kind, and the index of its first tile in ``tile_bits``.
     """
-    mask_index = read_int32(plan.mask_index + 4 * (b * plan.mask_index_b + h * plan.mask_index_h))
-    row = plan.row_start + 8 * (mask_index * plan.rows + r)
+    row = first_run(plan, b, h, r)
     runs, tile_bits, bits = plan.runs, plan.tile_bits, plan.bits
     for run in range(read_int64(row), read_int64(row + 8)):
         fields = runs + 16 * run

@@ -17,7 +17,7 @@ from lowtri.kernels.isa.baseline import constant, integers
 __all__ = [
     *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer"),  # for intrinsics
     *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
-    *("store", "store_input", "write", "write_input", "fetch_add", "as_number", "splat"),
+    *("store", "store_input", "write", "write_input", "write_int64", "fetch_add", "as_number", "splat"),
     *("add", "sub", "mul", "div", "fma", "maximum", "select_bits", "select_greater", "any_greater", "all_lanes_finite"),
 ]
 
@@ -150,6 +150,17 @@ def _integer_reader(kind: Any, result: Any) -> Any:
 
 read_byte, read_int32, read_int64 = (_integer_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
 read_word = _integer_reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
+
+
+@intrinsic
+def write_int64(typing, address, x):
+    """One integer to memory."""
+
+    def emit(c, b, s, a):
+        b.store(a[1], pointer(b, a[0], I64), align=8)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.int64), emit
 
 
 @intrinsic

@@ -97,7 +97,7 @@ class _Scratch:
         self.address = aligned(self._memory.ctypes.data)
 
 
-_POOLED_BYTES = 2**24  # larger blocks are freed after the run
+_POOLED_BYTES = 2**26  # larger blocks are freed after the run
 _scratch: list[_Scratch] = []  # a pool
 
 
