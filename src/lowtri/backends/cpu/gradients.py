@@ -6,6 +6,7 @@ from typing import Any
 
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Strides, like_array, of_bias, of_plan, packed, strides
+from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.team import tile_threads
@@ -48,6 +49,8 @@ class PreparedGradients:
         self.copies_output = reading.cast or output[3] != 1
         even = kernel_file("select").Array(d_output, dv).even
         self.copies_d_output = reading.cast or (spec.rows == "pairs" and not even)
+        # The kernel alone gives the gradients, in the dtype in which they are summed.
+        self.is_kernel_alone = self.is_exact and not self.copies_output and not self.copies_d_output
         dense = packed((batch, heads, nq, dv))  # of a copy
         self.launch = self._prepare(
             plan,
@@ -92,27 +95,20 @@ class PreparedGradients:
             d_output = to_dtype(d_output, self.reading.dtype).contiguous()
         if d_lse is not None:
             d_lse = to_dtype(d_lse, self.reading.compute_dtype).contiguous()
-        # One allocation with three views takes longer than three.
-        dq = lse.new_empty_strided(self.q_shape, self.q_strides)
-        dk = lse.new_empty_strided(self.shapes[0], self.strides[0])
-        dv_sums = lse.new_empty_strided(self.shapes[1], self.strides[1])
         delta = lse.new_empty(self.q_shape[:3]) if self.with_sinks else None
         d_bias = None if self.d_bias_shape is None else lse.new_zeros(self.d_bias_shape)
         lse_address = lse.data_ptr()
-        self.launch.run_at(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
+        dq, dk, dv_sums = self.run_kernel(
+            q,
+            k,
+            v,
+            output,
+            lse,
+            0 if recorded is None else lse_address + lse.nbytes // 2,
+            d_output,
             0 if bias is None else self.reading.first_pair(bias, self.reading.bias_strides),
-            output.data_ptr(),
-            lse_address,
-            0 if recorded is None else lse_address + lse.nbytes // 2,  # lse_low
-            d_output.data_ptr(),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),
-            dq.data_ptr(),
-            dk.data_ptr(),
-            dv_sums.data_ptr(),
             0 if d_bias is None else self.reading.first_pair(d_bias, (1,)),
         )
         if not self.is_exact:
@@ -126,6 +122,47 @@ class PreparedGradients:
             lse = lse if recorded is None else recorded[0]
             d_sinks = _of_sinks(sinks, lse, delta, output, d_lse)
         return Inputs(dq, dk, dv_sums, d_bias, d_sinks)
+
+    def run_kernel(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        output: Any,
+        lse: Any,
+        lse_low: int,
+        d_output: Any,
+        bias: int = 0,
+        d_lse: int = 0,
+        delta: int = 0,
+        d_bias: int = 0,
+    ) -> tuple[Any, Any, Any]:
+        """The kernel alone: dQ, dK and dV, the latter two in padded parts unless they are exact; absent arrays are 0."""
+        # One allocation with three views takes longer than three.
+        dq = lse.new_empty_strided(self.q_shape, self.q_strides)
+        dk = lse.new_empty_strided(self.shapes[0], self.strides[0])
+        dv = lse.new_empty_strided(self.shapes[1], self.strides[1])
+        dq_address, dk_address, dv_address = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        if dq.nbytes >= LARGE:
+            for where, x in ((dq_address, dq), (dk_address, dk), (dv_address, dv)):
+                ask_for_large_pages(where, x.nbytes)
+        self.launch.run_at(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            bias,
+            output.data_ptr(),
+            lse.data_ptr(),
+            lse_low,
+            d_output.data_ptr(),
+            d_lse,
+            delta,
+            dq_address,
+            dk_address,
+            dv_address,
+            d_bias,
+        )
+        return dq, dk, dv
 
 
 def _of_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:

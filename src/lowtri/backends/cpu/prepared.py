@@ -10,6 +10,7 @@ import numpy as np
 from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
+from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.specs import is_decoded, pack, spec_for
@@ -52,6 +53,8 @@ class PreparedKernels:
         self.sums_strides = packed(self.sums_shape)
         self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
         self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
+        self.sums_in_dtype = call.dtype == self.reading.compute_dtype  # so are the gradients
+        self.is_plain = self.reading.unchanged and self.rows == 2 and not call.return_lse
         self._gradients: dict[Layout, PreparedGradients] = {}
         self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
 
@@ -67,34 +70,55 @@ class PreparedKernels:
 
     def _forward(self, inputs: Inputs) -> tuple[Any, Any]:
         """Output (B, Hq, Nq, Dv) in the dtype of q, and the sums."""
-        reading, lse, lse_low = self.reading, 0, 0
-        sums: Any = None
-        if reading.unchanged:  # the shortest way, since small calls take microseconds
-            q, k, v, _, _ = inputs
-            output = q.new_empty_strided(self.output_shape, self.output_strides)
-            if self.rows:
-                sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
-                lse = sums.data_ptr()
-        else:
-            q, k, v, bias, sinks = reading.inputs(inputs)
-            output = empty(q, self.output_shape, self.output_strides, reading.dtype)
-            if self.rows:
-                sums = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype)
-                lse = address(sums)
-        if self.rows == 2:
-            lse_low = lse + sums.nbytes // 2
-        addresses = (lse,) if self.decodes else (lse, lse_low)
+        reading = self.reading
         if reading.unchanged:
-            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), *addresses, 0, 0)
-            return output, sums
+            return self.record_plain(*inputs[:3])
+        q, k, v, bias, sinks = reading.inputs(inputs)
+        output = empty(q, self.output_shape, self.output_strides, reading.dtype)
+        if output.nbytes >= LARGE:
+            ask_for_large_pages(address(output), output.nbytes)
+        sums: Any = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype) if self.rows else None
+        lse = address(sums)
+        addresses = (lse,) if self.decodes else (lse, lse + sums.nbytes // 2 if self.rows == 2 else 0)
         first = reading.first_pair(bias, reading.bias_strides)
         self.launch.run_at(*map(address, (q, k, v, output)), *addresses, first, address(sinks))
         return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
 
+    def record_plain(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Output and sums from tensors that the kernels read as they are: the shortest way, since small calls take microseconds."""
+        output = q.new_empty_strided(self.output_shape, self.output_strides)
+        where, sums, lse, lse_low = output.data_ptr(), None, 0, 0
+        if output.nbytes >= LARGE:
+            ask_for_large_pages(where, output.nbytes)
+        if self.rows:
+            sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
+            lse = sums.data_ptr()
+            if self.rows == 2:
+                lse_low = lse + sums.nbytes // 2
+        if self.decodes:
+            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, 0, 0)
+        else:
+            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, lse_low, 0, 0)
+        return output, sums
+
+    def gradients_plain(
+        self, q: Any, k: Any, v: Any, output: Any, recorded: Any, d_output: Any
+    ) -> tuple[Any, Any, Any]:
+        """:meth:`gradients` of q, k and v where there is nothing else."""
+        layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), None
+        prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
+        if not prepared.is_kernel_alone:
+            return self.gradients(Inputs(q, k, v), Result(output), recorded, Result(d_output))[:3]
+        lse_low = recorded.data_ptr() + recorded.nbytes // 2
+        dq, dk, dv = prepared.run_kernel(q, k, v, output, recorded, lse_low, d_output)
+        if self.sums_in_dtype:
+            return dq, dk, dv
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
     def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
         wide = self.wide_gradients(inputs, result, recorded, d_result)
-        if self.reading.unchanged and self.call.dtype == self.reading.compute_dtype:
+        if self.reading.unchanged and self.sums_in_dtype:
             return wide
         return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(wide, inputs, strict=True)))
 

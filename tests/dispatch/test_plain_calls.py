@@ -1,0 +1,66 @@
+"""Calls with q, k and v only and one result take a shorter way to their gradients, which gives the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtri
+from lowtri.backends.cpu.prepared import PreparedKernels
+
+D_OUTPUTS = {
+    "as the output": lambda x: torch.linspace(-1, 1, x.numel()).reshape(x.shape).to(x.dtype),
+    "of one number": lambda x: torch.ones((), dtype=x.dtype).expand(x.shape),
+    "tokens before heads": lambda x: torch.ones_like(x).transpose(1, 2).contiguous().transpose(1, 2),
+    "numbers apart": lambda x: torch.ones(*x.shape, 2, dtype=x.dtype)[..., 0],
+}
+
+
+def leaves(dtype: torch.dtype, sizes: tuple[int, int], nk: int = 40) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 24, sizes[0]), (1, 2, nk, sizes[0]), (1, 2, nk, sizes[1])
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def gradients(inputs: list[Tensor], d_output: Any, **options: Any) -> tuple[Tensor, ...]:
+    found = lowtri.attention(*inputs, "causal & window(9)", engine="cpu", **options)
+    output = found[0] if options else found
+    return output, *torch.autograd.grad(output, inputs, d_output(output))
+
+
+@pytest.mark.parametrize("d_output", D_OUTPUTS)
+@pytest.mark.parametrize("sizes", [(32, 32), (24, 40), (33, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_short_way_gives_the_same_bits(dtype: torch.dtype, sizes: tuple[int, int], d_output: str) -> None:
+    inputs = leaves(dtype, sizes)
+    short = gradients(inputs, D_OUTPUTS[d_output])
+    general = gradients(inputs, D_OUTPUTS[d_output], return_lse=True)
+    for one, other in zip(short, general, strict=True):
+        assert one.dtype is other.dtype and one.shape == other.shape
+        assert torch.equal(one, other)
+
+
+def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def general(*_: Any) -> Any:
+        raise AssertionError("the general way")
+
+    monkeypatch.setattr(PreparedKernels, "gradients", general)
+    monkeypatch.setattr(PreparedKernels, "record", general)
+    gradients(leaves(torch.float32, (32, 32), nk=32), D_OUTPUTS["as the output"])
+    with pytest.raises(AssertionError, match="the general way"):
+        gradients(leaves(torch.float32, (32, 32), nk=32), D_OUTPUTS["as the output"], return_lse=True)
+
+
+def test_a_graph_of_the_gradients_is_recorded() -> None:
+    inputs = leaves(torch.float64, (4, 4))
+    output = lowtri.attention(*inputs, "causal & window(9)", engine="cpu")
+    assert output.grad_fn is not None and "OfThree" in output.grad_fn.name()
+    (d_q,) = torch.autograd.grad(output.square().sum(), inputs[:1], create_graph=True)
+    (second,) = torch.autograd.grad(d_q.square().sum(), inputs[2:])
+    formula = lowtri.attention(*inputs, "causal & window(9)", engine="formula")
+    (d_q,) = torch.autograd.grad(formula.square().sum(), inputs[:1], create_graph=True)
+    (expected,) = torch.autograd.grad(d_q.square().sum(), inputs[2:])
+    torch.testing.assert_close(second, expected)
