@@ -178,7 +178,10 @@ def _like(numbers: NDArray[Any], like: Any, keep: bool = False) -> Any:
 
 
 def _check(function: str, name: str, x: Any, ranks: tuple[int, ...], layout: str) -> None:
-    fits = (isinstance(x, np.ndarray) or is_tensor(x)) and x.ndim in ranks and "float" in str(x.dtype)
-    if not fits or x.shape[-1] == 0:
-        came = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-        raise CallError(f"{function}: {name} is {came}. Fix: an array or tensor of floats, {layout}.")
+    is_array = isinstance(x, np.ndarray) or is_tensor(x)
+    if not is_array or x.ndim not in ranks or "float" not in str(x.dtype) or x.shape[-1] == 0:
+        came = f"{x.dtype} {tuple(x.shape)}" if is_array else f"{type(x).__module__}.{type(x).__name__}"
+        raise CallError(
+            f"{function}: {name} is {came.removeprefix('builtins.')}. "
+            f"Fix: a NumPy array or torch tensor of floats, {layout}."
+        )
