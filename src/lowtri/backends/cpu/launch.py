@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -18,8 +19,9 @@ from lowtri.kernels.abi import Abi, aligned
 __all__ = ["PreparedLaunch", "kernel_file"]
 
 
+@cache
 def kernel_file(name: str) -> Any:
-    """A module of the kernels, imported late because it imports Numba."""
+    """A module of the kernels, imported late because it imports Numba; a new call asks for it a dozen times."""
     return importlib.import_module(f"lowtri.kernels.{name}")
 
 
