@@ -542,6 +542,25 @@ def test_alignment_in_multihead_attention() -> None:
     same(switched(new, x, x, attn_mask=future, is_causal=True, need_weights=False)[0], theirs)
 
 
+def test_bias_keys_in_multihead_attention() -> None:
+    module, switched, x = multihead(add_bias_kv=True)
+
+    def saw(attend: nn.MultiheadAttention, **options: bool) -> set[bool]:
+        """Whether each query sees the learned key, whose value is changed."""
+        before = attend(x, x, x, attn_mask=~TRIANGLE, **options)[0]
+        assert attend.bias_v is not None
+        attend.bias_v.data += 1
+        moved = attend(x, x, x, attn_mask=~TRIANGLE, **options)[0] - before
+        attend.bias_v.data -= 1
+        return set((moved.abs().amax(-1) > 1e-3).flatten().tolist())
+
+    for weights in (True, False):
+        for is_causal in (True, False):
+            options = {"need_weights": weights, "is_causal": is_causal}
+            assert saw(switched, **options) == {True}
+            assert saw(module, **options) == ({False} if is_causal and not weights else {True})
+
+
 def test_alignment_in_jax() -> None:
     q, k, v = qkv()
     theirs = in_jax(q[:, :, -2:], k, v, is_causal=True)
