@@ -32,16 +32,18 @@ class Prepared(Protocol):
 
 @runtime_checkable
 class Differentiates(Prepared, Protocol):
-    """A prepared call that computes first gradients itself, since torch records no graph of it."""
+    """A prepared call that computes first gradients itself, since torch records no graph of it.
+
+    It may have a true ``is_plain``, where q, k and v are the only inputs and the output is the only result. It then also has
+    ``record_plain(q, k, v)`` and ``gradients_plain(q, k, v, output, recorded, d_output)``: without the tuples below, small calls are
+    ten microseconds shorter.
+    """
 
     computes_gradients: bool  # False for a call that torch differentiates itself
     # The gradients need nothing of the forward but its output and log-sum-exp; what is recorded is small, and may be missing. Such a
     # call also has ``wide_gradients(inputs, result, recorded, d_result)``, which returns them in the dtype in which they are summed.
     from_output: bool
     formula_dtype: str | None  # of the formula that computes higher derivatives; None: the inputs' dtype
-    # q, k and v are the only inputs, and the output the only result. Such a call also has ``record_plain(q, k, v)`` and
-    # ``gradients_plain(q, k, v, output, recorded, d_output)``: without the tuples below, small calls are ten microseconds shorter.
-    is_plain: bool
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The result, and any other state that the gradients need."""

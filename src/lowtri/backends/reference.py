@@ -41,7 +41,6 @@ class _Prepared:
     computes_gradients: bool = True
     formula_dtype: str | None = "float64"
     from_output: bool = False
-    is_plain: bool = False
 
     def run(self, inputs: Inputs) -> Result:
         return self.record(inputs)[0]

@@ -24,7 +24,7 @@ __all__ = ["differentiable"]
 
 def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    if prepared.is_plain:
+    if getattr(prepared, "is_plain", False):
         return Result(_apply_to_three(prepared, call, inputs.q, inputs.k, inputs.v))
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs

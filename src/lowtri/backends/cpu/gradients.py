@@ -143,8 +143,8 @@ class PreparedGradients:
         dk = lse.new_empty_strided(self.shapes[0], self.strides[0])
         dv = lse.new_empty_strided(self.shapes[1], self.strides[1])
         dq_address, dk_address, dv_address = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        if dq.nbytes >= LARGE:
-            for where, x in ((dq_address, dq), (dk_address, dk), (dv_address, dv)):
+        for where, x in ((dq_address, dq), (dk_address, dk), (dv_address, dv)):
+            if x.nbytes >= LARGE:
                 ask_for_large_pages(where, x.nbytes)
         self.launch.run_at(
             q.data_ptr(),

@@ -41,7 +41,6 @@ class Fused:
 
     formula_dtype = None
     from_output = False
-    is_plain = False
 
     def __init__(self, call: Call, is_causal: bool, with_table: bool) -> None:
         self.scale, self.huge, self.dv = call.scale, _HUGE[call.dtype], call.v.shape[3]
