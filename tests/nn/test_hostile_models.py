@@ -80,6 +80,11 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"eos_token_id": True}, "eos_token_id True came"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it is True or False"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it is a number"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*; it is a number"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 10**30}},
+            "factor is 1000.*\nFix: factor and original from 1 to",
+        ),
         ({"rope_parameters": 3}, "does not describe a decoder: "),
         ({"rope_scaling": {"rope_type": "llama3", "factor": {}}}, "does not describe a decoder: "),
         ({"hidden_act": ["x" * 10**6]}, r"hidden_act \['xxx.* came, lowtri's Decoder has 'silu' or 'swish' only"),
@@ -99,6 +104,12 @@ DEEP = "[" * 100_000 + "]" * 100_000
 def test_a_config_with_impossible_values_is_refused(values: dict[str, Any], words: str, folder: Path) -> None:
     change(folder, **values)
     refused(folder, words)
+
+
+@pytest.mark.parametrize("values", [{"rope_theta": 10**30}, {"rms_norm_eps": 10**30}], ids=str)
+def test_a_large_whole_number_is_a_float(values: dict[str, int], folder: Path) -> None:
+    change(folder, **values)
+    Decoder.from_pretrained(folder)(torch.tensor([[2, 3]]))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -164,8 +165,12 @@ def _check_types(owner: str, config: Any) -> None:
             expected = "a whole number, at least 1"
         elif field.type == "bool" and not isinstance(value, bool):
             expected = "True or False"
-        elif field.type == "float" and not isinstance(value, int | float):
+        elif field.type == "float":
             expected = "a number"
+            if isinstance(value, int | float):
+                with suppress(OverflowError):
+                    object.__setattr__(config, field.name, float(value))  # torch takes no huge whole numbers
+                    expected = None
         if expected is not None and not (value is None and field.default is None):
             raise CallError(f"{owner}: {field.name} is {value!r:.60}; it is {expected}.")
 

@@ -19,6 +19,8 @@ from lowtri.masks.arrays import why_not_plain
 
 __all__ = ["RopeScaling", "apply_rotary", "from_pairs", "rotary_frequencies", "rotary_tables"]
 
+_MOST = 1e15  # torch takes no whole numbers beyond 64 bits
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -49,13 +51,12 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         linear = self.low_freq_factor == self.high_freq_factor == float("inf")
-        if not (
-            self.factor >= 1 and self.original >= 1 and (linear or 0 < self.low_freq_factor < self.high_freq_factor)
-        ):
+        bounded = linear or 0 < self.low_freq_factor < self.high_freq_factor <= _MOST
+        if not (1 <= self.factor <= _MOST and 1 <= self.original <= _MOST and bounded):
             raise CallError(
                 f"RopeScaling: factor is {self.factor}, original {self.original}, and the bounds are "
                 f"{self.low_freq_factor} and {self.high_freq_factor}.\n"
-                "Fix: factor and original at least 1; the low bound above 0 and below the high one."
+                f"Fix: factor and original from 1 to {_MOST:.0e}; the low bound above 0 and below the high one."
             )
 
     @property
