@@ -10,6 +10,7 @@ from torch import Tensor
 
 import lowtri
 from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.errors import CallError
 
 D_OUTPUTS = {
     "as the output": lambda x: torch.linspace(-1, 1, x.numel()).reshape(x.shape).to(x.dtype),
@@ -64,3 +65,23 @@ def test_a_graph_of_the_gradients_is_recorded() -> None:
     (d_q,) = torch.autograd.grad(formula.square().sum(), inputs[:1], create_graph=True)
     (expected,) = torch.autograd.grad(d_q.square().sum(), inputs[2:])
     torch.testing.assert_close(second, expected)
+
+
+UNPACKED = {
+    "another dtype": (lambda x: x.half(), r"unpacked torch\.float16 \(1, 4, 24, 32\) where torch\.float32"),
+    "another shape": (lambda x: x[..., :3], r"unpacked torch\.float32 \(1, 4, 24, 3\) where"),
+    "no memory": (lambda x: x.to("meta"), "unpacked a tensor on meta whose data does not lie"),
+    "a negated view": (torch._neg_view, "unpacked a tensor on cpu whose data does not lie"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("hook", UNPACKED)
+def test_a_hook_that_unpacks_other_tensors_raises(hook: str, options: dict[str, bool]) -> None:
+    """Kernels would read memory that is not there."""
+    unpack, words = UNPACKED[hook]
+    inputs = leaves(torch.float32, (32, 32))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        found = lowtri.attention(*inputs, "causal & window(9)", engine="cpu", **options)
+    with pytest.raises(CallError, match=words):
+        (found[0] if options else found).sum().backward()

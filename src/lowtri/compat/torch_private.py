@@ -31,6 +31,7 @@ __all__ = [
     "mapped_indexing",
     "out_of_batch",
     "recording_gradients",
+    "saved_tensors_hooks",
     "scaled_dot_product_attention",
     "to_copy",
     "tracing_state",
@@ -69,6 +70,8 @@ dispatch_keys = _private("_C._dispatch_keys")  # (tensor) -> the set of its disp
 dispatch_mode_count = _private("_C._len_torch_dispatch_stack")  # () -> how many TorchDispatchModes are active
 tracing_state = _private("_C._get_tracing_state")  # () -> None outside of torch.jit.trace
 transform_stack = _private("_C._functorch.peek_interpreter_stack", lambda: None)  # () -> None outside of torch.func
+# (True) -> None without torch.autograd.graph.saved_tensors_hooks; where this torch cannot tell, there may be some
+saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks", lambda _: ())
 
 # Why it cannot be told whether kernels may read a tensor's memory, so that they do not run; None where it can.
 why_unreadable = _lacks(

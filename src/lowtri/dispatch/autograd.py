@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lowtri.backends.base import Differentiates
-from lowtri.compat.torch_private import apply_function, is_batched
+from lowtri.compat.torch_private import apply_function, is_batched, saved_tensors_hooks
 from lowtri.dispatch.choose import load
+from lowtri.errors import CallError
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import one_by_one
 from lowtri.ops.guards import active_mode, is_plain, plain_keys
@@ -41,11 +42,11 @@ class _Differentiable(torch.autograd.Function):
         result, recorded = prepared.record(Inputs(*inputs))
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         if result.weights is None and result.lse is None:  # alone: each further result takes microseconds
-            ctx.save_for_backward(*inputs, result.output)
+            _save(ctx, *inputs, result.output)
             return result.output
         ctx.set_materialize_grads(False)
         # Kernels have recorded the log-sum-exp, so the user may change the returned one in place.
-        ctx.save_for_backward(*inputs, *(result._replace(lse=None) if prepared.from_output else result))
+        _save(ctx, *inputs, *(result._replace(lse=None) if prepared.from_output else result))
         return tuple(result)
 
     @staticmethod
@@ -58,6 +59,7 @@ class _Differentiable(torch.autograd.Function):
             d_result = d_result._replace(output=torch.zeros_like(result.output))
         if _needs_formula(prepared, inputs, d_result):
             return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
+        _check_unpacked(ctx, saved)
         # The first backward consumes a large recorded state, which frees its memory; a second one records again.
         if prepared.from_output:
             recorded = ctx.recorded[0]
@@ -73,19 +75,43 @@ class _OfThree(_Differentiable):
     def forward(ctx: Any, prepared: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
         output, recorded = prepared.record_plain(q, k, v)
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
-        ctx.save_for_backward(q, k, v, output)
+        _save(ctx, q, k, v, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> Any:
         if is_batched(d_output) or torch.is_grad_enabled() or active_mode() is not None or not is_plain(d_output):
             return _Differentiable.backward(ctx, d_output)
-        q, k, v, output = ctx.saved_tensors
+        q, k, v, output = saved = ctx.saved_tensors
+        _check_unpacked(ctx, saved)
         return None, None, *ctx.prepared.gradients_plain(q, k, v, output, ctx.recorded[0], d_output)
 
 
 # Plain tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
 _apply_to_plain, _apply_to_three = apply_function(_Differentiable), apply_function(_OfThree)
+
+
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for the backward; and what they were, if a hook of the user's may pack them."""
+    ctx.saved = None
+    if saved_tensors_hooks(True) is not None:
+        ctx.saved = [None if x is None else (x.shape, x.dtype, is_plain(x)) for x in tensors]
+    ctx.save_for_backward(*tensors)
+
+
+def _check_unpacked(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Raise if a hook of saved tensors unpacked others than were packed: kernels would read memory that is not there."""
+    for x, saved in zip(tensors, ctx.saved or (), strict=False):
+        if x is not None and (x.shape, x.dtype) != saved[:2]:
+            raise CallError(
+                f"attention: a hook of saved tensors unpacked {x.dtype} {tuple(x.shape)} where {saved[1]} {tuple(saved[0])} "
+                "was packed. Fix: a hook that returns tensors of the same shape and dtype."
+            )
+        if x is not None and saved[2] and not is_plain(x):
+            raise CallError(
+                f"attention: a hook of saved tensors unpacked a tensor on {x.device} whose data does not lie in memory as it is.\n"
+                "Fix: a hook that returns tensors like those that were packed."
+            )
 
 
 def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
