@@ -33,7 +33,7 @@ def bound(linear: nn.Linear, x: torch.Tensor, weights: str) -> torch.Tensor:
     w, x = linear.weight.double().abs(), x.double().abs()
     if weights == "int8":
         of_w = (w.amax(1, keepdim=True) / 127 / 2).expand_as(w)
-        of_x = (x.amax(-1, keepdim=True) / 63 / 126 / 2).expand_as(x)
+        of_x = (x.amax(-1, keepdim=True) / 63 / 128 / 2).expand_as(x)
     else:
         of_w, of_x = w * FLOATS[weights][0], x * FLOATS[weights][1]
     sums = (x.shape[-1] + 4) * 2.0**-24 * (x @ w.T)  # in float32, one number after the other at worst
@@ -134,7 +134,7 @@ def test_cached_decoding_is_the_full_forward_and_later_tokens_change_nothing(wei
     cache = model.make_cache(2)
     whole = model(ids)
     steps = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(20)], 1)
-    # The other order of sums can turn a rounding: by 2^-8 of an output in bf16, by 1/63/126 of a token's largest input in int8.
+    # The other order of sums can turn a rounding: by 2^-8 of an output in bf16, by 1/63/128 of a token's largest input in int8.
     allowed = {"bf16": 0.05, "int8": 2e-3, "float16": 1e-5, "float32": 1e-5}[weights]
     assert (steps - whole).abs().max() <= allowed * whole.abs().max()
     changed = ids.clone()

@@ -34,4 +34,5 @@ forward_tiles    attention in bf16 on tile registers
 decode           few queries against a cache
 compilation      compiling kernels, and the cache of compiled code
 threads          running a kernel on a team of threads
+token_rows       passes over the rows of a few tokens, for layers beside attention
 """

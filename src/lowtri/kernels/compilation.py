@@ -31,7 +31,15 @@ from lowtri.kernels.device_function import NUMBA_OPTIONS
 from lowtri.kernels.record import RecordType
 from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["Code", "cache_folder", "compiled", "is_compiled", "is_compiled_ahead", "mark_compiled_ahead"]
+__all__ = [
+    "Code",
+    "cache_folder",
+    "compiled",
+    "is_compiled",
+    "is_compiled_ahead",
+    "machine_code",
+    "mark_compiled_ahead",
+]
 
 _LONGEST_WAIT = 120.0  # seconds for another process to compile one kernel
 
@@ -69,25 +77,29 @@ class Code:
 
 @cache
 def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
-    """The code of ``kernel(record)``: from the disk cache, or compiled now. A broken cache costs time only."""
-    signature = types.void(RecordType(abi.dtype, spec))
+    """The code of ``kernel(record)``."""
+    return Code(machine_code(kernel, types.void(RecordType(abi.dtype, spec)), spec.name))
+
+
+def machine_code(function: Callable[..., None], signature: Any, name: str) -> Any:
+    """A function compiled for a signature: from the folder ``name`` of the disk cache, or now. A broken cache costs time only."""
     folder = cache_folder()
     if folder is not None:
         # A cache that is full, truncated or of another user raises various classes.
-        with suppress(Exception), numba_private.cache_directory(str(folder / spec.name)):
-            marker = _marker(folder, kernel, spec)
+        with suppress(Exception), numba_private.cache_directory(str(folder / name)):
+            marker = _marker(folder, function, name)
             with nullcontext() if marker.exists() else _turn(marker.with_suffix(".lock")):
-                code = Code(cfunc(signature, cache=True, **NUMBA_OPTIONS)(kernel))
+                code = cfunc(signature, cache=True, **NUMBA_OPTIONS)(function)
             with suppress(OSError):
                 marker.touch()
             return code
-    return Code(cfunc(signature, **NUMBA_OPTIONS)(kernel))
+    return cfunc(signature, **NUMBA_OPTIONS)(function)
 
 
 def is_compiled(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
     """Whether the kernel's code lies in the cache folder."""
     folder = cache_folder()
-    return folder is not None and _marker(folder, kernel, spec).exists()
+    return folder is not None and _marker(folder, kernel, spec.name).exists()
 
 
 def mark_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> None:
@@ -95,22 +107,22 @@ def mark_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> None
     folder = cache_folder()
     if folder is not None:
         with suppress(OSError):
-            _marker(folder, kernel, spec).with_suffix(AHEAD).touch()
+            _marker(folder, kernel, spec.name).with_suffix(AHEAD).touch()
 
 
 def is_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
     """Whether the kernel's code lies in the cache folder because the user asked for it."""
     folder = cache_folder()
-    return (
-        is_compiled(kernel, spec) and folder is not None and _marker(folder, kernel, spec).with_suffix(AHEAD).exists()
-    )
+    if folder is None or not is_compiled(kernel, spec):
+        return False
+    return _marker(folder, kernel, spec.name).with_suffix(AHEAD).exists()
 
 
-def _marker(folder: Path, kernel: Callable[[Any], None], spec: KernelSpec) -> Path:
-    source = Path(kernel.__code__.co_filename)
+def _marker(folder: Path, function: Callable[..., None], name: str) -> Path:
+    source = Path(function.__code__.co_filename)
     facts = source.stat()
     stamp = hashlib.sha256(repr((str(source), facts.st_mtime_ns, facts.st_size)).encode()).hexdigest()[:16]
-    return folder / spec.name / f"{kernel.__name__}-{stamp}{MARKER}"
+    return folder / name / f"{function.__name__}-{stamp}{MARKER}"
 
 
 @contextmanager

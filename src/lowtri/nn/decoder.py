@@ -161,10 +161,10 @@ class Decoder(nn.Module):
         depend on other rows of a batch, and cached decoding equals the full forward up to rounding.
 
         Args:
-            weights: ``"int8"`` (8-bit weights with a scale per output, 7-bit activations with a scale per token), ``"float16"``
-                (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or ``"float32"``
-                (each weight as the sum of two float16 numbers, exact to 2**-22, and as it was, for prompts: twice the memory).
-                All but bf16 need an x86 CPU.
+            weights: ``"int8"`` (8-bit weights with a scale per output, activations of two 7-bit numbers with a scale per token),
+                ``"float16"`` (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or
+                ``"float32"`` (each weight as the sum of two float16 numbers, exact to 2**-22, and as it was, for prompts: twice
+                the memory). All but bf16 need an x86 CPU.
 
         Returns:
             The model itself.

@@ -3,7 +3,7 @@
     float32   each weight as the sum of two float16 numbers, exact to 2**-22, by FBGEMM (x86); and as it was, for prompts
     bf16      weights and inputs rounded to bf16, torch's own matrix product
     float16   weights rounded to float16, inputs and sums in float32, by FBGEMM (x86)
-    int8      weights rounded to 8 bits with a scale per output, inputs to 7 bits with a scale per token, by FBGEMM (x86)
+    int8      weights rounded to 8 bits with a scale per output, inputs as two 7-bit numbers with a scale per token, by FBGEMM (x86)
 
 A scale per token keeps tokens independent: no output depends on later tokens, on padding, or on other rows of the batch.
 Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (FBGEMM).
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowtri.compat import torch_quantized
 from lowtri.errors import CallError
+from lowtri.nn.few_tokens import FewTokensNorm, passes
 
 __all__ = ["WEIGHTS", "QuantizedLinear", "quantize"]
 
@@ -29,6 +30,8 @@ Product: TypeAlias = Callable[[Tensor], Tensor]  # (..., in) to (..., out), both
 # language models a few inputs are so large that 7 bits lose the others, so each input is the sum of two such numbers.
 _FEW_ROWS = 4
 _LEVELS = 63  # of a 7-bit number, on either side of zero
+_STEPS = 128  # between two of them; the second number reaches from -64 to 64, and 2 * 128 * 127 is a number of 16 bits
+_LEAST = 1e-30  # the unit of a row of zeros
 
 
 class QuantizedLinear(nn.Module):
@@ -84,6 +87,8 @@ def quantize(model: nn.Module, weights: str) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, QuantizedLinear(child, weights))
+            elif isinstance(child, nn.RMSNorm):
+                setattr(module, name, FewTokensNorm(child))
     model.requires_grad_(False).eval()
 
 
@@ -127,15 +132,22 @@ def _float16(weight: Tensor) -> Product:
 def _int8(weight: Tensor) -> Product:
     scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127  # (out,)
     packed = torch_quantized.pack_int8(weight, scales)
-    least = torch.tensor(1e-30)  # the unit of a row of zeros
 
-    def product(x: Tensor) -> Tensor:  # in few operations, since each takes microseconds
-        unit = torch.add(least, x.abs().amax(-1, keepdim=True), alpha=1 / _LEVELS)  # (..., 1)
+    def product(x: Tensor) -> Tensor:
+        few = passes(x)
+        if few is not None:
+            parts, unit, rows = x.new_empty(2, *x.shape), x.new_empty(*x.shape[:-1], 1), x.shape[:-1].numel()
+            x_at, unit_at = x.data_ptr(), unit.data_ptr()
+            few.split(x_at, x_at, parts.data_ptr(), unit_at, unit_at, rows, x.shape[-1], _LEVELS, _STEPS, _LEAST)
+            parts = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)  # (2, ..., out)
+            few.join(parts.data_ptr(), unit_at, rows, parts.shape[-1], 1 / _STEPS)
+            return parts[0]
+        unit = (x.abs().amax(-1, keepdim=True) / _LEVELS).clamp_min(_LEAST)  # (..., 1)
         x = x / unit  # from -_LEVELS to _LEVELS
         rounded = x.round()
-        both = torch.stack([rounded, (x - rounded).mul_(2 * _LEVELS)])
-        high, low = torch_quantized.linear_int8(both, packed, 1.0, _LEVELS + 1).unbind()  # (..., out)
-        return torch.add(high, low, alpha=1 / (2 * _LEVELS)).mul_(unit)
+        parts = torch.stack([rounded, (x - rounded).mul_(_STEPS)])
+        high, low = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)
+        return torch.add(high, low, alpha=1 / _STEPS).mul_(unit)
 
     return product
 

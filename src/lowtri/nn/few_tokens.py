@@ -1,0 +1,60 @@
+"""One compiled pass over the rows of a few tokens instead of several operators of torch.
+
+A step of generation calls hundreds of small operators, and a call takes some microseconds more than its work. With many tokens the
+calls do not matter, and torch computes on all threads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lowtri.ops.guards import active_mode, is_plain
+
+if TYPE_CHECKING:
+    from lowtri.kernels.token_rows import TokenRows
+
+__all__ = ["FewTokensNorm", "passes"]
+
+_MOST = 2**15  # numbers
+
+
+def passes(x: Tensor) -> TokenRows | None:
+    """The passes, if they can read x (..., columns), in float32; None if torch's operators have to run."""
+    if torch.compiler.is_compiling() or not 0 < x.numel() <= _MOST or x.dtype is not torch.float32:
+        return None
+    if not x.is_contiguous() or not is_plain(x) or active_mode() is not None:
+        return None
+    return _compiled()
+
+
+class FewTokensNorm(nn.RMSNorm):
+    """An RMSNorm with a weight and an epsilon; only torch's operators compute gradients."""
+
+    eps: float
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        few, weight, columns = passes(x), self.weight, x.shape[-1]
+        readable = few is not None and passes(weight) is not None and weight.shape == x.shape[-1:]
+        if few is None or not readable or x.requires_grad or weight.requires_grad:
+            return super().forward(x)
+        y = torch.empty_like(x)
+        few.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, self.eps)
+        return y
+
+
+@cache
+def _compiled() -> TokenRows | None:
+    try:
+        from lowtri.kernels.token_rows import TokenRows
+
+        return TokenRows()
+    except Exception:  # Numba is missing, or refuses this CPU or this Python
+        return None
