@@ -390,7 +390,7 @@ def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
     for family, spec in select.KERNELS[:3]:
         marker = compilation._marker(
-            tmp_path, getattr(importlib.import_module(f"lowtri.kernels.{family}"), family), spec
+            tmp_path, getattr(importlib.import_module(f"lowtri.kernels.{family}"), family), spec.name
         )
         marker.parent.mkdir(exist_ok=True)
         marker.touch()

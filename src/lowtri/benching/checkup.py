@@ -119,6 +119,7 @@ def _speed(torch: Any) -> dict[str, float]:
     import numpy as np
 
     from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
+    from lowtri.benching.runs import torch_threads
     from lowtri.dispatch.attend import attention
     from lowtri.masks import causal
 
@@ -134,9 +135,7 @@ def _speed(torch: Any) -> dict[str, float]:
     }
     if pairs:
         tasks["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         for task, _ in tasks.values():
             task()
         seconds: dict[str, list[float]] = {name: [] for name in tasks}
@@ -145,8 +144,6 @@ def _speed(torch: Any) -> dict[str, float]:
                 start = time.perf_counter()
                 task()
                 seconds[name].append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(before)
     return {name: amount / statistics.median(seconds[name]) / 1e9 for name, (_, amount) in tasks.items()}
 
 

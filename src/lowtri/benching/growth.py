@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowtri.benching.measure import ALLOWED, in_turns, torch_threads
+from lowtri.benching.measure import ALLOWED, in_turns
 from lowtri.benching.memory import available_bytes, peak_bytes
 from lowtri.benching.peers import OURS, SDPA, Attend
+from lowtri.benching.runs import torch_threads
 from lowtri.dispatch.attend import attention
 from lowtri.errors import UndecidedError
 from lowtri.masks import Mask

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,10 +17,10 @@ from lowtri.benching.cases import Case
 from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
 from lowtri.benching.memory import peak_bytes
 from lowtri.benching.peers import OURS, PEERS
-from lowtri.benching.runs import Tensors, run, timed
+from lowtri.benching.runs import Tensors, run, timed, torch_threads
 from lowtri.errors import UndecidedError
 
-__all__ = ["ALLOWED", "CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure", "torch_threads"]
+__all__ = ["ALLOWED", "CEILING", "LONGEST", "Figure", "Row", "Worker", "in_turns", "measure"]
 
 CEILING = "ceiling"
 LONGEST = 1.5
@@ -202,14 +201,3 @@ def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], f
 
     pairs = in_pairs(case.dtype)
     return timed_ceiling, case.amount if case.work == "decode" else multiply_flops(threads, pairs) / 1e9
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Inside, torch and lowtri compute with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowtri.benching.grid import PLAIN, GridCall
+from lowtri.benching.runs import torch_threads
 from lowtri.dispatch.attend import attention, which_engine
 from lowtri.masks import mask as read_mask
 
@@ -75,7 +75,7 @@ def compare(
 
 
 def _compare(call: GridCall, turns: int) -> Comparison:
-    with _threads(call.threads):
+    with torch_threads(call.threads):
         return _timed(call, turns)
 
 
@@ -162,13 +162,3 @@ def as_json(found: Sequence[Comparison], facts: dict[str, Any]) -> dict[str, Any
         for one in found
     ]
     return {**facts, "slower": sum(one.is_slower for one in found), "calls": rows}
-
-
-@contextmanager
-def _threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,9 +1,11 @@
-"""The tensors of a case, and one timed run of an implementation."""
+"""The tensors of a case, one timed run of an implementation, and the number of threads."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from lowtri.benching.cases import Case
 from lowtri.benching.machine import last_cache_bytes
 from lowtri.benching.peers import Attend
 
-__all__ = ["Tensors", "run", "timed"]
+__all__ = ["Tensors", "run", "timed", "torch_threads"]
 
 _MOST_CACHES = 2**31  # bytes of rotating caches, at most
 
@@ -63,3 +65,14 @@ def timed(attend: Attend, tensors: Tensors) -> float:
     start = time.perf_counter()
     run(attend, tensors)
     return time.perf_counter() - start
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Inside, torch and lowtri compute with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
