@@ -50,9 +50,26 @@ def test_the_norm_is_the_formula(rows: int, size: int, special: float | None, se
     if special is not None:
         x[0, 0, seed % size] = special
     wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * plain.weight.double()
+    squares = wide.square().sum(-1, keepdim=True).float().double()  # infinite beyond float32's range
+    expected = wide / (squares / size + 1e-5).sqrt() * plain.weight.double()
     # The scale is rounded, its product with x, and that with the weight: half a unit each, and the epsilon is a float32 number.
     torch.testing.assert_close(norm(x).double(), expected, rtol=2.0 * 2.0**-23, atol=2.0**-148, equal_nan=True)
+
+
+def test_the_norm_of_a_token_does_not_depend_on_how_many_come_with_it() -> None:
+    norm, tokens = FewTokensNorm(nn.RMSNorm(64, 1e-5).requires_grad_(False)), 2**9 + 1
+    for size in (1e-30, 1e-3, 1e18, 5e18, 1e20, 3e38):
+        x = size * torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+        many = x.repeat(tokens, 1)
+        assert passes(x) is not None and passes(many) is None
+        torch.testing.assert_close(norm(x), norm(many)[:1], rtol=1e-6, atol=0)
+
+
+def test_a_norm_without_a_weight_or_an_epsilon_takes_torchs_operators() -> None:
+    x, norm = torch.randn(2, 8), FewTokensNorm(nn.RMSNorm(8).requires_grad_(False))
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (8,)))
+    norm.weight = None
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (8,)))
 
 
 REFUSED: dict[str, Callable[[], torch.Tensor]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,68 @@ def test_the_command_line(tmp_path: Path, capsys: Any):
     save(RecurrentLM.from_config(RecurrentConfig(vocab_size=3)), tmp_path / "lstm", tokenizer)
     with pytest.raises(DataError, match=r"RecurrentLM, which cannot be quantized. Fix:"):
         load_named(tmp_path / "lstm", weights="int8")
+
+
+def test_a_model_that_cannot_be_quantized_is_not_changed():
+    model = decoder("qwen")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = 1e5
+    before, state = str(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(CallError, match=r"beyond float16's range\. Fix: weights='bf16'"):
+        model.quantize("float16")
+    assert str(model) == before
+    assert model.weights is None
+    assert all(torch.equal(weight, state[name]) for name, weight in model.state_dict().items())
+    model.quantize("bf16")
+    assert {layer.weights for layer in model.modules() if isinstance(layer, QuantizedLinear)} == {"bf16"}
+    with pytest.raises(CallError, match=r"a weight is on meta\. Fix:"):
+        decoder("llama").to("meta").quantize("int8")
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class DoubledNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_with_a_forward_or_hooks_of_their_own():
+    ids, seen = torch.tensor([[3, 1, 4]]), []
+    model = decoder("llama")
+    model.lm_head = Doubled(64, 61, bias=False)
+    with pytest.raises(CallError, match=r"lm_head is a Doubled with a forward or hooks of its own.*\nFix: .*merge"):
+        model.quantize("float32")
+    model = decoder("llama")
+    handle = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: seen.append(0))
+    with pytest.raises(CallError, match=r"layers\.0\.self_attn\.q_proj is a Linear with a forward or hooks"):
+        model.quantize("float32")
+    handle.remove()
+    norm = DoubledNorm(64, 1e-5)
+    model.model.norm = norm
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        expected = model(ids)
+        torch.testing.assert_close(model.quantize("float32")(ids), expected, rtol=1e-4, atol=1e-4)
+    assert model.model.norm is norm
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_layer_owns_its_weight_and_refuses_what_it_cannot_compute(weights: str):
+    linear, x = nn.Linear(8, 4), torch.randn(9, 8)
+    layer = QuantizedLinear(linear, weights)
+    with torch.no_grad():
+        one, many = layer(x[:1]), layer(x)
+        linear.weight.mul_(3)
+        assert torch.equal(layer(x[:1]), one)
+        assert torch.equal(layer(x), many)
+    for wrong in (x[:, :7], x[0, 0], x.to(torch.complex64), torch.arange(8)):
+        with pytest.raises(CallError, match=r"QuantizedLinear: x is .*; expected \(\.\.\., 8\) of floats"):
+            layer(wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+        with pytest.raises(CallError, match=r"forward mode.* Fix: the original model"):
+            torch.func.jvp(layer, (x,), (x,))

@@ -45,7 +45,8 @@ Model = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Threads to compute with.", show_default="torch's own choice")
+    int | None,
+    typer.Option("--threads", min=1, max=1024, help="Threads to compute with.", show_default="torch's own choice"),
 ]
 Weights = Annotated[
     str | None,

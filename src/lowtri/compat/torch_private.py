@@ -23,6 +23,7 @@ __all__ = [
     "forward_level",
     "functional_value",
     "has_flash_attention",
+    "has_hooks",
     "in_batch",
     "is_batched",
     "is_fake",
@@ -114,6 +115,11 @@ def functional_value(x: Tensor) -> Tensor:
         return x
     torch._sync(x)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(x)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run hooks of its own; publicly hooks can be registered and removed, but not seen."""
+    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
 
 
 def apply_function(function: type[torch.autograd.Function]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtri.errors import EngineError
 
-__all__ = ["linear_float16", "linear_int8", "pack_float16", "pack_int8", "why_missing"]
+__all__ = ["linear_float16", "linear_int8", "pack_float16", "pack_int8", "require", "why_missing"]
 
 _NAMES = (
     "linear_prepack",
@@ -35,6 +35,12 @@ def why_missing() -> str | None:
         not hasattr(torch, "quantize_per_channel")
     )
     return f"torch {torch.__version__} has no torch.{missing[0]}" if missing else None
+
+
+def require() -> None:
+    """Raise an EngineError unless these operators can run."""
+    if reason := why_missing():
+        raise EngineError(f"{reason}.\nFix: weights 'bf16', which run on any CPU.")
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> Any:
@@ -69,8 +75,7 @@ def linear_float16(x: Tensor, packed: Any) -> Tensor:
 
 def _packed(pack: Callable[[], Any]) -> Any:
     """Packing reads the engine from a global of torch; running a packed weight does not."""
-    if reason := why_missing():
-        raise EngineError(f"{reason}.\nFix: weights 'bf16', which run on any CPU.")
+    require()
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:

@@ -49,10 +49,11 @@ def _join(parts, units, rows, columns, step):
 
 def _rms_norm(x, weight, y, rows, columns, epsilon):
     for r in range(rows):
-        first, squares = r * columns, 0.0  # float64: a sum of thousands of terms, which may overflow in float32
+        first, squares = r * columns, 0.0
         for c in range(columns):
             squares += np.float64(x[first + c]) ** 2
-        scale = np.float32(1 / np.sqrt(squares / columns + epsilon))
+        # A sum beyond float32's range is infinite, as for torch: a token's norm does not depend on how many tokens come with it.
+        scale = np.float32(1 / np.sqrt(np.float64(np.float32(squares)) / columns + epsilon))
         for c in range(columns):
             y[first + c] = x[first + c] * scale * weight[c]
 

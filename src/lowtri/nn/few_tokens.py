@@ -32,21 +32,20 @@ def passes(x: Tensor) -> TokenRows | None:
 
 
 class FewTokensNorm(nn.RMSNorm):
-    """An RMSNorm with a weight and an epsilon; only torch's operators compute gradients."""
-
-    eps: float
+    """An RMSNorm; torch's operators compute gradients, and the norm without a weight or an epsilon."""
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__(norm.normalized_shape, norm.eps, device="meta")
         self.weight = norm.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        few, weight, columns = passes(x), self.weight, x.shape[-1]
-        readable = few is not None and passes(weight) is not None and weight.shape == x.shape[-1:]
-        if few is None or not readable or x.requires_grad or weight.requires_grad:
+        few, weight, epsilon = passes(x), self.weight, self.eps
+        if few is None or weight is None or epsilon is None or x.requires_grad or weight.requires_grad:
             return super().forward(x)
-        y = torch.empty_like(x)
-        few.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, self.eps)
+        if passes(weight) is None or weight.shape != x.shape[-1:]:
+            return super().forward(x)
+        y, columns = torch.empty_like(x), x.shape[-1]
+        few.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, epsilon)
         return y
 
 

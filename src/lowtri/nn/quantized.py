@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtri.compat import torch_quantized
+from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError
 from lowtri.nn.few_tokens import FewTokensNorm, passes
 
@@ -49,8 +50,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.weights = linear.in_features, linear.out_features, weights
         weight = linear.weight.detach()  # (out, in)
-        if not bool(weight.isfinite().all()):
-            raise CallError("quantize: a weight holds NaN or infinity. Fix: the weights of an intact checkpoint.")
+        _check(weight, weights)
         self._product = WEIGHTS[weights](weight)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float(), persistent=False)
         self.register_state_dict_pre_hook(_no_state)
@@ -63,8 +63,16 @@ class QuantizedLinear(nn.Module):
                 f"QuantizedLinear: x requires gradients, but {self.weights} weights compute none.\n"
                 "Fix: train the original model, and quantize it afterwards; or torch.no_grad()."
             )
+        if forward_level() >= 0:
+            raise CallError(
+                "QuantizedLinear: no derivatives are computed in forward mode either. Fix: the original model."
+            )
         if not x.is_cpu:
             raise CallError(f"QuantizedLinear: x is on {x.device}, but quantized weights run on the CPU. Fix: x.cpu()")
+        if not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
+            raise CallError(
+                f"QuantizedLinear: x is {tuple(x.shape)} {x.dtype}; expected (..., {self.in_features}) of floats."
+            )
         float32 = x.dtype is torch.float32
         y = self._product(x if float32 else x.float())
         if self.bias is not None:
@@ -76,9 +84,19 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: nn.Module, weights: str) -> None:
-    """Replace every linear layer inside of a model, in place."""
+    """Replace every linear layer inside of a model, in place; a model that cannot be quantized is not changed."""
     if weights not in WEIGHTS:
         raise CallError(f"quantize: weights is {weights!r:.60}; expected one of {', '.join(WEIGHTS)}.")
+    if weights != "bf16":
+        torch_quantized.require()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if type(module).forward is not nn.Linear.forward or has_hooks(module):
+                raise CallError(
+                    f"quantize: {name} is a {type(module).__name__} with a forward or hooks of its own, which would be lost.\n"
+                    "Fix: quantize plain nn.Linear layers: merge adapters before, and register hooks afterwards."
+                )
+            _check(module.weight.detach(), weights)
     for module in list(model.modules()):
         join: Callable[[], None] | None = getattr(module, "join_projections", None)
         if join is not None:
@@ -87,13 +105,23 @@ def quantize(model: nn.Module, weights: str) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, QuantizedLinear(child, weights))
-            elif isinstance(child, nn.RMSNorm):
+            elif type(child) is nn.RMSNorm and not has_hooks(child):
                 setattr(module, name, FewTokensNorm(child))
     model.requires_grad_(False).eval()
 
 
+def _check(weight: Tensor, weights: str) -> None:
+    """Raise unless a weight can be stored so."""
+    if not weight.is_cpu:
+        raise CallError(f"quantize: a weight is on {weight.device}. Fix: a model with its weights on the CPU.")
+    if not bool(weight.isfinite().all()):
+        raise CallError("quantize: a weight holds NaN or infinity. Fix: the weights of an intact checkpoint.")
+    if weights == "float16" and (largest := weight.abs().max().item()) > torch.finfo(torch.float16).max:
+        raise CallError(f"quantize: a weight is {largest:.3g}, beyond float16's range. Fix: weights='bf16'")
+
+
 def _float32(weight: Tensor) -> Product:
-    weight = weight.float()
+    weight = weight.to(torch.float32, copy=True)  # a tied embedding may be changed in place
     exponent = math.frexp(weight.abs().max().item())[1]
     unit = 2.0 ** max(exponent - 15, -126)  # the greatest weight is then near float16's greatest number
     scaled = weight / unit  # exact
@@ -122,9 +150,6 @@ def _bf16(weight: Tensor) -> Product:
 
 
 def _float16(weight: Tensor) -> Product:
-    largest = weight.abs().max().item()
-    if largest > torch.finfo(torch.float16).max:
-        raise CallError(f"quantize: a weight is {largest:.3g}, beyond float16's range. Fix: weights='bf16'")
     packed = torch_quantized.pack_float16(weight)
     return lambda x: torch_quantized.linear_float16(x, packed)
 
