@@ -170,7 +170,8 @@ class Decoder(nn.Module):
             The model itself.
 
         Raises:
-            CallError: if there is no such kind of weights, a weight is not finite, or outside of float16's range (``"float16"``).
+            CallError: if there is no such kind of weights; a weight is not finite, outside of float16's range (``"float16"``), or
+                not on the CPU; or a linear layer has a forward or hooks of its own. The model is then unchanged.
             EngineError: if this build of torch lacks the operators.
         """
         if self.weights is not None:
