@@ -26,10 +26,10 @@ from lowtri.kernels.simd import (
     sub,
 )
 
-__all__ = ["new_shift", "shifts_large_scores", "softmax_tile"]
+__all__ = ["LARGE", "MAX_RISE", "new_shift", "shifts_large_scores", "softmax_tile"]
 
-_LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
-_MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
+LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
+MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
 
 
 @device_function
@@ -48,7 +48,7 @@ def new_shift(scores, factors, first, last, m, l, output, size, spec):
         j += 1
     greatest = mul(maximum(maximum(a, b), maximum(c, d)), factors)
     old = load(m, spec)
-    limit = add(old, splat(_MAX_RISE, spec))
+    limit = add(old, splat(MAX_RISE, spec))
     if any_greater(greatest, limit):
         # Lane by lane: the keys of one query do not change a bit of another query's result.
         new = select_greater(greatest, limit, maximum(greatest, old), old)
@@ -68,7 +68,7 @@ def shifts_large_scores(scores, factors, shift, first, last, spec):
 
     fma rounds the shift but not the product; for scores this large the difference exceeds 1. So both are rounded.
     """
-    amount, large = maximum(shift, sub(splat(0.0, spec), shift)), splat(_LARGE, spec)
+    amount, large = maximum(shift, sub(splat(0.0, spec), shift)), splat(LARGE, spec)
     if not any_greater(amount, large):
         return False
     for address in range(scores + spec.row_bytes * first, scores + spec.row_bytes * last, spec.row_bytes):

@@ -13,9 +13,9 @@ from lowtri.kernels.forward import KEYS
 from lowtri.kernels.plan_walk import visible_range
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_operands import whole, whole_16
-from lowtri.kernels.tiles import tile_product, tile_product_add
+from lowtri.kernels.tiles import held_product, tile_product, tile_product_add
 
-__all__ = ["block_spans", "extended", "gradient_halves", "pv_halves", "score_halves"]
+__all__ = ["block_spans", "extended", "gradient_halves", "pv_half", "pv_halves", "score_half", "score_halves"]
 
 LOW_HALF, HIGH_HALF = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)  # of the 64 queries
 
@@ -67,6 +67,29 @@ def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
             tile_product(
                 keys_a + start * a_row, a_row, 64, queries + lane, target, spec.row_bytes, rows, steps, columns, spec
             )
+
+
+@device_function
+def score_half(half, keys_a, a_row, queries, scores, steps, spans, spec):
+    """Scores of one half of the queries in its span; at least 16 keys."""
+    start, stop, lane, row = spans[4 * half], spans[4 * half + 1], 128 * half, spec.row_bytes
+    if stop > start:
+        start = max(0, min(start, stop - 16))
+        a, target, rows = keys_a + start * a_row, scores + row * start + lane, max(16, stop - start)
+        if steps == 2:
+            held_product(a, a_row, 64, queries + lane, target, row, rows, spec)
+        else:
+            tile_product(a, a_row, 64, queries + lane, target, row, rows, steps, QUERIES // 2, spec)
+
+
+@device_function
+def pv_half(half, values, pairs, output, columns, start, stop, spec):
+    """Output += values^T weights, for one half of the queries and these keys."""
+    steps, row = whole(stop - start) // 32, spec.row_bytes // 4
+    if steps:
+        a, lane = values + 2 * start * columns, 128 * half
+        b = pairs + spec.row_bytes * (start // 2) + lane
+        tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, columns, steps, QUERIES // 2, spec)
 
 
 @device_function

@@ -13,10 +13,10 @@ from numba.extending import intrinsic
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.isa.baseline import halves_of_pairs
-from lowtri.kernels.simd import add, fma, load, splat, store
-from lowtri.kernels.softmax import new_shift, shifts_large_scores
+from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
+from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
 
-__all__ = ["pair", "softmax_pairs", "unpack_pairs"]
+__all__ = ["pair", "softmax_pairs", "softmax_vector", "unpack_pairs"]
 
 
 @intrinsic
@@ -38,44 +38,70 @@ low_numbers, high_numbers = _half(0), _half(1)
 
 @device_function
 def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
-    """Weights 2 ** (unit * score - m) as pairs of keys (keys / 2, 64); m, l and the output so far are rescaled to the new shift.
+    """:func:`softmax_vector` of all 64 queries."""
+    for vector in range(4):
+        softmax_vector(vector, scores, unit, spans, m, l, output, size, pairs, spec)
+
+
+@device_function
+def weights_in_pairs(column, factors, shift, first, last, target, spec):
+    """Weights 2 ** (factors * score + shift) of 16 queries as pairs of keys; returns their sum."""
+    zero, step = splat(0.0, spec), spec.row_bytes
+    a = b = c = d = zero
+    j = first
+    while j + 4 <= last:
+        row, to = column + step * j, target + step * (j // 2)
+        e = exp2(fma(load(row, spec), factors, shift, spec), spec)
+        f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
+        g = exp2(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
+        h = exp2(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
+        store(to, pair(e, f, spec))
+        store(to + step, pair(g, h, spec))
+        a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
+        j += 4
+    while j < last:
+        e, f = exp2(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
+        if j + 1 < last:
+            f = exp2(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
+        store(target + step * (j // 2), pair(e, f, spec))
+        a, b = add(a, e), add(b, f)
+        j += 2
+    while j % 32:
+        store(target + step * (j // 2), zero)
+        j += 2
+    return add(add(a, b), add(c, d))
+
+
+@device_function
+def softmax_vector(vector, scores, unit, spans, m, l, output, size, pairs, spec):
+    """Weights 2 ** (unit * score - m) of 16 queries as pairs of keys (keys / 2, 64); m, l and the output so far are rescaled.
+
+    The weights are computed with the shift so far; their sum tells whether one may exceed the limit, beyond which the shift is
+    raised. Only then, and while a query has seen no key, is the greatest score looked for.
 
     Args:
+        vector: which 16 of the 64 queries.
         scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.
         spans: for each 16 queries the first key, a multiple of 32, and one past the last. Pairs are written from the first key
             on, with zeros up to a multiple of 32.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    zero, step = splat(0.0, spec), spec.row_bytes
-    for vector in range(4):
-        lane, first, last = 64 * vector, spans[2 * vector], spans[2 * vector + 1]
-        column, to, factors = scores + lane, pairs + lane, splat(unit, spec)
-        shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
-        if shifts_large_scores(column, factors, shift, first, last, spec):
-            factors, shift = splat(1.0, spec), zero
-        a = b = c = d = zero
-        j = first
-        while j + 4 <= last:
-            row, target = column + step * j, to + step * (j // 2)
-            e = exp2(fma(load(row, spec), factors, shift, spec), spec)
-            f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
-            g = exp2(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
-            h = exp2(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
-            store(target, pair(e, f, spec))
-            store(target + step, pair(g, h, spec))
-            a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
-            j += 4
-        while j < last:
-            e, f = exp2(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
-            if j + 1 < last:
-                f = exp2(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
-            store(to + step * (j // 2), pair(e, f, spec))
-            a, b = add(a, e), add(b, f)
-            j += 2
-        while j % 32:
-            store(to + step * (j // 2), zero)
-            j += 2
-        store(l + lane, add(load(l + lane, spec), add(add(a, b), add(c, d))))
+    lane, first, last = 64 * vector, spans[2 * vector], spans[2 * vector + 1]
+    if last > first:
+        column, to, factors, zero = scores + lane, pairs + lane, splat(unit, spec), splat(0.0, spec)
+        old = load(m + lane, spec)
+        shift = total = sub(zero, old)
+        careful = any_greater(maximum(shift, old), splat(LARGE, spec))
+        while True:
+            if careful:
+                shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
+                if shifts_large_scores(column, factors, shift, first, last, spec):
+                    factors, shift = splat(1.0, spec), zero
+            total = weights_in_pairs(column, factors, shift, first, last, to, spec)
+            if careful or not any_greater(total, splat(2.0**MAX_RISE, spec)):
+                break
+            careful = True
+        store(l + lane, add(load(l + lane, spec), total))
 
 
 @device_function

@@ -20,7 +20,7 @@ from lowtri.compat.numba_private import for_range
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import I64
 
-__all__ = ["configure_tiles", "restore_tiles", "tile_product", "tile_product_add"]
+__all__ = ["configure_tiles", "held_product", "restore_tiles", "tile_product", "tile_product_add"]
 
 
 @intrinsic
@@ -87,6 +87,40 @@ def _block(rows: int, accumulate: bool) -> Any:
 
 
 _two, _one, _two_add, _one_add = _block(2, False), _block(1, False), _block(2, True), _block(1, True)
+
+
+@intrinsic
+def held_product(typing, a, a_row, a_step, b, c, row, rows, spec):
+    """C = A B for at least 16 rows, 32 columns and a depth of 64, whose B stays in four tile registers.
+
+    Each tile of C is stored as soon as it is summed. Arguments as in :func:`tile_product`.
+    """
+
+    def emit(context, builder, signature, args):
+        a, a_row, a_step, b_first, c, row, rows, _ = args
+        b, isa = builder, spec.value.isa
+        tiles = isa.tile_registers(b, 8)
+        sums, a_tiles, b_tiles = tiles[:2], tiles[2:4], (tiles[4:6], tiles[6:8])
+        number = lambda n: ir.Constant(I64, n)  # noqa: E731
+        for depth, pair in enumerate(b_tiles):
+            for column, tile in enumerate(pair):
+                address = b.add(b_first, b.add(b.mul(row, number(16 * depth)), number(64 * column)))
+                isa.tile_load(b, tile, address, row)
+        last = b.sub(rows, number(16))
+        with for_range(b, b.lshr(b.add(rows, number(15)), number(4))) as loop:
+            r = b.mul(loop.index, number(16))
+            r = b.select(b.icmp_signed("<", r, last), r, last)  # the last 16 rows overlap those before
+            a_first, c_first = b.add(a, b.mul(r, a_row)), b.add(c, b.mul(r, row))
+            for tile, address in zip(a_tiles, (a_first, b.add(a_first, a_step)), strict=True):
+                isa.tile_load(b, tile, address, a_row)
+            for column, total in enumerate(sums):
+                isa.tile_zero(b, total)
+                for a_tile, pair in zip(a_tiles, b_tiles, strict=True):
+                    isa.tile_dot(b, total, a_tile, pair[column])
+                isa.tile_store(b, total, b.add(c_first, number(64 * column)), row)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7, spec), emit
 
 
 @device_function
