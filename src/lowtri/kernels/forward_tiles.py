@@ -21,11 +21,11 @@ from lowtri.kernels.non_finite import add_non_finite_keys, all_finite
 from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by
-from lowtri.kernels.scores import LOG2E, add_bias, apply_mask, apply_softcap
+from lowtri.kernels.scores import LOG2E, add_bias, apply_mask_half, apply_softcap
 from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
 from lowtri.kernels.simd import as_number, read
 from lowtri.kernels.spec import QUERIES, KernelSpec
-from lowtri.kernels.tile_halves import block_spans, extended, pv_half, score_half
+from lowtri.kernels.tile_halves import extended, half_span, pv_half, score_half
 from lowtri.kernels.tile_operands import queries_in_pairs, rows_for_a, whole, whole_16
 from lowtri.kernels.tile_softmax import softmax_vector, unpack_pairs
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
@@ -37,9 +37,10 @@ def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     """Bytes of each part of the memory that one thread works in."""
     row, d_whole, dv_whole = spec.row_bytes, whole.py_func(d), whole.py_func(dv)
     return {
-        "queries": row * d_whole // 2,
+        # Half of each row is used at a time; the queries and the output are moved by half a row, to the other cache sets.
+        "queries": row * d_whole // 2 + row // 2,
         "scores": row * KEYS,
-        "pairs": row * KEYS // 2,
+        "pairs": row * KEYS // 2 + row // 2,
         "output": row * dv_whole,
         "shift": row,
         "total": row,
@@ -80,41 +81,41 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     fill(memory + offsets.zeros, columns, 0.0, spec)
     head, v = b * (call.heads // call.group) + kv, call.v + 2 * (b * v_step.b + kv * v_step.h)
     places = tile_places(call, memory, head, columns)
-    late_values = late_start = late_stop = 0  # the product with the values that is left of the tile before
-    for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-        key0, keys, mask_bits = extended(visible_key, visible_keys, visible_bits, nk)
-        k = call.k + 2 * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
-        spans = block_spans(mask_bits, keys, n)
-        k_rows, k_row = rows_for_a(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
-        for half in range(2):
-            score_half(half, k_rows, k_row, queries, scores, whole(d) // 32, spans, spec)
-            if half == 0:
-                pv_half(1, late_values, pairs, output, columns, late_start, late_stop, spec)
-        unit = scale
-        if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
-            multiply_by(scores, QUERIES * keys, scale, spec)
-            unit = as_number(1.0, spec)
-        if softcap > 0:
-            apply_softcap(scores, QUERIES * keys, softcap, spec)
-        if call.bias:
-            index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
-            add_bias(scores, call.bias + 4 * index, bias_step.q, bias_step.k, n, keys, spec)
-        if mask_bits:
-            apply_mask(scores, mask_bits, spans, spec)
-        values = transposed_tile(v, v_step, dv, nk, key0, keys, places, non_finite, spec)
-        for vector in range(4):
-            softmax_vector(vector, scores, unit, spans, m, l, output, dv, pairs, spec)
-            if vector == 2:
-                pv_half(0, values, pairs, output, columns, spans[0], spans[1], spec)
-        late_values, late_start, late_stop = values, spans[4], spans[5]
-        if non_finite:
-            pv_half(1, values, pairs, output, columns, late_start, late_stop, spec)
-            late_stop = late_start
-            tile_v = v + 2 * key0 * v_step.n
-            finite_rows = memory + offsets.finite_values
-            unpack_pairs(pairs, keys, scores, spec)
-            add_non_finite_keys(tile_v, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, finite_rows, spec)
-    pv_half(1, late_values, pairs, output, columns, late_start, late_stop, spec)
+    for half in range((n + 31) // 32):
+        lanes, queries_here = 128 * half, min(32, n - 32 * half)
+        half_scores = scores + lanes
+        values = start = stop = 0  # of the tile before, whose product with the values is left
+        for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
+            key0, keys, mask_bits = extended(visible_key, visible_keys, visible_bits, nk)
+            spans = half_span(mask_bits, keys, half)
+            if spans[0] < spans[1]:
+                k = call.k + 2 * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
+                k_rows, k_row = rows_for_a(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
+                score_half(half, k_rows, k_row, queries, scores, whole(d) // 32, spans, spec)
+                pv_half(half, values, pairs, output, columns, start, stop, spec)
+                unit = scale
+                if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
+                    multiply_by(scores, QUERIES * keys, scale, spec)
+                    unit = as_number(1.0, spec)
+                if softcap > 0:
+                    apply_softcap(scores, QUERIES * keys, softcap, spec)
+                if call.bias:
+                    index = b * bias_step.b + h * bias_step.h + (r * QUERIES + 32 * half) * bias_step.q + key0 * bias_step.k
+                    add_bias(half_scores, call.bias + 4 * index, bias_step.q, bias_step.k, queries_here, keys, spec)
+                if mask_bits:
+                    apply_mask_half(scores, mask_bits, half, spans, spec)
+                start, stop = spans
+                for vector in range(2 * half, 2 * half + 2):
+                    softmax_vector(vector, scores, unit, start, stop, m, l, output, dv, pairs, spec)
+                values = transposed_tile(v, v_step, dv, nk, key0, keys, places, non_finite, spec)
+                if non_finite:
+                    pv_half(half, values, pairs, output, columns, start, stop, spec)
+                    values = start = stop = 0
+                    tile_v = v + 2 * key0 * v_step.n
+                    finite_rows = memory + offsets.finite_values
+                    unpack_pairs(pairs, keys, scores, spec)
+                    add_non_finite_keys(tile_v, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, finite_rows, spec)
+        pv_half(half, values, pairs, output, columns, start, stop, spec)
     return n
 
 

@@ -78,6 +78,19 @@ def add_bias(scores, bias, q_step, k_step, n, keys, spec):
 
 
 @device_function
+def apply_mask_half(scores, mask_bits, half, span, spec):
+    """:func:`apply_mask` for one half of the queries."""
+    hidden, number_bytes = splat(-np.inf, spec), spec.number_bytes
+    for part in range(2 * half, 2 * half + 2):
+        for j in range(span[0], span[1]):
+            word = read_word(mask_bits + 8 * j)
+            if (word >> np.uint64(16 * part)) & FIRST_16 != FIRST_16:
+                for lane in range(16 * part, 16 * part + 16, spec.lanes):
+                    address = scores + spec.row_bytes * j + number_bytes * lane
+                    store(address, select_bits(word, np.uint64(lane), load(address, spec), hidden))
+
+
+@device_function
 def apply_mask(scores, mask_bits, spans, spec):
     """Set the scores of hidden pairs to -inf; the mask bits are a word for each key, a bit for each of 64 queries."""
     hidden, number_bytes = splat(-np.inf, spec), spec.number_bytes

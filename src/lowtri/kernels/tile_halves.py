@@ -15,7 +15,7 @@ from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_operands import whole, whole_16
 from lowtri.kernels.tiles import held_product, tile_product, tile_product_add
 
-__all__ = ["block_spans", "extended", "gradient_halves", "pv_half", "pv_halves", "score_half", "score_halves"]
+__all__ = ["block_spans", "extended", "gradient_halves", "half_span", "pv_half", "pv_halves", "score_half", "score_halves"]
 
 LOW_HALF, HIGH_HALF = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)  # of the 64 queries
 
@@ -39,6 +39,16 @@ def block_span(mask_bits, keys, queries):
     if start >= stop:
         return 0, 0
     return start & -32, min(whole(stop), keys)
+
+
+@device_function
+def half_span(mask_bits, keys, half):
+    """The first key and one past the last that one half of the queries is computed for."""
+    if mask_bits:
+        if half:
+            return block_span(mask_bits, keys, HIGH_HALF)
+        return block_span(mask_bits, keys, LOW_HALF)
+    return 0, keys
 
 
 @device_function
@@ -72,7 +82,7 @@ def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
 @device_function
 def score_half(half, keys_a, a_row, queries, scores, steps, spans, spec):
     """Scores of one half of the queries in its span; at least 16 keys."""
-    start, stop, lane, row = spans[4 * half], spans[4 * half + 1], 128 * half, spec.row_bytes
+    (start, stop), lane, row = spans, 128 * half, spec.row_bytes
     if stop > start:
         start = max(0, min(start, stop - 16))
         a, target, rows = keys_a + start * a_row, scores + row * start + lane, max(16, stop - start)

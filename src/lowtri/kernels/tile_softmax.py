@@ -40,7 +40,7 @@ low_numbers, high_numbers = _half(0), _half(1)
 def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
     """:func:`softmax_vector` of all 64 queries."""
     for vector in range(4):
-        softmax_vector(vector, scores, unit, spans, m, l, output, size, pairs, spec)
+        softmax_vector(vector, scores, unit, spans[2 * vector], spans[2 * vector + 1], m, l, output, size, pairs, spec)
 
 
 @device_function
@@ -73,7 +73,7 @@ def weights_in_pairs(column, factors, shift, first, last, target, spec):
 
 
 @device_function
-def softmax_vector(vector, scores, unit, spans, m, l, output, size, pairs, spec):
+def softmax_vector(vector, scores, unit, first, last, m, l, output, size, pairs, spec):
     """Weights 2 ** (unit * score - m) of 16 queries as pairs of keys (keys / 2, 64); m, l and the output so far are rescaled.
 
     The weights are computed with the shift so far; their sum tells whether one may exceed the limit, beyond which the shift is
@@ -86,7 +86,7 @@ def softmax_vector(vector, scores, unit, spans, m, l, output, size, pairs, spec)
             on, with zeros up to a multiple of 32.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
-    lane, first, last = 64 * vector, spans[2 * vector], spans[2 * vector + 1]
+    lane = 64 * vector
     if last > first:
         column, to, factors, zero = scores + lane, pairs + lane, splat(unit, spec), splat(0.0, spec)
         old = load(m + lane, spec)
