@@ -148,7 +148,7 @@ FORWARD_TILES = Abi(
     FORWARD.fields,
     (
         *("queries", "scores", "pairs", "output", "shift", "total", "rows", "keys", "finite_values"),
-        *("packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
+        *("weights", "packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
     ),
     ("packed", "packed_states"),
 )

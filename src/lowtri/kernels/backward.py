@@ -36,7 +36,7 @@ from lowtri.kernels.non_finite import (
     input_rows_finite,
     zero_non_finite_rows,
 )
-from lowtri.kernels.plan_walk import key_spans, visible_tiles
+from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
@@ -169,7 +169,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
         if call.bias:
             step = call.bias_strides
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            add_bias(scores, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
+            add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
         weights_and_ds(scores, ds, unit, mask_bits, keys, n, shift, shift_low, delta, spec)
         if call.d_bias:
             step = call.d_bias_strides
@@ -189,7 +189,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
             zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
             q_operand = row_operand(finite_q, n, d_row, finite_q, spec)
             do_operand = row_operand(finite_do, n, dv_row, finite_do, spec)
-            add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, keys, dq, d, k_rows, spec)
+            add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, ALL_QUERIES, keys, dq, d, k_rows, spec)
             k, k_n, k_d = row_operand(k_rows, keys, d, k_rows, spec), d, 1
         else:
             k, k_n, k_d = keys_for_dq(k_tile, k_step.n, k_step.d, keys, d, zeros, k_rows, spec)

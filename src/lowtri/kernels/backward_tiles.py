@@ -21,7 +21,7 @@ from lowtri.kernels.ds import (
 )
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.non_finite import add_non_finite_keys, add_non_finite_queries, input_rows_finite
-from lowtri.kernels.plan_walk import visible_tiles
+from lowtri.kernels.plan_walk import ALL_QUERIES, visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by, transpose_in, transpose_out, widen_rows
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
@@ -148,7 +148,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
         if call.bias:
             bias_step = call.bias_strides
             index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
-            add_bias(scores, call.bias + 4 * index, bias_step.q, bias_step.k, n, keys, spec)
+            add_bias(scores, spec.row_bytes, call.bias + 4 * index, bias_step.q, bias_step.k, n, keys, spec)
         tile_dk, tile_dv = dk + 4 * key0 * whole(d), dv_sums + 4 * key0 * whole(dv)
         q_pairs, do_pairs = memory + offsets.q_pairs, memory + offsets.d_output_pairs
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
@@ -167,7 +167,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
                 add_non_finite(scores, mask_bits, keys, do_rows, n, dv, tile_dv, memory, offsets, do_pairs, spec)
                 add_non_finite(ds, mask_bits, keys, q_rows, n, d, tile_dk, memory, offsets, q_pairs, spec)
                 wide_rows = memory + offsets.wide_rows
-                add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, keys, dq, d, wide_rows, spec)
+                add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, ALL_QUERIES, keys, dq, d, wide_rows, spec)
             round_tile(scores, ds, keys, ds_pairs, spec)
         else:
             weights_and_ds_pairs(scores, ds, unit, mask_bits, keys, shift, delta, ds_pairs, spec)

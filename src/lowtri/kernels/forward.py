@@ -20,7 +20,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_scratch, kept_values
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
-from lowtri.kernels.plan_walk import key_spans, tile_count, visible_tiles
+from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, tile_count, visible_tiles
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
@@ -131,13 +131,13 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
             apply_softcap(scores, QUERIES * keys, softcap, spec)
         if call.bias:
             index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
-            add_bias(scores, call.bias + spec.number_bytes * index, bias_step.q, bias_step.k, n, keys, spec)
+            add_bias(scores, spec.row_bytes, call.bias + spec.number_bytes * index, bias_step.q, bias_step.k, n, keys, spec)
         if mask_bits:
             apply_mask(scores, mask_bits, spans, spec)
         softmax_tile(scores, unit, spans, m, l, output, dv, spec)
         if non_finite:
             rows = v + input_bytes * key0 * v_step.n
-            add_non_finite_keys(rows, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, values, spec)
+            add_non_finite_keys(rows, v_step.n, v_step.d, scores, mask_bits, ALL_QUERIES, keys, output, dv, values, spec)
             v_words, v_n, v_d = row_operand(values, keys, dv, values, spec), dv, 1
         else:
             v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, seen, zeros, slots_v, spec)

@@ -24,8 +24,8 @@ from lowtri.kernels.rows import fill, multiply_by
 from lowtri.kernels.scores import LOG2E, add_bias, apply_mask_half, apply_softcap
 from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
 from lowtri.kernels.simd import as_number, read
-from lowtri.kernels.spec import QUERIES, KernelSpec
-from lowtri.kernels.tile_halves import extended, half_span, pv_half, score_half
+from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES, KernelSpec
+from lowtri.kernels.tile_halves import HIGH_HALF, LOW_HALF, extended, half_span, pv_half, score_half
 from lowtri.kernels.tile_operands import queries_in_pairs, rows_for_a, whole, whole_16
 from lowtri.kernels.tile_softmax import softmax_vector, unpack_pairs
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
@@ -37,16 +37,16 @@ def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     """Bytes of each part of the memory that one thread works in."""
     row, d_whole, dv_whole = spec.row_bytes, whole.py_func(d), whole.py_func(dv)
     return {
-        # Half of each row is used at a time; the queries and the output are moved by half a row, to the other cache sets.
-        "queries": row * d_whole // 2 + row // 2,
-        "scores": row * KEYS,
-        "pairs": row * KEYS // 2 + row // 2,
+        "queries": row * d_whole // 2,
+        "scores": HALF_ROW * KEYS,
+        "pairs": HALF_ROW * KEYS // 2,
         "output": row * dv_whole,
         "shift": row,
         "total": row,
         "rows": max(row * dv, 2 * QUERIES * d_whole),  # the output's rows; before that, the queries' copy
         "keys": 2 * KEYS * d_whole,
         "finite_values": 4 * KEYS * dv,
+        "weights": row * KEYS,
         **packing_scratch(dv),
         "tile_configuration": 128,
     }
@@ -81,41 +81,51 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     fill(memory + offsets.zeros, columns, 0.0, spec)
     head, v = b * (call.heads // call.group) + kv, call.v + 2 * (b * v_step.b + kv * v_step.h)
     places = tile_places(call, memory, head, columns)
-    for half in range((n + 31) // 32):
-        lanes, queries_here = 128 * half, min(32, n - 32 * half)
-        half_scores = scores + lanes
-        values = start = stop = 0  # of the tile before, whose product with the values is left
+    # Long rows read K and V for one half of the queries after the other, so that the halves' memory stays in the first cache; where
+    # heads are large, both halves share what they read.
+    halves = (n + HALF - 1) // HALF
+    together = halves if d + dv > 192 else 1
+    weights_half = values = start = stop = 0  # of the unit before, whose product with the values is left
+    for first_half in range(0, halves, together):
         for visible_key, visible_keys, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
             key0, keys, mask_bits = extended(visible_key, visible_keys, visible_bits, nk)
-            spans = half_span(mask_bits, keys, half)
-            if spans[0] < spans[1]:
-                k = call.k + 2 * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
-                k_rows, k_row = rows_for_a(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
-                score_half(half, k_rows, k_row, queries, scores, whole(d) // 32, spans, spec)
-                pv_half(half, values, pairs, output, columns, start, stop, spec)
-                unit = scale
-                if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
-                    multiply_by(scores, QUERIES * keys, scale, spec)
-                    unit = as_number(1.0, spec)
-                if softcap > 0:
-                    apply_softcap(scores, QUERIES * keys, softcap, spec)
-                if call.bias:
-                    index = b * bias_step.b + h * bias_step.h + (r * QUERIES + 32 * half) * bias_step.q + key0 * bias_step.k
-                    add_bias(half_scores, call.bias + 4 * index, bias_step.q, bias_step.k, queries_here, keys, spec)
-                if mask_bits:
-                    apply_mask_half(scores, mask_bits, half, spans, spec)
-                start, stop = spans
-                for vector in range(2 * half, 2 * half + 2):
-                    softmax_vector(vector, scores, unit, start, stop, m, l, output, dv, pairs, spec)
-                values = transposed_tile(v, v_step, dv, nk, key0, keys, places, non_finite, spec)
-                if non_finite:
-                    pv_half(half, values, pairs, output, columns, start, stop, spec)
-                    values = start = stop = 0
-                    tile_v = v + 2 * key0 * v_step.n
-                    finite_rows = memory + offsets.finite_values
-                    unpack_pairs(pairs, keys, scores, spec)
-                    add_non_finite_keys(tile_v, v_step.n, v_step.d, scores, mask_bits, keys, output, dv, finite_rows, spec)
-        pv_half(half, values, pairs, output, columns, start, stop, spec)
+            k = call.k + 2 * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
+            for half in range(first_half, first_half + together):
+                first, last = half_span(mask_bits, keys, half)
+                if first < last:
+                    k_rows, k_row = rows_for_a(k, k_step.n, k_step.d, keys, d, memory + offsets.keys, spec)
+                    half_queries = queries + half * HALF_ROW * (whole(d) // 2)
+                    score_half(k_rows, k_row, half_queries, scores, whole(d) // 32, first, last, spec)
+                    pv_half(values, pairs, output + HALF_ROW * weights_half, columns, start, stop, spec)
+                    unit = scale
+                    if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
+                        multiply_by(scores, HALF * keys, scale, spec)
+                        unit = as_number(1.0, spec)
+                    if softcap > 0:
+                        apply_softcap(scores, HALF * keys, softcap, spec)
+                    if call.bias:
+                        query = r * QUERIES + HALF * half
+                        index = b * bias_step.b + h * bias_step.h + query * bias_step.q + key0 * bias_step.k
+                        count = min(HALF, n - HALF * half)
+                        add_bias(scores, HALF_ROW, call.bias + 4 * index, bias_step.q, bias_step.k, count, keys, spec)
+                    if mask_bits:
+                        apply_mask_half(scores, mask_bits, half, first, last, spec)
+                    for lane in range(0, HALF_ROW, 64):
+                        of_half = HALF_ROW * half + lane
+                        softmax_vector(lane, scores, unit, first, last, m + of_half, l + of_half, output + of_half, dv, pairs, spec)
+                    values = transposed_tile(v, v_step, dv, nk, key0, keys, places, non_finite, spec)
+                    weights_half, start, stop = half, first, last
+                    if non_finite:
+                        pv_half(values, pairs, output + HALF_ROW * half, columns, start, stop, spec)
+                        start = stop = 0
+                        tile_v, weights = v + 2 * key0 * v_step.n, memory + offsets.weights
+                        finite_rows = memory + offsets.finite_values
+                        unpack_pairs(pairs, half, keys, weights, spec)
+                        lanes = HIGH_HALF if half else LOW_HALF
+                        add_non_finite_keys(
+                            tile_v, v_step.n, v_step.d, weights, mask_bits, lanes, keys, output, dv, finite_rows, spec
+                        )
+    pv_half(values, pairs, output + HALF_ROW * weights_half, columns, start, stop, spec)
     return n
 
 

@@ -70,8 +70,8 @@ def input_rows_finite(rows, row_step, step, n, size, spec):
 
 
 @device_function
-def add_non_finite_keys(rows, row_step, step, weights, mask_bits, keys, output, size, finite_rows, spec):
-    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at the queries that see them.
+def add_non_finite_keys(rows, row_step, step, weights, mask_bits, queries, keys, output, size, finite_rows, spec):
+    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at those of ``queries`` (a word of bits) that see them.
 
     ``finite_rows`` becomes a packed copy of the rows (keys, size) with 0 in place of the non-finite ones.
     """
@@ -80,7 +80,7 @@ def add_non_finite_keys(rows, row_step, step, weights, mask_bits, keys, output, 
         row, finite = rows + spec.input_bytes * j * row_step, True
         for d in range(size):
             finite = finite and np.isfinite(read_input(row + spec.input_bytes * d * step, spec))
-        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
+        word = queries & (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES)
         for d in range(size):
             x = read_input(row + spec.input_bytes * d * step, spec)
             write(finite_rows + number_bytes * (j * size + d), x if finite else 0.0, spec)

@@ -22,8 +22,9 @@ from lowtri.kernels.simd import (
     store,
     write,
 )
+from lowtri.kernels.spec import HALF_ROW
 
-__all__ = ["LN2", "LOG2E", "add_bias", "apply_mask", "apply_softcap", "to_log2", "times_log2e"]
+__all__ = ["LN2", "LOG2E", "add_bias", "apply_mask", "apply_mask_half", "apply_softcap", "to_log2", "times_log2e"]
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -67,27 +68,27 @@ def to_log2(x, spec):
 
 
 @device_function
-def add_bias(scores, bias, q_step, k_step, n, keys, spec):
+def add_bias(scores, row_bytes, bias, q_step, k_step, n, keys, spec):
     """Add bias[i, j] * log2(e) to the scores; steps in numbers, 0 where bias broadcasts."""
     number_bytes = spec.number_bytes
     for j in range(keys):
-        row = scores + spec.row_bytes * j
+        row = scores + row_bytes * j
         for i in range(n):
             x = to_log2(read(bias + number_bytes * (i * q_step + j * k_step), spec), spec)
             write(row + number_bytes * i, read(row + number_bytes * i, spec) + x, spec)
 
 
 @device_function
-def apply_mask_half(scores, mask_bits, half, span, spec):
-    """:func:`apply_mask` for one half of the queries."""
-    hidden, number_bytes = splat(-np.inf, spec), spec.number_bytes
-    for part in range(2 * half, 2 * half + 2):
-        for j in range(span[0], span[1]):
+def apply_mask_half(scores, mask_bits, half, first, last, spec):
+    """:func:`apply_mask` for the scores (keys, 32) of one half of the queries."""
+    hidden = splat(-np.inf, spec)
+    for part in range(2):
+        bit = np.uint64(32 * half + 16 * part)
+        for j in range(first, last):
             word = read_word(mask_bits + 8 * j)
-            if (word >> np.uint64(16 * part)) & FIRST_16 != FIRST_16:
-                for lane in range(16 * part, 16 * part + 16, spec.lanes):
-                    address = scores + spec.row_bytes * j + number_bytes * lane
-                    store(address, select_bits(word, np.uint64(lane), load(address, spec), hidden))
+            if (word >> bit) & FIRST_16 != FIRST_16:
+                address = scores + HALF_ROW * j + 64 * part
+                store(address, select_bits(word, bit, load(address, spec), hidden))
 
 
 @device_function

@@ -33,9 +33,9 @@ MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2
 
 
 @device_function
-def new_shift(scores, factors, first, last, m, l, output, size, spec):
-    """Minus the shift of a vector of queries after these scores; m, l and the output (size, 64) are rescaled if the maximum rose."""
-    step, hidden, zero = spec.row_bytes, splat(-np.inf, spec), splat(0.0, spec)
+def new_shift(scores, step, factors, first, last, m, l, output, size, spec):
+    """Minus the shift of a vector of queries after these scores, ``step`` bytes apart; m, l and the output (size, 64) are rescaled if the maximum rose."""
+    hidden, zero = splat(-np.inf, spec), splat(0.0, spec)
     a = b = c = d = hidden  # four independent chains of maxima, for instruction-level parallelism
     j = first
     while j + 4 <= last:
@@ -56,14 +56,15 @@ def new_shift(scores, factors, first, last, m, l, output, size, spec):
         store(m, new)
         store(l, mul(load(l, spec), rescale))
         for r in range(size):
-            store(output + step * r, mul(load(output + step * r, spec), rescale))
+            row = output + spec.row_bytes * r
+            store(row, mul(load(row, spec), rescale))
         old = new
     # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
     return sub(zero, select_greater(old, hidden, old, zero))
 
 
 @device_function
-def shifts_large_scores(scores, factors, shift, first, last, spec):
+def shifts_large_scores(scores, step, factors, shift, first, last, spec):
     """Whether a shift is large: then the scores become factors * score + shift.
 
     fma rounds the shift but not the product; for scores this large the difference exceeds 1. So both are rounded.
@@ -71,7 +72,7 @@ def shifts_large_scores(scores, factors, shift, first, last, spec):
     amount, large = maximum(shift, sub(splat(0.0, spec), shift)), splat(LARGE, spec)
     if not any_greater(amount, large):
         return False
-    for address in range(scores + spec.row_bytes * first, scores + spec.row_bytes * last, spec.row_bytes):
+    for address in range(scores + step * first, scores + step * last, step):
         x = load(address, spec)
         rounded = add(mul(x, factors), shift)
         store(address, select_greater(amount, large, rounded, fma(x, factors, shift, spec)))
@@ -92,8 +93,8 @@ def softmax_tile(scores, unit, spans, m, l, output, size, spec):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
         first, last, factors = spans[2 * part], spans[2 * part + 1], splat(unit, spec)
         column = scores + lane
-        shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
-        if shifts_large_scores(column, factors, shift, first, last, spec):
+        shift = new_shift(column, step, factors, first, last, m + lane, l + lane, output + lane, size, spec)
+        if shifts_large_scores(column, step, factors, shift, first, last, spec):
             factors, shift = splat(1.0, spec), splat(0.0, spec)
         a = b = splat(0.0, spec)
         j = first

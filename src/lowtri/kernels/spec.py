@@ -23,9 +23,11 @@ from numba.extending import models, register_model, typeof_impl
 from lowtri.compat.numba_private import AttributeTemplate, infer_getattr, lower_constant, lower_getattr_generic
 from lowtri.kernels.isa.baseline import Baseline
 
-__all__ = ["QUERIES", "KernelSpec", "SpecType", "VectorType"]
+__all__ = ["HALF", "HALF_ROW", "QUERIES", "KernelSpec", "SpecType", "VectorType"]
 
 QUERIES = 64  # queries in a tile: one machine word of bits
+HALF = QUERIES // 2  # queries in a unit of work of the forward pass on tile registers
+HALF_ROW = 4 * HALF  # bytes of a row of its scores, and of its pairs
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.forward import KEYS
 from lowtri.kernels.plan_walk import visible_range
-from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 from lowtri.kernels.tile_operands import whole, whole_16
 from lowtri.kernels.tiles import held_product, tile_product, tile_product_add
 
@@ -75,31 +75,28 @@ def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
             start = max(0, min(start, stop - 16))
             target, rows = scores + spec.row_bytes * start + lane, max(16, stop - start)
             tile_product(
-                keys_a + start * a_row, a_row, 64, queries + lane, target, spec.row_bytes, rows, steps, columns, spec
+                keys_a + start * a_row, a_row, 64, queries + lane, target, spec.row_bytes, spec.row_bytes, rows, steps, columns, spec
             )
 
 
 @device_function
-def score_half(half, keys_a, a_row, queries, scores, steps, spans, spec):
-    """Scores of one half of the queries in its span; at least 16 keys."""
-    (start, stop), lane, row = spans, 128 * half, spec.row_bytes
-    if stop > start:
-        start = max(0, min(start, stop - 16))
-        a, target, rows = keys_a + start * a_row, scores + row * start + lane, max(16, stop - start)
-        if steps == 2:
-            held_product(a, a_row, 64, queries + lane, target, row, rows, spec)
-        else:
-            tile_product(a, a_row, 64, queries + lane, target, row, rows, steps, QUERIES // 2, spec)
+def score_half(keys_a, a_row, queries, scores, steps, start, stop, spec):
+    """Scores (keys, 32) of one half of the queries in its span; at least 16 keys."""
+    start = max(0, min(start, stop - 16))
+    a, target, rows = keys_a + start * a_row, scores + HALF_ROW * start, max(16, stop - start)
+    if steps == 2:
+        held_product(a, a_row, 64, queries, target, HALF_ROW, rows, spec)
+    else:
+        tile_product(a, a_row, 64, queries, target, HALF_ROW, HALF_ROW, rows, steps, HALF, spec)
 
 
 @device_function
-def pv_half(half, values, pairs, output, columns, start, stop, spec):
+def pv_half(values, pairs, output, columns, start, stop, spec):
     """Output += values^T weights, for one half of the queries and these keys."""
-    steps, row = whole(stop - start) // 32, spec.row_bytes // 4
+    steps = whole(stop - start) // 32
     if steps:
-        a, lane = values + 2 * start * columns, 128 * half
-        b = pairs + spec.row_bytes * (start // 2) + lane
-        tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, columns, steps, QUERIES // 2, spec)
+        a, b = values + 2 * start * columns, pairs + HALF_ROW * (start // 2)
+        tile_product_add(a, 64, 64 * columns, b, output, HALF_ROW, spec.row_bytes, columns, steps, HALF, spec)
 
 
 @device_function
@@ -115,7 +112,7 @@ def pv_halves(values, pairs, output, columns, spans, spec):
         if steps:
             b = pairs + spec.row_bytes * (start // 2) + lane
             row = spec.row_bytes // 4
-            tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, columns, steps, queries, spec)
+            tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, spec.row_bytes, columns, steps, queries, spec)
 
 
 @device_function
@@ -132,4 +129,4 @@ def gradient_halves(rows, b, target, steps, columns, spans, spec):
         if stop > start:
             a, c, count = first + spec.row_bytes * start, target + row * start, whole_16(stop - start)
             depth = steps if halves == 1 else 1
-            tile_product_add(a, spec.row_bytes, 64, b + 16 * row * half, c, row, count, depth, columns, spec)
+            tile_product_add(a, spec.row_bytes, 64, b + 16 * row * half, c, row, row, count, depth, columns, spec)

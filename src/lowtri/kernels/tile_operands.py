@@ -11,9 +11,9 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.lanes import transpose
-from lowtri.kernels.rows import fill, interleave_input_rows, transpose_in
+from lowtri.kernels.rows import fill, interleave_input_rows
 from lowtri.kernels.simd import I16, all_lanes_finite, load, load_input, pointer, store
-from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 
 __all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "whole", "whole_16", "zero_non_finite"]
 
@@ -68,7 +68,7 @@ def rows_for_a(source, row_step, step, n, size, target, spec):
 
 @device_function
 def queries_in_pairs(source, row_step, step, n, size, rows, target, spec):
-    """n <= 64 rows of queries as operand B (whole(size) / 2, 64), pairs along the head; ``rows`` is scratch for 64 rows.
+    """n <= 64 rows of queries as operand B, for each half (whole(size) / 2, 32), pairs along the head; ``rows`` is scratch for 64 rows.
 
     Lanes past n repeat the last row.
     """
@@ -76,7 +76,13 @@ def queries_in_pairs(source, row_step, step, n, size, rows, target, spec):
     if step != 1 or size % 32 or row_step % 2:
         copy_rows(source, row_step, step, n, size, rows, n, spec)
         words, row = rows, whole(size)
-    transpose_in(words, row // 2, 1, n, whole(size) // 2, QUERIES, target, spec)
+    size = whole(size) // 2
+    for first in range(0, QUERIES, 16):
+        top = min(first, n - 1)
+        last, lanes = min(n - 1 - top, 15), HALF_ROW * size * (first // HALF) + 4 * (first % HALF)
+        for pair in range(0, size, 16):
+            block = words + 2 * top * row + 4 * pair
+            transpose(block, 2 * row, last, target + HALF_ROW * pair + lanes, HALF_ROW, spec)
 
 
 @device_function

@@ -14,9 +14,10 @@ from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.isa.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
+from lowtri.kernels.spec import HALF_ROW
 from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
 
-__all__ = ["pair", "softmax_pairs", "softmax_vector", "unpack_pairs"]
+__all__ = ["pair", "softmax_vector", "unpack_pairs"]
 
 
 @intrinsic
@@ -37,16 +38,9 @@ low_numbers, high_numbers = _half(0), _half(1)
 
 
 @device_function
-def softmax_pairs(scores, unit, spans, m, l, output, size, pairs, spec):
-    """:func:`softmax_vector` of all 64 queries."""
-    for vector in range(4):
-        softmax_vector(vector, scores, unit, spans[2 * vector], spans[2 * vector + 1], m, l, output, size, pairs, spec)
-
-
-@device_function
 def weights_in_pairs(column, factors, shift, first, last, target, spec):
     """Weights 2 ** (factors * score + shift) of 16 queries as pairs of keys; returns their sum."""
-    zero, step = splat(0.0, spec), spec.row_bytes
+    zero, step = splat(0.0, spec), HALF_ROW
     a = b = c = d = zero
     j = first
     while j + 4 <= last:
@@ -73,43 +67,43 @@ def weights_in_pairs(column, factors, shift, first, last, target, spec):
 
 
 @device_function
-def softmax_vector(vector, scores, unit, first, last, m, l, output, size, pairs, spec):
-    """Weights 2 ** (unit * score - m) of 16 queries as pairs of keys (keys / 2, 64); m, l and the output so far are rescaled.
+def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, spec):
+    """Weights 2 ** (unit * score - m) of 16 queries as pairs of keys (keys / 2, 32); m, l and the output so far are rescaled.
 
     The weights are computed with the shift so far; their sum tells whether one may exceed the limit, beyond which the shift is
     raised. Only then, and while a query has seen no key, is the greatest score looked for.
 
     Args:
-        vector: which 16 of the 64 queries.
-        scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.
-        spans: for each 16 queries the first key, a multiple of 32, and one past the last. Pairs are written from the first key
-            on, with zeros up to a multiple of 32.
-        m, l: addresses of 64 numbers.  output: address of (size, 64).
+        lane: the first of the 16 queries among the 32 of ``scores`` and ``pairs``, in bytes.
+        scores: address of (keys, 32).  unit: factor > 0, rounded together with the shift.
+        first, last: the first key, a multiple of 32, and one past the last. Pairs are written from the first key on, with zeros
+            up to a multiple of 32.
+        m, l: addresses of 16 numbers.  output: address of (size, 64).
     """
-    lane = 64 * vector
     if last > first:
         column, to, factors, zero = scores + lane, pairs + lane, splat(unit, spec), splat(0.0, spec)
-        old = load(m + lane, spec)
+        old = load(m, spec)
         shift = total = sub(zero, old)
         careful = any_greater(maximum(shift, old), splat(LARGE, spec))
         while True:
             if careful:
-                shift = new_shift(column, factors, first, last, m + lane, l + lane, output + lane, size, spec)
-                if shifts_large_scores(column, factors, shift, first, last, spec):
+                shift = new_shift(column, HALF_ROW, factors, first, last, m, l, output, size, spec)
+                if shifts_large_scores(column, HALF_ROW, factors, shift, first, last, spec):
                     factors, shift = splat(1.0, spec), zero
             total = weights_in_pairs(column, factors, shift, first, last, to, spec)
             if careful or not any_greater(total, splat(2.0**MAX_RISE, spec)):
                 break
             careful = True
-        store(l + lane, add(load(l + lane, spec), total))
+        store(l, add(load(l, spec), total))
 
 
 @device_function
-def unpack_pairs(pairs, keys, weights, spec):
-    """Pairs of keys (keys / 2, 64) as weights (keys, 64) in float32."""
+def unpack_pairs(pairs, half, keys, weights, spec):
+    """Pairs of keys (keys / 2, 32) of one half of the queries, as its weights in (keys, 64) in float32."""
     for j in range(0, keys, 2):
-        for lane in range(0, spec.row_bytes, 64):
-            both, target = load(pairs + spec.row_bytes * (j // 2) + lane, spec), weights + spec.row_bytes * j + lane
+        for lane in range(0, HALF_ROW, 64):
+            both = load(pairs + HALF_ROW * (j // 2) + lane, spec)
+            target = weights + spec.row_bytes * j + HALF_ROW * half + lane
             store(target, low_numbers(both))
             if j + 1 < keys:
                 store(target + spec.row_bytes, high_numbers(both))

@@ -2,7 +2,7 @@
 
     A   (rows, depth) bf16, rows any number of bytes apart
     B   (depth / 2, columns) pairs: row k holds, for each column, the numbers 2k and 2k + 1 of the depth
-    C   (rows, columns) float32; its rows are as many bytes apart as those of B
+    C   (rows, columns) float32
 
 An instruction multiplies 16 rows by 16 columns over a depth of 32 numbers. The depth is a multiple of 32 and columns are a multiple
 of 32. For each depth of 32, a block loads four tiles and multiplies four times.
@@ -47,7 +47,7 @@ def restore_tiles(typing, memory, spec):
 
 def _emit_block(b: Any, args: Any, rows: int, accumulate: bool, isa: Any) -> None:
     """``rows`` x 2 tiles of C over the whole depth."""
-    a, a_row, a_second, a_step, b_first, c, c_second, row, steps = args
+    a, a_row, a_second, a_step, b_first, c, c_second, row, c_row, steps = args
     tiles = isa.tile_registers(b, 3 * rows + 2)
     sums, a_tiles, b_tiles = tiles[: 2 * rows], tiles[2 * rows : -2], tiles[-2:]
     next_columns = ir.Constant(I64, 64)  # bytes of 16 columns, of B as of C
@@ -55,33 +55,33 @@ def _emit_block(b: Any, args: Any, rows: int, accumulate: bool, isa: Any) -> Non
     c_addresses = [address for first in c_rows for address in (first, b.add(first, next_columns))]
     for total, address in zip(sums, c_addresses, strict=True):
         if accumulate:
-            isa.tile_load(b, total, address, row)
+            isa.tile_load(b, total, address, c_row)
         else:
             isa.tile_zero(b, total)
     with for_range(b, steps) as loop:
         a_first = b.add(a, b.mul(loop.index, a_step))
         b_depth = b.add(b_first, b.mul(loop.index, b.shl(row, ir.Constant(I64, 4))))
-        for tile, address in zip(a_tiles, [a_first, b.add(a_first, a_second)], strict=False):
-            isa.tile_load(b, tile, address, a_row)
-        for tile, address in zip(b_tiles, [b_depth, b.add(b_depth, next_columns)], strict=True):
-            isa.tile_load(b, tile, address, row)
-        pairs = [(a_tile, b_tile) for a_tile in a_tiles for b_tile in b_tiles]
-        for total, (a_tile, b_tile) in zip(sums, pairs, strict=True):
-            isa.tile_dot(b, total, a_tile, b_tile)
+        # Each tile is loaded where the first product needs it.
+        for i, (a_tile, a_address) in enumerate(zip(a_tiles, [a_first, b.add(a_first, a_second)], strict=False)):
+            isa.tile_load(b, a_tile, a_address, a_row)
+            for j, (b_tile, b_address) in enumerate(zip(b_tiles, [b_depth, b.add(b_depth, next_columns)], strict=True)):
+                if i == 0:
+                    isa.tile_load(b, b_tile, b_address, row)
+                isa.tile_dot(b, sums[2 * i + j], a_tile, b_tile)
     for total, address in zip(sums, c_addresses, strict=True):
-        isa.tile_store(b, total, address, row)
+        isa.tile_store(b, total, address, c_row)
 
 
 def _block(rows: int, accumulate: bool) -> Any:
     @intrinsic
-    def block(typing, a, a_row, a_second, a_step, b, c, c_second, row, steps, spec):
+    def block(typing, a, a_row, a_second, a_step, b, c, c_second, row, c_row, steps, spec):
         """Steps and row lengths in bytes; ``*_second`` leads from the first 16 rows of A and C to the second."""
 
         def emit(context, builder, signature, args):
             _emit_block(builder, args[:-1], rows, accumulate, spec.value.isa)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 9, spec), emit
+        return types.void(*[types.intp] * 10, spec), emit
 
     return block
 
@@ -124,34 +124,34 @@ def held_product(typing, a, a_row, a_step, b, c, row, rows, spec):
 
 
 @device_function
-def tile_product(a, a_row, a_step, b, c, row, rows, steps, columns, spec):
+def tile_product(a, a_row, a_step, b, c, row, c_row, rows, steps, columns, spec):
     """C = A B for at least 16 rows. Where they are no multiple of 16, the last 16 overlap those before.
 
     Args:
         a_row: from a row of A to the next.  a_step: from 32 numbers of the depth to the next.
-        row: from a row of B to the next, and of C.  All in bytes.
+        row: from a row of B to the next.  c_row: of C.  All in bytes.
         steps: the depth / 32.
     """
     for column in range(0, 4 * columns, 128):
         r = 0
         while r + 16 < rows:
             second = min(r + 16, rows - 16) - r
-            a_rows, c_rows = a + r * a_row, c + r * row + column
-            _two(a_rows, a_row, second * a_row, a_step, b + column, c_rows, second * row, row, steps, spec)
+            a_rows, c_rows = a + r * a_row, c + r * c_row + column
+            _two(a_rows, a_row, second * a_row, a_step, b + column, c_rows, second * c_row, row, c_row, steps, spec)
             r += 32
         if r < rows:
             r = min(r, rows - 16)
-            _one(a + r * a_row, a_row, 0, a_step, b + column, c + r * row + column, 0, row, steps, spec)
+            _one(a + r * a_row, a_row, 0, a_step, b + column, c + r * c_row + column, 0, row, c_row, steps, spec)
 
 
 @device_function
-def tile_product_add(a, a_row, a_step, b, c, row, rows, steps, columns, spec):
+def tile_product_add(a, a_row, a_step, b, c, row, c_row, rows, steps, columns, spec):
     """C += A B for a multiple of 16 rows; arguments as in :func:`tile_product`."""
     for column in range(0, 4 * columns, 128):
         r = 0
         while r + 16 < rows:
-            a_rows, c_rows = a + r * a_row, c + r * row + column
-            _two_add(a_rows, a_row, 16 * a_row, a_step, b + column, c_rows, 16 * row, row, steps, spec)
+            a_rows, c_rows = a + r * a_row, c + r * c_row + column
+            _two_add(a_rows, a_row, 16 * a_row, a_step, b + column, c_rows, 16 * c_row, row, c_row, steps, spec)
             r += 32
         if r < rows:
-            _one_add(a + r * a_row, a_row, 0, a_step, b + column, c + r * row + column, 0, row, steps, spec)
+            _one_add(a + r * a_row, a_row, 0, a_step, b + column, c + r * c_row + column, 0, row, c_row, steps, spec)
