@@ -38,7 +38,7 @@ from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater,
 from lowtri.kernels.softmax import softmax_tile
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
-__all__ = ["KEYS", "forward", "pv_tile", "score_tile", "scratch", "store_tile"]
+__all__ = ["KEYS", "forward", "pv_tile", "score_tile", "scratch", "store_lse", "store_tile"]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
 
@@ -162,6 +162,13 @@ def store_tile(call, memory, b, h, r, n, spec):
             store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
     o = call.o + spec.input_bytes * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
     store_rows(output, n, dv, memory + offsets.rows, o, o_step.n, spec)
+    store_lse(call, memory, b, h, r, n, spec)
+
+
+@device_function
+def store_lse(call, memory, b, h, r, n, spec):
+    """The log-sum-exp of a tile of n queries, written to the array."""
+    number_bytes, m, l = spec.number_bytes, memory + call.offsets.shift, memory + call.offsets.total
     if call.lse:
         lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
         for i in range(n):

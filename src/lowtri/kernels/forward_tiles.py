@@ -16,17 +16,17 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.forward import KEYS, store_tile
+from lowtri.kernels.forward import KEYS, store_lse, store_tile
 from lowtri.kernels.non_finite import add_non_finite_keys, all_finite
 from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by
 from lowtri.kernels.scores import LOG2E, add_bias, apply_mask_half, apply_softcap
 from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
-from lowtri.kernels.simd import as_number, read
+from lowtri.kernels.simd import as_number, load, read
 from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES, KernelSpec
 from lowtri.kernels.tile_halves import HIGH_HALF, LOW_HALF, extended, half_span, pv_half, score_half
-from lowtri.kernels.tile_operands import queries_in_pairs, rows_for_a, whole, whole_16
+from lowtri.kernels.tile_operands import queries_in_pairs, rows_for_a, store_rounded_block, whole, whole_16
 from lowtri.kernels.tile_softmax import softmax_vector, unpack_pairs
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
@@ -140,7 +140,17 @@ def forward_tile(call, memory, b, h, r, spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True
-    store_tile(call, memory, b, h, r, n, spec)
+    o_step = call.o_strides
+    if n == QUERIES and dv % 32 == 0:
+        o = call.o + 2 * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
+        for lane in range(0, QUERIES, 16):
+            total = load(memory + call.offsets.total + 4 * lane, spec)
+            for d in range(0, dv, 32):
+                block, target = output + spec.row_bytes * d + 4 * lane, o + 2 * (lane * o_step.n + d)
+                store_rounded_block(block, spec.row_bytes, total, target, 2 * o_step.n, spec)
+        store_lse(call, memory, b, h, r, n, spec)
+    else:
+        store_tile(call, memory, b, h, r, n, spec)
 
 
 def forward_tiles(call):

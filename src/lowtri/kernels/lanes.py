@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 from lowtri.kernels.isa.baseline import call
 from lowtri.kernels.simd import I32, I64, clamped, pointer
 
-__all__ = ["reduce_max", "shuffled", "reduce_sum", "transpose"]
+__all__ = ["reduce_max", "shuffled", "reduce_sum", "transpose", "transposed"]
 
 
 def shuffled(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
@@ -19,7 +19,7 @@ def shuffled(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """The transposed square block of these rows: halves, quarters, eighths change places."""
     lanes = len(rows)
     step = lanes // 2
@@ -45,7 +45,7 @@ def transpose(typing, source, source_row, last, target, target_row, spec):
         for i in range(kind.lanes):
             row = clamped(b, i, last)
             rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind.ir), align=4))
-        for i, column in enumerate(_transposed(b, rows)):
+        for i, column in enumerate(transposed(b, rows)):
             b.store(column, pointer(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), kind.ir), align=4)
         return c.get_dummy_value()
 

@@ -6,16 +6,18 @@ not do, since 0 * NaN is NaN.
 
 from __future__ import annotations
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.lanes import transpose
+from lowtri.kernels.isa.baseline import constant
+from lowtri.kernels.lanes import transpose, transposed
 from lowtri.kernels.rows import fill, interleave_input_rows
-from lowtri.kernels.simd import I16, all_lanes_finite, load, load_input, pointer, store
+from lowtri.kernels.simd import I16, I64, all_lanes_finite, load, load_input, pointer, store
 from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 
-__all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "whole", "whole_16", "zero_non_finite"]
+__all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "store_rounded_block", "whole", "whole_16", "zero_non_finite"]
 
 
 @intrinsic
@@ -115,3 +117,26 @@ def zero_non_finite(rows, n, size, spec):
             finite = finite and all_lanes_finite(load_input(address + offset, spec))
         if not finite:
             fill(address, row // 4, 0.0, spec)
+
+
+@intrinsic
+def store_rounded_block(typing, source, source_row, total, target, target_row, spec):
+    """16 rows of 32 numbers: the columns of (32, 16), over a vector of totals, rounded to bf16. 0 where the total is."""
+
+    def emit(c, b, s, a):
+        source, source_row, total, target, target_row, _ = a
+        isa, kind = spec.value.isa, spec.value.vector.ir
+        positive = b.fcmp_ordered(">", total, constant(kind, 0.0))
+        factor, pairs = b.fdiv(constant(kind, 1.0), total), []
+        for i in range(0, 32, 2):
+            both = []
+            for d in (i, i + 1):
+                address = b.add(source, b.mul(source_row, ir.Constant(I64, d)))
+                both.append(b.select(positive, b.fmul(b.load(pointer(b, address, kind), align=4), factor), total))
+            pairs.append(isa.pair(b, *both))
+        for i, row in enumerate(transposed(b, pairs)):
+            address = b.add(target, b.mul(target_row, ir.Constant(I64, i)))
+            b.store(row, pointer(b, address, kind), align=2)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.intp, total, types.intp, types.intp, spec), emit
