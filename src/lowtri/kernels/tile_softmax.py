@@ -21,6 +21,12 @@ __all__ = ["pair", "softmax_vector", "unpack_pairs"]
 
 
 @intrinsic
+def pair_weights(typing, low, high, spec):
+    """16 pairs of bf16 from two vectors of weights, rounded."""
+    return low(low, high, spec), lambda c, b, s, a: spec.value.isa.pair_weights(b, *a[:2])
+
+
+@intrinsic
 def pair(typing, low, high, spec):
     """16 pairs of bf16 from two vectors, rounded."""
     return low(low, high, spec), lambda c, b, s, a: spec.value.isa.pair(b, *a[:2])
@@ -49,15 +55,15 @@ def weights_in_pairs(column, factors, shift, first, last, target, spec):
         f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
         g = exp2(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
         h = exp2(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
-        store(to, pair(e, f, spec))
-        store(to + step, pair(g, h, spec))
+        store(to, pair_weights(e, f, spec))
+        store(to + step, pair_weights(g, h, spec))
         a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
         j += 4
     while j < last:
         e, f = exp2(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
         if j + 1 < last:
             f = exp2(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
-        store(target + step * (j // 2), pair(e, f, spec))
+        store(target + step * (j // 2), pair_weights(e, f, spec))
         a, b = add(a, e), add(b, f)
         j += 2
     while j % 32:

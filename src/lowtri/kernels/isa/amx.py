@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16, BFloat
-from lowtri.kernels.isa.baseline import call
+from lowtri.kernels.isa.baseline import call, constant, integers
 
 __all__ = ["PERMISSION", "Amx"]
 
@@ -42,6 +42,17 @@ class Amx(Avx512Bf16):
         both = b.bitcast(call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [high, low]), shorts)
         order = [lane for n in range(16) for lane in (n, n + 16)]
         return b.bitcast(b.shuffle_vector(both, both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
+
+    def pair_weights(self, b: Any, low: Any, high: Any) -> Any:
+        """16 pairs from two vectors of floats that are at least 0, rounded; halves upwards. In operations of integers, which take
+        no cycles of the units that multiply: the instruction takes two on each, and its lanes want a permutation."""
+        kind, shorts = integers(low.type), ir.VectorType(_I16, 32)
+        half = constant(kind, 0x8000)
+        lower = b.lshr(b.add(b.bitcast(low, kind), half), constant(kind, 16))
+        upper = b.add(b.bitcast(high, kind), half)
+        order = [32 + n if n % 2 else n for n in range(32)]
+        both = [b.bitcast(x, shorts) for x in (lower, upper)]
+        return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
 
     def tile_registers(self, b: Any, count: int) -> list[Any]:
         """The first ``count`` tile registers."""

@@ -30,6 +30,9 @@ class AmxEmulated(Baseline):
         """16 pairs from two vectors of floats, rounded."""
         return _call_once_defined(b, _pair, [low, high], low.type)
 
+    def pair_weights(self, b: Any, low: Any, high: Any) -> Any:
+        return self.pair(b, low, high)
+
     def tile_registers(self, b: Any, count: int) -> list[Any]:
         return [alloca_once(b, _TILE) for _ in range(count)]
 
