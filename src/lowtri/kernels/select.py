@@ -60,7 +60,7 @@ _VARIANTS = (
     Variant("forward", "bfloat16", "widened", _any),
     Variant("forward", "float16", "widened", _any, HAS_FLOAT16),
     Variant("decode", "float32", "direct", _packed_rows),
-    Variant("decode", "bfloat16", "pairs", _packed_pairs, ISA.has_pairs),
+    Variant("decode", "bfloat16", "pairs", _packed_pairs, ISA.has_pairs and not ISA.has_tiles),
     Variant("decode", "bfloat16", "widened", _packed_rows),
     Variant("decode", "float16", "widened", _packed_rows, HAS_FLOAT16),
 )
