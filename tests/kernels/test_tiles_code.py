@@ -24,7 +24,7 @@ COMPILED = """
 
     def product(call):
         tiles.configure_tiles(call.scratch, call.spec)
-        tiles.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, call.nk, call.d, 64, call.spec)
+        tiles.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, 256, call.nk, call.d, 64, call.spec)
         tiles.restore_tiles(call.scratch, call.spec)
 
     family = sys.argv[1]
