@@ -65,7 +65,7 @@ def block_spans(mask_bits, keys, n):
 @device_function
 def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
     """Scores of one tile, for each half of the queries in its span; at least 16 keys, so that a product has whole tiles."""
-    if spans[0] == spans[4] and spans[1] == spans[5]:
+    if spans[0] == spans[4] and spans[1] == spans[5] and steps != 2:
         halves, columns = 1, QUERIES
     else:
         halves, columns = 2, QUERIES // 2
@@ -74,9 +74,11 @@ def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
         if stop > start:
             start = max(0, min(start, stop - 16))
             target, rows = scores + spec.row_bytes * start + lane, max(16, stop - start)
-            tile_product(
-                keys_a + start * a_row, a_row, 64, queries + lane, target, spec.row_bytes, spec.row_bytes, rows, steps, columns, spec
-            )
+            a = keys_a + start * a_row
+            if steps == 2:
+                held_product(a, a_row, 64, queries + lane, target, spec.row_bytes, rows, spec)
+            else:
+                tile_product(a, a_row, 64, queries + lane, target, spec.row_bytes, spec.row_bytes, rows, steps, columns, spec)
 
 
 @device_function
