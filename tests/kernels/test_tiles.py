@@ -63,7 +63,9 @@ def multiply(call: Any) -> None:
     configure_tiles(call.memory, call.spec)
     row = 4 * call.columns
     if call.add:
-        tile_product_add(call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec)
+        tile_product_add(
+            call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec
+        )
     else:
         tile_product(call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec)
     restore_tiles(call.memory, call.spec)

@@ -167,7 +167,9 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
                 add_non_finite(scores, mask_bits, keys, do_rows, n, dv, tile_dv, memory, offsets, do_pairs, spec)
                 add_non_finite(ds, mask_bits, keys, q_rows, n, d, tile_dk, memory, offsets, q_pairs, spec)
                 wide_rows = memory + offsets.wide_rows
-                add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, ALL_QUERIES, keys, dq, d, wide_rows, spec)
+                add_non_finite_keys(
+                    k_tile, k_step.n, k_step.d, ds, mask_bits, ALL_QUERIES, keys, dq, d, wide_rows, spec
+                )
             round_tile(scores, ds, keys, ds_pairs, spec)
         else:
             weights_and_ds_pairs(scores, ds, unit, mask_bits, keys, shift, delta, ds_pairs, spec)

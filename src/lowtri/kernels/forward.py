@@ -131,13 +131,17 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
             apply_softcap(scores, QUERIES * keys, softcap, spec)
         if call.bias:
             index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
-            add_bias(scores, spec.row_bytes, call.bias + spec.number_bytes * index, bias_step.q, bias_step.k, n, keys, spec)
+            add_bias(
+                scores, spec.row_bytes, call.bias + spec.number_bytes * index, bias_step.q, bias_step.k, n, keys, spec
+            )
         if mask_bits:
             apply_mask(scores, mask_bits, spans, spec)
         softmax_tile(scores, unit, spans, m, l, output, dv, spec)
         if non_finite:
             rows = v + input_bytes * key0 * v_step.n
-            add_non_finite_keys(rows, v_step.n, v_step.d, scores, mask_bits, ALL_QUERIES, keys, output, dv, values, spec)
+            add_non_finite_keys(
+                rows, v_step.n, v_step.d, scores, mask_bits, ALL_QUERIES, keys, output, dv, values, spec
+            )
             v_words, v_n, v_d = row_operand(values, keys, dv, values, spec), dv, 1
         else:
             v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, seen, zeros, slots_v, spec)
@@ -150,13 +154,12 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
 def store_tile(call, memory, b, h, r, n, spec):
     """The output and the log-sum-exp of a tile of n queries, written to the arrays."""
     dv, offsets, o_step, number_bytes = call.dv, call.offsets, call.o_strides, spec.number_bytes
-    output, m, l = memory + offsets.output, memory + offsets.shift, memory + offsets.total
+    output, l = memory + offsets.output, memory + offsets.total
     zero, one = splat(0.0, spec), splat(1.0, spec)
     for lane in range(0, number_bytes * whole_groups(n), 64):
         total = load(l + lane, spec)
-        factor = select_greater(
-            total, zero, div(one, total), total
-        )  # 0 for a query that saw no key, NaN if the sum is NaN
+        # 0 for a query that saw no key, NaN if the sum is NaN.
+        factor = select_greater(total, zero, div(one, total), total)
         for d in range(dv):
             address = output + spec.row_bytes * d + lane
             store(address, select_greater(total, zero, mul(load(address, spec), factor), total))

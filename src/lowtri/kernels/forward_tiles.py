@@ -112,7 +112,9 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
                         apply_mask_half(scores, mask_bits, half, first, last, spec)
                     for lane in range(0, HALF_ROW, 64):
                         of_half = HALF_ROW * half + lane
-                        softmax_vector(lane, scores, unit, first, last, m + of_half, l + of_half, output + of_half, dv, pairs, spec)
+                        softmax_vector(
+                            lane, scores, unit, first, last, m + of_half, l + of_half, output + of_half, dv, pairs, spec
+                        )
                     values = transposed_tile(v, v_step, dv, nk, key0, keys, places, non_finite, spec)
                     weights_half, start, stop = half, first, last
                     if non_finite:

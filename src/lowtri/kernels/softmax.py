@@ -34,7 +34,10 @@ MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2
 
 @device_function
 def new_shift(scores, step, factors, first, last, m, l, output, size, spec):
-    """Minus the shift of a vector of queries after these scores, ``step`` bytes apart; m, l and the output (size, 64) are rescaled if the maximum rose."""
+    """Minus the shift of a vector of queries after these scores, ``step`` bytes apart.
+
+    m, l and the output (size, 64) are rescaled if the maximum rose.
+    """
     hidden, zero = splat(-np.inf, spec), splat(0.0, spec)
     a = b = c = d = hidden  # four independent chains of maxima, for instruction-level parallelism
     j = first

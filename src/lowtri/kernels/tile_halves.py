@@ -15,7 +15,16 @@ from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 from lowtri.kernels.tile_operands import whole, whole_16
 from lowtri.kernels.tiles import held_product, tile_product, tile_product_add
 
-__all__ = ["block_spans", "extended", "gradient_halves", "half_span", "pv_half", "pv_halves", "score_half", "score_halves"]
+__all__ = [
+    "block_spans",
+    "extended",
+    "gradient_halves",
+    "half_span",
+    "pv_half",
+    "pv_halves",
+    "score_half",
+    "score_halves",
+]
 
 LOW_HALF, HIGH_HALF = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)  # of the 64 queries
 
@@ -78,7 +87,9 @@ def score_halves(keys_a, a_row, queries, scores, keys, steps, spans, spec):
             if steps == 2:
                 held_product(a, a_row, 64, queries + lane, target, spec.row_bytes, rows, spec)
             else:
-                tile_product(a, a_row, 64, queries + lane, target, spec.row_bytes, spec.row_bytes, rows, steps, columns, spec)
+                tile_product(
+                    a, a_row, 64, queries + lane, target, spec.row_bytes, spec.row_bytes, rows, steps, columns, spec
+                )
 
 
 @device_function
@@ -114,7 +125,9 @@ def pv_halves(values, pairs, output, columns, spans, spec):
         if steps:
             b = pairs + spec.row_bytes * (start // 2) + lane
             row = spec.row_bytes // 4
-            tile_product_add(a, row, row * columns, b, output + lane, spec.row_bytes, spec.row_bytes, columns, steps, queries, spec)
+            tile_product_add(
+                a, row, row * columns, b, output + lane, spec.row_bytes, spec.row_bytes, columns, steps, queries, spec
+            )
 
 
 @device_function

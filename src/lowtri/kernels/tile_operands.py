@@ -17,7 +17,16 @@ from lowtri.kernels.rows import fill, interleave_input_rows
 from lowtri.kernels.simd import I16, I64, all_lanes_finite, load, load_input, pointer, store
 from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 
-__all__ = ["copy_rows", "pack_transposed", "queries_in_pairs", "rows_for_a", "store_rounded_block", "whole", "whole_16", "zero_non_finite"]
+__all__ = [
+    "copy_rows",
+    "pack_transposed",
+    "queries_in_pairs",
+    "rows_for_a",
+    "store_rounded_block",
+    "whole",
+    "whole_16",
+    "zero_non_finite",
+]
 
 
 @intrinsic

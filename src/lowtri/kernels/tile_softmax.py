@@ -14,8 +14,8 @@ from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.isa.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
-from lowtri.kernels.spec import HALF_ROW
 from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
+from lowtri.kernels.spec import HALF_ROW
 
 __all__ = ["pair", "softmax_vector", "unpack_pairs"]
 
