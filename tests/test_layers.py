@@ -292,6 +292,11 @@ def loaded_after(statement: str) -> set[str]:
         ("import lowtri; lowtri.mask('causal & window(4)').pairs(100)", {"torch", "numba"}),
         ("import lowtri; lowtri.show([[1.0]]).to_svg()", {"torch", "numba", "matplotlib"}),
         ("import lowtri.errors", {"numpy", "torch", "numba"}),
+        # Sizes, scratch memory, records and the choice of a kernel; LLVM is not asked which CPU this is.
+        (
+            "import os; os.environ['NUMBA_CPU_FEATURES'] = ''; import lowtri.kernels.select, lowtri.backends.cpu",
+            {"numba", "llvmlite"},
+        ),
         ("from lowtri.cli.main import main; main(['--help'])", {"numpy", "torch", "numba", "matplotlib"}),
         ("from lowtri.cli.main import main; main(['mask', 'causal'])", {"torch", "numba", "matplotlib"}),
     ],

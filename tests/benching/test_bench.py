@@ -24,10 +24,7 @@ from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
 from lowtri.kernels import abi, compilation, select
-from lowtri.kernels.isa.amx import Amx
-from lowtri.kernels.isa.amx_emulated import AmxEmulated
-from lowtri.kernels.isa.avx2 import Avx2
-from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
+from lowtri.kernels.isa import Amx, AmxEmulated, Avx2, Avx512Bf16
 from lowtri.kernels.target import ISA
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)

@@ -19,8 +19,7 @@ from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_b
 from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.backends import BACKENDS
 from lowtri.kernels import target
-from lowtri.kernels.isa.amx import Amx
-from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16
+from lowtri.kernels.isa import Amx, Avx512Bf16
 
 NAN, INF = float("nan"), float("inf")
 

@@ -15,12 +15,8 @@ TITLE = "Adding an instruction set or a dtype to the kernels"
 @pytest.mark.sweep
 def test_the_recipe(tmp_path: Path) -> None:
     file, lines = blocks(TITLE)
-    added_import, table = lines.strip().split("\n\n")
-    isa = copy_of_lowtri(tmp_path) / "kernels" / "isa"
-    (isa / "tall.py").write_text(file, encoding="utf-8")
-    neon = "from lowtri.kernels.isa.neon import Neon"
-    replace_line(isa / "__init__.py", neon, f"{neon}\n{added_import}")
-    replace_line(isa / "__init__.py", "ALL: tuple[Baseline, ...] = (", table)
+    isa = copy_of_lowtri(tmp_path) / "kernels" / "isa.py"
+    replace_line(isa, "ALL: tuple[Baseline, ...] = (", f"{file.strip()}\n\n\n{lines.strip()}")
     code = """
     import numpy as np, torch, lowtri
     from lowtri.kernels import select, target

@@ -11,7 +11,7 @@ from test_kernels_spec import AVX512, COMPILED, python
 from lowtri.kernels import compilation, threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.exponent import DEGREES, ERRORS, exp2, exp2m1
-from lowtri.kernels.isa.avx512 import Avx512
+from lowtri.kernels.isa import Avx512
 from lowtri.kernels.select import SPECS
 from lowtri.kernels.simd import load, store
 

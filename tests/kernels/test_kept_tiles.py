@@ -7,8 +7,7 @@ import torch
 
 import lowtri
 from lowtri.kernels import select
-from lowtri.kernels.forward import KEYS
-from lowtri.kernels.kept_tiles import kept_scratch
+from lowtri.kernels.scratch import KEYS, SCRATCH
 
 DTYPES = [torch.bfloat16, torch.float16]
 MASKS = ["causal", "causal & window(95)", "causal & documents(lengths=(97, 300, 193, 160))"]
@@ -41,7 +40,7 @@ def test_large_tiles_have_fewer_slots() -> None:
     for rows in ("pairs", "widened"):
         spec = select.SPECS["forward", "bfloat16", rows]
         for size in (48, 64, 128, 1040, 10**6):
-            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, kept_scratch(spec, KEYS, size, size)
+            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, SCRATCH["forward"](spec, size, size)
             for name in ("kept_keys", "kept_values") if rows == "widened" else ("kept_values",):
                 slots = kept[name] // tile
                 assert slots >= 1 and slots * tile <= max(tile, 2**19)

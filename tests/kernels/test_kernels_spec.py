@@ -287,7 +287,7 @@ def test_neon_code_is_generated_for_arm() -> None:
         COMPILED
         + """
     import llvmlite.binding as llvm
-    from lowtri.kernels.isa.neon import Neon
+    from lowtri.kernels.isa import Neon
     from lowtri.kernels.spec import KernelSpec
 
     llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()

@@ -16,7 +16,7 @@ from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import compilation, select, target, threads
 from lowtri.kernels.abi import Abi
-from lowtri.kernels.isa.amx import PERMISSION
+from lowtri.kernels.isa import PERMISSION
 from lowtri.kernels.tiles import configure_tiles, restore_tiles, tile_product, tile_product_add
 from lowtri.ops.describe import describe
 

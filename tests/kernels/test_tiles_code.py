@@ -18,7 +18,7 @@ COMPILED = """
     from numba import cfunc, types
     from lowtri.kernels import abi, tiles
     from lowtri.kernels.device_function import NUMBA_OPTIONS
-    from lowtri.kernels.isa.amx import Amx
+    from lowtri.kernels.isa import Amx
     from lowtri.kernels.record import RecordType
     from lowtri.kernels.spec import KernelSpec
 

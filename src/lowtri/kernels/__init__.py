@@ -1,10 +1,16 @@
 """The CPU kernels: attention in Python, compiled for this CPU by LLVM (through Numba). Each file imports only from the files above it:
 
-isa              the instruction sets: their operations and register tiles
+isa              the instruction sets: features and register tiles
 target           the instruction set of this CPU
 spec             what a kernel is compiled for: dtype, how rows are read, instruction set
 select           which spec reads which arrays
 abi              the record that a launch writes and a kernel reads
+scratch          the scratch memory of each kernel
+
+The files above need no compiler: a call is prepared with them alone. Those below are compiled.
+
+operations       the operations of the instruction sets, as LLVM code
+spec_type        the spec as a Numba type
 record           the record as a Numba type
 device_function  decorators of functions that only kernels call
 simd             the operations that kernels are written in, on vectors of 64 bytes

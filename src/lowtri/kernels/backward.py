@@ -29,7 +29,7 @@ from lowtri.kernels.ds import (
     weights_and_ds,
     zero_rows,
 )
-from lowtri.kernels.forward import KEYS, pv_tile, score_tile
+from lowtri.kernels.forward import pv_tile, score_tile
 from lowtri.kernels.non_finite import (
     add_non_finite_keys,
     add_non_finite_queries,
@@ -53,46 +53,11 @@ from lowtri.kernels.rows import (
     word_count,
 )
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
+from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import as_number
-from lowtri.kernels.spec import QUERIES, KernelSpec
+from lowtri.kernels.spec import QUERIES
 
-__all__ = ["backward", "key_rows", "padded", "scratch"]
-
-
-def padded(spec: KernelSpec, size: int) -> int:
-    """A head size rounded up to whole vectors: what a packed row of Q, dO, dK or dV takes."""
-    return -(-size // spec.lanes) * spec.lanes
-
-
-def key_rows(spec: KernelSpec, nk: int) -> int:
-    """The rows of dK and dV."""
-    return nk
-
-
-def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    """Bytes of each part of the memory that one thread works in."""
-    row, number, pairs = spec.row_bytes, spec.number_bytes, spec.rows == "pairs"
-    d_rows, dv_rows = number * QUERIES * padded(spec, d), number * QUERIES * padded(spec, dv)
-    return {
-        "queries": row * d,
-        "d_output": row * dv,
-        "dq": row * d,
-        "scores": row * KEYS,
-        "ds": row * KEYS,
-        "d_softcap": row * KEYS,  # in pairs also dS for dQ
-        "shift": row,
-        "shift_low": row,
-        "delta": row,
-        "q_rows": d_rows,
-        "d_output_rows": dv_rows,
-        "finite_q": d_rows,
-        "finite_d_output": dv_rows,
-        "keys": number * KEYS * padded(spec, d),
-        "values": number * KEYS * dv if spec.rows == "widened" else 0,
-        "q_pairs": d_rows // 2 if pairs else 0,
-        "d_output_pairs": dv_rows // 2 if pairs else 0,
-        "zeros": number * padded(spec, d) if pairs else 0,
-    }
+__all__ = ["backward"]
 
 
 @by_spec

@@ -19,60 +19,21 @@ from lowtri.kernels.ds import (
     softcap_derivative,
     zero_rows,
 )
-from lowtri.kernels.forward import KEYS
 from lowtri.kernels.non_finite import add_non_finite_keys, add_non_finite_queries, input_rows_finite
 from lowtri.kernels.plan_walk import ALL_QUERIES, visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by, transpose_in, transpose_out, widen_rows
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
-from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
+from lowtri.kernels.scratch import KEYS
+from lowtri.kernels.shared_pack import tile_places, transposed_tile
 from lowtri.kernels.simd import as_number, load, store
-from lowtri.kernels.spec import QUERIES, KernelSpec
+from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_ds import copy_query_rows, pairs_of_rows, round_tile, weights_and_ds_pairs, wide_weights_and_ds
 from lowtri.kernels.tile_halves import block_spans, extended, gradient_halves, pv_halves, score_halves
 from lowtri.kernels.tile_operands import rows_for_a, whole, whole_16, zero_non_finite
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
-__all__ = ["backward_tiles", "key_rows", "padded", "scratch"]
-
-
-def padded(spec: KernelSpec, size: int) -> int:
-    """A head size rounded up to whole blocks of 32 columns: what a row of dK or dV takes."""
-    return int(whole.py_func(size))
-
-
-def key_rows(spec: KernelSpec, nk: int) -> int:
-    """The rows of dK and dV."""
-    return int(whole_16.py_func(nk))
-
-
-def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    """Bytes of each part of the memory that one thread works in."""
-    row, d_whole, dv_whole = spec.row_bytes, padded(spec, d), padded(spec, dv)
-    most = max(d_whole, dv_whole)
-    return {
-        "queries": row * d_whole // 2,
-        "d_output": row * dv_whole // 2,
-        "dq": row * d_whole,
-        "scores": row * KEYS,
-        "ds": row * KEYS,
-        "ds_pairs": row * KEYS // 2,
-        "d_softcap": row * KEYS,
-        "shift": row,
-        "delta": row,
-        "q_rows": 2 * QUERIES * d_whole,
-        "d_output_rows": 2 * QUERIES * dv_whole,
-        "q_pairs": 2 * QUERIES * d_whole,
-        "d_output_pairs": 2 * QUERIES * dv_whole,
-        "finite_rows": 2 * QUERIES * most,
-        "finite_q_pairs": 2 * QUERIES * d_whole,
-        "finite_d_output_pairs": 2 * QUERIES * dv_whole,
-        "wide_rows": 4 * max(KEYS, QUERIES) * most,  # rows in float32, for the non-finite path
-        "keys": 2 * KEYS * d_whole,
-        "values": 2 * KEYS * dv_whole,
-        **packing_scratch(max(d, dv)),
-        "tile_configuration": 128,
-    }
+__all__ = ["backward_tiles"]
 
 
 @device_function

@@ -8,8 +8,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.isa.baseline import constant, integers
 from lowtri.kernels.lanes import shuffled
+from lowtri.kernels.operations.baseline import constant, integers
 from lowtri.kernels.simd import I16, I64, pointer
 
 __all__ = ["interleave", "interleave_loaded", "interleaved_rows"]
@@ -40,7 +40,7 @@ def interleave(typing, low, high, spec):
     """16 pairs from two vectors of floats, rounded."""
 
     def emit(c, b, s, a):
-        return _interleaved(b, *(spec.value.isa.narrow(b, x, "bfloat16") for x in a[:2]), low.ir)
+        return _interleaved(b, *(spec.value.operations.narrow(b, x, "bfloat16") for x in a[:2]), low.ir)
 
     return low(low, high, spec), emit
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowtri.kernels.isa.baseline import constant
 from lowtri.kernels.lanes import shuffled
+from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.simd import F32, I32, input_vector, pointer
 
 __all__ = ["BLOCK", "EVEN_FIRST", "LANES", "input_words", "is_even_first", "prefetch"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lowtri.kernels import scratch
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
@@ -21,6 +22,7 @@ from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by, round_row, word_count
 from lowtri.kernels.scores import LN2, LOG2E, apply_softcap, to_log2
+from lowtri.kernels.scratch import CACHE_KEYS as KEYS
 from lowtri.kernels.simd import (
     as_number,
     fetch_add,
@@ -36,34 +38,13 @@ from lowtri.kernels.simd import (
     store,
     write,
 )
-from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["KEYS", "decode", "scratch", "shared_scratch"]
+__all__ = ["decode"]
 
-KEYS = 128  # keys in a block of online softmax
 PORTION = 32  # keys whose values stay in L1 while all query heads of a group use them
 
 
-def scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:
-    """Bytes of each part of the memory that one thread works in, for ``rows`` queries of a group's heads."""
-    pairs = spec.rows == "pairs"
-    return {
-        "scores": 4 * rows * KEYS,
-        "weights": 2 * rows * KEYS if pairs else 0,
-        "zeros": 4 * dv if pairs else 0,
-        "queries": 4 * rows * d // spec.per_word,
-    }
-
-
-def shared_scratch(groups: int, parts: int, rows: int, dv: int) -> dict[str, int]:
-    """Bytes that the threads share: for each group of heads a counter, which begins at 0, and the results of each part."""
-    return {"joined": 8 * groups, "results": 4 * groups * parts * (header_size.py_func(rows) + rows * dv)}
-
-
-@device_function
-def header_size(rows):
-    """Numbers before the outputs (rows, Dv) in the results of a part: shifts and sums, (rows,) each, padded to whole vectors."""
-    return -(-2 * rows // 16) * 16
+header_size = device_function(scratch.header_size)
 
 
 @device_function

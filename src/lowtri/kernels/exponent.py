@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from lowtri.kernels.isa.baseline import constant, integers
+from lowtri.kernels.operations.baseline import constant, integers
 
 __all__ = ["DEGREES", "ERRORS", "exp2", "exp2m1"]
 
@@ -40,15 +40,15 @@ def _is_double(kind: Any) -> bool:
     return bool(kind.element == ir.DoubleType())
 
 
-def _polynomial(b: Any, r: Any, coefficients: Any, isa: Any) -> Any:
+def _polynomial(b: Any, r: Any, coefficients: Any, operations: Any) -> Any:
     first, *rest = coefficients if _is_double(r.type) else map(np.float32, coefficients)
     p = constant(r.type, float(first))
     for c in rest:
-        p = isa.fma(b, p, r, constant(r.type, float(c)))
+        p = operations.fma(b, p, r, constant(r.type, float(c)))
     return p
 
 
-def _split(b: Any, x: Any, degree: int, isa: Any) -> tuple[Any, Any]:
+def _split(b: Any, x: Any, degree: int, operations: Any) -> tuple[Any, Any]:
     """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1. 2 ** n is 0 from the least exponent down, so for -inf, too."""
     bits, bias = (52, 1023) if _is_double(x.type) else (23, 127)
     kind, least = integers(x.type), constant(x.type, float(-bias))
@@ -58,18 +58,18 @@ def _split(b: Any, x: Any, degree: int, isa: Any) -> tuple[Any, Any]:
     shifted = b.fadd(x, large)
     scale = b.bitcast(b.shl(b.bitcast(shifted, kind), constant(kind, bits)), x.type)
     r = b.fsub(x, b.fsub(shifted, large))
-    return scale, b.fmul(_polynomial(b, r, _NEAREST[degree], isa), r)
+    return scale, b.fmul(_polynomial(b, r, _NEAREST[degree], operations), r)
 
 
 def _exp2(b: Any, x: Any, spec: Any) -> Any:
-    degree, isa = DEGREES[spec.dtype], spec.isa
-    if isa.has_scale:  # the operation rounds its exponent down
+    degree, operations = DEGREES[spec.dtype], spec.operations
+    if spec.isa.has_scale:  # the operation rounds its exponent down
         lower = degree in _LOWER
-        r = isa.fraction(b, x, lower)
-        p = _polynomial(b, r, (*(_LOWER if lower else _NEAREST)[degree], 1.0), isa)
-        return isa.scale(b, p, x if lower else b.fsub(x, r))
-    scale, fraction = _split(b, x, degree, isa)
-    return isa.fma(b, scale, fraction, scale)
+        r = operations.fraction(b, x, lower)
+        p = _polynomial(b, r, (*(_LOWER if lower else _NEAREST)[degree], 1.0), operations)
+        return operations.scale(b, p, x if lower else b.fsub(x, r))
+    scale, fraction = _split(b, x, degree, operations)
+    return operations.fma(b, scale, fraction, scale)
 
 
 @intrinsic
@@ -86,7 +86,7 @@ def exp2m1(typing, x, spec):
     """2 ** x - 1, to a few ulp of the compute dtype also where x is small. For -126 <= x <= 127."""
 
     def emit(c, b, s, a):
-        scale, fraction = _split(b, a[0], 13 if x.bits == 64 else 6, spec.value.isa)
-        return spec.value.isa.fma(b, scale, fraction, b.fsub(scale, constant(scale.type, 1.0)))
+        scale, fraction = _split(b, a[0], 13 if x.bits == 64 else 6, spec.value.operations)
+        return spec.value.operations.fma(b, scale, fraction, b.fsub(scale, constant(scale.type, 1.0)))
 
     return x(x, spec), emit

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_scratch, kept_values
+from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_values
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
 from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, tile_count, visible_tiles
 from lowtri.kernels.product import product, product_add
@@ -34,31 +34,12 @@ from lowtri.kernels.rows import (
     word_count,
 )
 from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
+from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
 from lowtri.kernels.softmax import softmax_tile
-from lowtri.kernels.spec import QUERIES, KernelSpec
+from lowtri.kernels.spec import QUERIES
 
-__all__ = ["KEYS", "forward", "pv_tile", "score_tile", "scratch", "store_lse", "store_tile"]
-
-KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
-
-
-def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    """Bytes of each part of the memory that one thread works in."""
-    row, number = spec.row_bytes, spec.number_bytes
-    direct, pairs = spec.rows == "direct", spec.rows == "pairs"
-    return {
-        "queries": row * d,
-        "scores": row * KEYS,
-        "output": row * dv,
-        "shift": row,
-        "total": row,
-        "weights": row * KEYS // 2 if pairs else 0,
-        "values": number * KEYS * dv,  # also a copy with 0 in place of non-finite rows
-        "zeros": number * dv if pairs else 0,
-        "rows": 0 if direct else row * max(d, dv),
-        **kept_scratch(spec, KEYS, d, dv),
-    }
+__all__ = ["forward", "pv_tile", "score_tile", "store_lse", "store_tile"]
 
 
 @device_function

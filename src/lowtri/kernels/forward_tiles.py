@@ -16,40 +16,22 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.forward import KEYS, store_lse, store_tile
+from lowtri.kernels.forward import store_lse, store_tile
 from lowtri.kernels.non_finite import add_non_finite_keys, all_finite
 from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by
 from lowtri.kernels.scores import LOG2E, add_bias, apply_mask_half, apply_softcap
-from lowtri.kernels.shared_pack import packing_scratch, tile_places, transposed_tile
+from lowtri.kernels.scratch import KEYS
+from lowtri.kernels.shared_pack import tile_places, transposed_tile
 from lowtri.kernels.simd import as_number, load, read
-from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES, KernelSpec
+from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
 from lowtri.kernels.tile_halves import HIGH_HALF, LOW_HALF, extended, half_span, pv_half, score_half
 from lowtri.kernels.tile_operands import queries_in_pairs, rows_for_a, store_rounded_block, whole, whole_16
 from lowtri.kernels.tile_softmax import softmax_vector, unpack_pairs
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
-__all__ = ["forward_tiles", "scratch"]
-
-
-def scratch(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    """Bytes of each part of the memory that one thread works in."""
-    row, d_whole, dv_whole = spec.row_bytes, whole.py_func(d), whole.py_func(dv)
-    return {
-        "queries": row * d_whole // 2,
-        "scores": HALF_ROW * KEYS,
-        "pairs": HALF_ROW * KEYS // 2,
-        "output": row * dv_whole,
-        "shift": row,
-        "total": row,
-        "rows": max(row * dv, 2 * QUERIES * d_whole),  # the output's rows; before that, the queries' copy
-        "keys": 2 * KEYS * d_whole,
-        "finite_values": 4 * KEYS * dv,
-        "weights": row * KEYS,
-        **packing_scratch(dv),
-        "tile_configuration": 128,
-    }
+__all__ = ["forward_tiles"]
 
 
 @device_function

@@ -8,39 +8,16 @@ them again; it uses one slot, which then stays in the first cache.
 
 from __future__ import annotations
 
+from lowtri.kernels import scratch
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.rows import head_operand, key_operand
+from lowtri.kernels.scratch import MOST_SLOTS
 from lowtri.kernels.simd import read_int64, write_int64
-from lowtri.kernels.spec import KernelSpec
 
-__all__ = ["forget_tiles", "kept_keys", "kept_scratch", "kept_values"]
+__all__ = ["forget_tiles", "kept_keys", "kept_values"]
 
-_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
-_MOST_SLOTS = 64
-
-
-@device_function
-def key_bytes(keys, size, spec):
-    """Of an operand of so many keys, rows of ``size`` numbers."""
-    return spec.number_bytes // spec.per_word * keys * size
-
-
-@device_function
-def slot_count(slot_bytes):
-    return max(1, min(_MOST_SLOTS, _BYTES // slot_bytes))
-
-
-def kept_scratch(spec: KernelSpec, tile_keys: int, d: int, dv: int) -> dict[str, int]:
-    """Bytes of the memory of :func:`kept_keys` and :func:`kept_values`; 0 where operands are read in place."""
-
-    def needed(size: int) -> int:
-        slot_bytes: int = key_bytes.py_func(tile_keys, size, spec)
-        return 8 * _MOST_SLOTS + slot_bytes * int(slot_count.py_func(slot_bytes))
-
-    return {
-        "kept_keys": needed(d) if spec.rows == "widened" else 0,
-        "kept_values": 0 if spec.rows == "direct" else needed(dv),
-    }
+key_bytes = device_function(scratch.key_bytes)
+slot_count = device_function(scratch.slot_count)
 
 
 @by_spec
@@ -51,11 +28,11 @@ def forget_tiles(spec):
         pass
 
     def of_values(keys, values, spec):
-        for slot in range(_MOST_SLOTS):
+        for slot in range(MOST_SLOTS):
             write_int64(values + 8 * slot, 0)
 
     def of_both(keys, values, spec):
-        for slot in range(_MOST_SLOTS):
+        for slot in range(MOST_SLOTS):
             write_int64(keys + 8 * slot, 0)
             write_int64(values + 8 * slot, 0)
 
@@ -70,7 +47,7 @@ def slot_of(memory, head, tile, tile_bytes, tiles, seen):
     is_new = read_int64(memory + 8 * slot) != number
     if is_new:
         write_int64(memory + 8 * slot, number)
-    return memory + 8 * _MOST_SLOTS + tile_bytes * slot, is_new
+    return memory + 8 * MOST_SLOTS + tile_bytes * slot, is_new
 
 
 @by_spec

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.isa.baseline import call
+from lowtri.kernels.operations.baseline import call
 from lowtri.kernels.simd import I32, I64, clamped, pointer
 
 __all__ = ["reduce_max", "shuffled", "reduce_sum", "transpose", "transposed"]

@@ -22,7 +22,7 @@ __all__ = ["multiply_add", "product", "product_add"]
 
 def multiply_add(spec: Any) -> Any:
     """The operation x * y + z on vectors of words: of numbers, or with dot products of pairs."""
-    return spec.isa.dot_pairs if spec.rows == "pairs" else spec.isa.fma
+    return spec.operations.dot_pairs if spec.rows == "pairs" else spec.operations.fma
 
 
 def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, spec: Any) -> None:

@@ -15,7 +15,8 @@ from numba.extending import intrinsic, models, register_model
 
 from lowtri.compat.numba_private import AttributeTemplate, from_dtype, infer_getattr, lower_getattr_generic
 from lowtri.kernels.abi import COUNTER
-from lowtri.kernels.spec import KernelSpec, SpecType
+from lowtri.kernels.spec import KernelSpec
+from lowtri.kernels.spec_type import SpecType
 
 __all__ = ["RecordType", "take"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lowtri.kernels.isa.amx_emulated import AmxEmulated
+from lowtri.kernels.isa import AmxEmulated
 from lowtri.kernels.spec import KernelSpec
 from lowtri.kernels.target import HAS_FLOAT16, ISA
 

@@ -11,11 +11,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.forward import KEYS
+from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import I64, pointer
 from lowtri.kernels.tile_operands import copy_rows, pack_transposed, whole, whole_16, zero_non_finite
 
-__all__ = ["packing_scratch", "shared_scratch", "tile_places", "transposed_tile"]
+__all__ = ["tile_places", "transposed_tile"]
 
 _PACKING, _PACKED = ir.Constant(I64, 1), ir.Constant(I64, 2)
 
@@ -50,18 +50,6 @@ def publish(typing, state):
         return c.get_dummy_value()
 
     return types.void(types.intp), emit
-
-
-def shared_scratch(heads: int, nk: int, size: int) -> dict[str, int]:
-    """Bytes that the threads share, for all key/value heads: the transposed rows, and the states of their tiles."""
-    tiles = heads * -(-nk // KEYS)
-    return {"packed": 2 * tiles * KEYS * whole_16.py_func(size), "packed_states": 8 * tiles}
-
-
-def packing_scratch(size: int) -> dict[str, int]:
-    """Bytes of the parts that :func:`transposed_tile` works in."""
-    row = whole.py_func(size)
-    return {"packed_tile": 2 * KEYS * row, "copy": 2 * KEYS * row, "row_pairs": 4 * 16 * row, "zeros": 4 * row}
 
 
 @device_function

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.isa.baseline import constant, integers
+from lowtri.kernels.operations.baseline import constant, integers
 
 __all__ = [
     *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer"),  # for intrinsics
@@ -47,13 +47,13 @@ def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
     if spec.input_bytes > 2:
         return builder.load(pointer(builder, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
     shorts = builder.load(pointer(builder, address, ir.VectorType(I16, count)), align=2)
-    return spec.isa.widen(builder, shorts, spec.dtype)
+    return spec.operations.widen(builder, shorts, spec.dtype)
 
 
 def _output_vector(builder: Any, x: Any, address: Any, spec: Any) -> None:
     """Store numbers of the compute dtype, rounded to the arrays' dtype."""
     if spec.input_bytes == 2:
-        x = spec.isa.narrow(builder, x, spec.dtype)
+        x = spec.operations.narrow(builder, x, spec.dtype)
     builder.store(x, pointer(builder, address, x.type), align=2 if spec.input_bytes == 2 else 4)
 
 
@@ -191,7 +191,7 @@ add, sub, mul, div = map(_operator, ("fadd", "fsub", "fmul", "fdiv"))
 @intrinsic
 def fma(typing, x, y, z, spec):
     """x * y + z."""
-    return x(x, y, z, spec), lambda c, b, s, a: spec.value.isa.fma(b, *a[:3])
+    return x(x, y, z, spec), lambda c, b, s, a: spec.value.operations.fma(b, *a[:3])
 
 
 @intrinsic

@@ -12,11 +12,8 @@ import platform
 import sys
 from functools import cache
 
-import llvmlite.binding as llvm
-
 from lowtri.errors import EngineError
-from lowtri.kernels.isa import ALL, Baseline
-from lowtri.kernels.isa.amx import PERMISSION, Amx
+from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
 
 __all__ = ["HAS_AMX", "HAS_FLOAT16", "ISA", "features", "instruction_set"]
 
@@ -35,6 +32,8 @@ def features() -> frozenset[str]:
     if given is not None:
         has = frozenset(flag[1:] for flag in given.split(",") if flag.startswith("+"))
     else:
+        import llvmlite.binding as llvm
+
         try:
             has = frozenset(flag for flag, present in llvm.get_host_cpu_features().items() if present)
         except RuntimeError:  # LLVM does not know this host: assume nothing

@@ -10,9 +10,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowtri.kernels import scratch
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.isa.baseline import constant
 from lowtri.kernels.lanes import transpose, transposed
+from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.rows import fill, interleave_input_rows
 from lowtri.kernels.simd import I16, I64, all_lanes_finite, load, load_input, pointer, store
 from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
@@ -40,16 +41,8 @@ def copy_number(typing, source, target):
     return types.void(types.intp, types.intp), emit
 
 
-@device_function
-def whole(size):
-    """A size rounded up to whole depths of 32."""
-    return (size + 31) & -32
-
-
-@device_function
-def whole_16(size):
-    """A size rounded up to whole tiles of 16 rows."""
-    return (size + 15) & -16
+whole = device_function(scratch.whole)
+whole_16 = device_function(scratch.whole_16)
 
 
 @device_function
@@ -134,7 +127,7 @@ def store_rounded_block(typing, source, source_row, total, target, target_row, s
 
     def emit(c, b, s, a):
         source, source_row, total, target, target_row, _ = a
-        isa, kind = spec.value.isa, spec.value.vector.ir
+        operations, kind = spec.value.operations, spec.value.vector.ir
         positive = b.fcmp_ordered(">", total, constant(kind, 0.0))
         factor, pairs = b.fdiv(constant(kind, 1.0), total), []
         for i in range(0, 32, 2):
@@ -142,7 +135,7 @@ def store_rounded_block(typing, source, source_row, total, target, target_row, s
             for d in (i, i + 1):
                 address = b.add(source, b.mul(source_row, ir.Constant(I64, d)))
                 both.append(b.select(positive, b.fmul(b.load(pointer(b, address, kind), align=4), factor), total))
-            pairs.append(isa.pair(b, *both))
+            pairs.append(operations.pair(b, *both))
         for i, row in enumerate(transposed(b, pairs)):
             address = b.add(target, b.mul(target_row, ir.Constant(I64, i)))
             b.store(row, pointer(b, address, kind), align=2)

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.isa.baseline import halves_of_pairs
+from lowtri.kernels.operations.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
 from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
 from lowtri.kernels.spec import HALF_ROW
@@ -23,13 +23,13 @@ __all__ = ["pair", "softmax_vector", "unpack_pairs"]
 @intrinsic
 def pair_weights(typing, low, high, spec):
     """16 pairs of bf16 from two vectors of weights, rounded."""
-    return low(low, high, spec), lambda c, b, s, a: spec.value.isa.pair_weights(b, *a[:2])
+    return low(low, high, spec), lambda c, b, s, a: spec.value.operations.pair_weights(b, *a[:2])
 
 
 @intrinsic
 def pair(typing, low, high, spec):
     """16 pairs of bf16 from two vectors, rounded."""
-    return low(low, high, spec), lambda c, b, s, a: spec.value.isa.pair(b, *a[:2])
+    return low(low, high, spec), lambda c, b, s, a: spec.value.operations.pair(b, *a[:2])
 
 
 def _half(index: int) -> Any:

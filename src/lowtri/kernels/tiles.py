@@ -28,7 +28,7 @@ def configure_tiles(typing, memory, spec):
     """Save this thread's tile configuration in 128 bytes of memory, and load that of the kernels."""
 
     def emit(c, b, s, a):
-        spec.value.isa.tile_configure(b, a[0])
+        spec.value.operations.tile_configure(b, a[0])
         return c.get_dummy_value()
 
     return types.void(types.intp, spec), emit
@@ -39,37 +39,37 @@ def restore_tiles(typing, memory, spec):
     """Restore the configuration that :func:`configure_tiles` saved."""
 
     def emit(c, b, s, a):
-        spec.value.isa.tile_restore(b, a[0])
+        spec.value.operations.tile_restore(b, a[0])
         return c.get_dummy_value()
 
     return types.void(types.intp, spec), emit
 
 
-def _emit_block(b: Any, args: Any, rows: int, accumulate: bool, isa: Any) -> None:
+def _emit_block(b: Any, args: Any, rows: int, accumulate: bool, operations: Any) -> None:
     """``rows`` x 2 tiles of C over the whole depth."""
     a, a_row, a_second, a_step, b_first, c, c_second, row, c_row, steps = args
-    tiles = isa.tile_registers(b, 3 * rows + 2)
+    tiles = operations.tile_registers(b, 3 * rows + 2)
     sums, a_tiles, b_tiles = tiles[: 2 * rows], tiles[2 * rows : -2], tiles[-2:]
     next_columns = ir.Constant(I64, 64)  # bytes of 16 columns, of B as of C
     c_rows = [c, b.add(c, c_second)][:rows]
     c_addresses = [address for first in c_rows for address in (first, b.add(first, next_columns))]
     for total, address in zip(sums, c_addresses, strict=True):
         if accumulate:
-            isa.tile_load(b, total, address, c_row)
+            operations.tile_load(b, total, address, c_row)
         else:
-            isa.tile_zero(b, total)
+            operations.tile_zero(b, total)
     with for_range(b, steps) as loop:
         a_first = b.add(a, b.mul(loop.index, a_step))
         b_depth = b.add(b_first, b.mul(loop.index, b.shl(row, ir.Constant(I64, 4))))
         # Each tile is loaded where the first product needs it.
         for i, (a_tile, a_address) in enumerate(zip(a_tiles, [a_first, b.add(a_first, a_second)], strict=False)):
-            isa.tile_load(b, a_tile, a_address, a_row)
+            operations.tile_load(b, a_tile, a_address, a_row)
             for j, (b_tile, b_address) in enumerate(zip(b_tiles, [b_depth, b.add(b_depth, next_columns)], strict=True)):
                 if i == 0:
-                    isa.tile_load(b, b_tile, b_address, row)
-                isa.tile_dot(b, sums[2 * i + j], a_tile, b_tile)
+                    operations.tile_load(b, b_tile, b_address, row)
+                operations.tile_dot(b, sums[2 * i + j], a_tile, b_tile)
     for total, address in zip(sums, c_addresses, strict=True):
-        isa.tile_store(b, total, address, c_row)
+        operations.tile_store(b, total, address, c_row)
 
 
 def _block(rows: int, accumulate: bool) -> Any:
@@ -78,7 +78,7 @@ def _block(rows: int, accumulate: bool) -> Any:
         """Steps and row lengths in bytes; ``*_second`` leads from the first 16 rows of A and C to the second."""
 
         def emit(context, builder, signature, args):
-            _emit_block(builder, args[:-1], rows, accumulate, spec.value.isa)
+            _emit_block(builder, args[:-1], rows, accumulate, spec.value.operations)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 10, spec), emit
@@ -98,26 +98,26 @@ def held_product(typing, a, a_row, a_step, b, c, row, rows, spec):
 
     def emit(context, builder, signature, args):
         a, a_row, a_step, b_first, c, row, rows, _ = args
-        b, isa = builder, spec.value.isa
-        tiles = isa.tile_registers(b, 8)
+        b, operations = builder, spec.value.operations
+        tiles = operations.tile_registers(b, 8)
         sums, a_tiles, b_tiles = tiles[:2], tiles[2:4], (tiles[4:6], tiles[6:8])
         number = lambda n: ir.Constant(I64, n)  # noqa: E731
         for depth, pair in enumerate(b_tiles):
             for column, tile in enumerate(pair):
                 address = b.add(b_first, b.add(b.mul(row, number(16 * depth)), number(64 * column)))
-                isa.tile_load(b, tile, address, row)
+                operations.tile_load(b, tile, address, row)
         last = b.sub(rows, number(16))
         with for_range(b, b.lshr(b.add(rows, number(15)), number(4))) as loop:
             r = b.mul(loop.index, number(16))
             r = b.select(b.icmp_signed("<", r, last), r, last)  # the last 16 rows overlap those before
             a_first, c_first = b.add(a, b.mul(r, a_row)), b.add(c, b.mul(r, row))
             for tile, address in zip(a_tiles, (a_first, b.add(a_first, a_step)), strict=True):
-                isa.tile_load(b, tile, address, a_row)
+                operations.tile_load(b, tile, address, a_row)
             for column, total in enumerate(sums):
-                isa.tile_zero(b, total)
+                operations.tile_zero(b, total)
                 for a_tile, pair in zip(a_tiles, b_tiles, strict=True):
-                    isa.tile_dot(b, total, a_tile, pair[column])
-                isa.tile_store(b, total, b.add(c_first, number(64 * column)), row)
+                    operations.tile_dot(b, total, a_tile, pair[column])
+                operations.tile_store(b, total, b.add(c_first, number(64 * column)), row)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, spec), emit

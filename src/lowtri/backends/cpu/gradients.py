@@ -10,6 +10,7 @@ from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
 from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.team import tile_threads
+from lowtri.kernels.scratch import key_rows, padded
 from lowtri.ops.call import Inputs, Result
 
 __all__ = ["PreparedGradients"]
@@ -28,8 +29,7 @@ class PreparedGradients:
         threads = tile_threads("backward", call, plan)
         whole = batch * kv_heads % threads == 0 or batch * kv_heads >= 4 * threads
         self.parts = min(1 if whole else threads, plan.rows)
-        kernel = reading.kernel("backward")
-        rows, sizes = kernel.key_rows(spec, nk), [kernel.padded(spec, size) for size in (d, dv)]
+        rows, sizes = key_rows(spec, nk), [padded(spec, size) for size in (d, dv)]
         # Without padding and parts the kernel writes dK and dV as they are returned, in the layout of k and v.
         self.is_exact = self.parts == 1 and rows == nk and sizes == [d, dv]
         self.q_shape, self.q_strides = call.q.shape, like_array(reading.arrays[0], d)

@@ -11,11 +11,12 @@ from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
+from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.specs import is_decoded, pack, spec_for
 from lowtri.backends.cpu.team import decode_threads
 from lowtri.kernels import abi
+from lowtri.kernels.scratch import CACHE_KEYS, KEYS, decode_scratch, decode_shared_scratch
 from lowtri.ops.call import Call, Inputs, Result, seen_keys
 
 __all__ = ["PreparedKernels"]
@@ -41,7 +42,7 @@ class PreparedKernels:
         self.call = call
         self.decodes = not call.needs_grad and is_decoded(call)
         self.reading = Reading(call, self.decodes)
-        self.plan = None if self.decodes else call.plan(kernel_file("forward").KEYS)
+        self.plan = None if self.decodes else call.plan(KEYS)
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
         plain = self.decodes or call.is_numpy
         self.output_strides = (
@@ -144,7 +145,7 @@ class PreparedKernels:
                 bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
             )
             reading = Reading(moved, decodes=False)
-        plan = self.plan or call.plan(kernel_file("forward").KEYS)
+        plan = self.plan or call.plan(KEYS)
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
         prepared = self._gradients[layout] = PreparedGradients(reading, plan, output, d_output)
@@ -156,7 +157,7 @@ class PreparedKernels:
         return self.reading.launch("forward", fields | {"tasks": batch * heads * plan.rows}, plan)
 
     def _prepare_decode(self) -> PreparedLaunch:
-        call, reading, kernel = self.call, self.reading, kernel_file("decode")
+        call, reading = self.call, self.reading
         batch, _, kv_heads, nq, nk, d, dv = call.sizes
         reading.arrays[0] = pack(reading.arrays[0])  # the few queries are made contiguous in each run
         spec = spec_for("decode", reading.dtype, reading.arrays)
@@ -169,12 +170,12 @@ class PreparedKernels:
             visible = None if visible.all() else np.ascontiguousarray(visible)
         groups, queries = batch * kv_heads, call.group * nq
         threads = decode_threads(call, nk, spec.input_bytes)
-        parts = max(1, min(2 * threads // groups, -(-nk // kernel.KEYS)))
+        parts = max(1, min(2 * threads // groups, -(-nk // CACHE_KEYS)))
         fields = reading.fields()
         fields |= {"nk": nk, "first_key": first_key, "tasks": groups * parts, "parts": parts}
         fields |= {"visible": address(visible), "visible_strides": {"b": 0, "h": 0}}
         if visible is not None:
             by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
             fields["visible_strides"] = {"b": by_row, "h": by_head}
-        scratch, shared = kernel.scratch(spec, queries, d, dv), kernel.shared_scratch(groups, parts, queries, dv)
+        scratch, shared = decode_scratch(spec, queries, d, dv), decode_shared_scratch(groups, parts, queries, dv)
         return PreparedLaunch(abi.DECODE, spec, fields, threads, scratch, shared, zeros="joined", keep=visible)

@@ -9,10 +9,11 @@ import numpy as np
 
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Fields, address, of_call, packed
-from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
+from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.cpu.specs import kernel_name, pack, spec_for, spec_of
 from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels import abi
+from lowtri.kernels.scratch import SCRATCH, packed_shared_scratch
 from lowtri.ops.call import ArrayInfo, Call, Inputs
 from lowtri.ops.distance_bias import first_pair
 
@@ -47,10 +48,6 @@ class Reading:
         """The spec of the forward kernel and its gradients."""
         return spec_for("forward", self.dtype, self.arrays)
 
-    def kernel(self, family: str) -> Any:
-        """The file of the kernel of this family."""
-        return kernel_file(kernel_name(family, self.spec))
-
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
         q, k, v, bias, sinks = inputs
@@ -76,14 +73,14 @@ class Reading:
 
     def launch(self, family: str, fields: Fields, plan: Any) -> PreparedLaunch:
         """The launch of the forward kernel or of its gradients."""
-        call, spec, kernel = self.call, self.spec, self.kernel(family)
+        call, spec, kernel = self.call, self.spec, kernel_name(family, self.spec)
         batch, _, kv_heads, _, nk, d, dv = call.sizes
-        scratch, record = kernel.scratch(spec, d, dv), getattr(abi, kernel_name(family, spec).upper())
+        scratch, record = SCRATCH[kernel](spec, d, dv), getattr(abi, kernel.upper())
         threads = tile_threads(family, call, plan)
         if spec.rows != "tiles":
             return PreparedLaunch(record, spec, fields, threads, scratch, keep=plan)
         # The forward transposes V, the backward K.
-        shared = kernel_file("shared_pack").shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
+        shared = packed_shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
         return PreparedLaunch(record, spec, fields, threads, scratch, shared, zeros="packed_states", keep=plan)
 
     def _casts(self, bias: ArrayInfo) -> bool:

@@ -12,20 +12,19 @@ from typing import Any
 from llvmlite import ir
 
 from lowtri.compat.numba_private import alloca_once, for_range
-from lowtri.kernels.isa.amx import TILE_ROWS
-from lowtri.kernels.isa.baseline import Baseline, constant, halves_of_pairs, integers
+from lowtri.kernels.isa import Baseline
+from lowtri.kernels.operations.amx import TILE_ROWS
+from lowtri.kernels.operations.baseline import Operations, constant, halves_of_pairs, integers
 
-__all__ = ["AmxEmulated"]
+__all__ = ["AmxEmulatedOperations"]
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ROW = ir.VectorType(ir.FloatType(), 16)  # a tile's row, of numbers or of pairs
 _TILE = ir.ArrayType(_ROW, TILE_ROWS)
+_BASELINE = Operations(Baseline())
 
 
-class AmxEmulated(Baseline):
-    name = "amx-emulated"
-    has_tiles = True
-
+class AmxEmulatedOperations(Operations):
     def pair(self, b: Any, low: Any, high: Any) -> Any:
         """16 pairs from two vectors of floats, rounded."""
         return _call_once_defined(b, _pair, [low, high], low.type)
@@ -72,7 +71,7 @@ def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], r
 
 def _pair(b: Any, low: Any, high: Any) -> Any:
     kind = integers(low.type)
-    low_bits, high_bits = (b.zext(Baseline().narrow(b, x, "bfloat16"), kind) for x in (low, high))
+    low_bits, high_bits = (b.zext(_BASELINE.narrow(b, x, "bfloat16"), kind) for x in (low, high))
     return b.bitcast(b.or_(low_bits, b.shl(high_bits, constant(kind, 16))), low.type)
 
 
@@ -95,7 +94,7 @@ def _store(b: Any, tile: Any, address: Any, row_step: Any) -> None:
 
 def _dot(b: Any, tile: Any, x: Any, y: Any) -> None:
     sums = [alloca_once(b, _ROW) for _ in range(2)]  # of the even and of the odd numbers of the depth
-    fma = Baseline().fma
+    fma = _BASELINE.fma
     with for_range(b, ir.Constant(_I64, TILE_ROWS)) as rows:
         for total in sums:
             b.store(ir.Constant(_ROW, None), total)

@@ -1,4 +1,4 @@
-"""Intel's AMX: eight tile registers of 16 rows of 64 bytes, and one instruction that multiplies two of them into a third.
+"""The operations of Intel's AMX, on eight tile registers of 16 rows of 64 bytes. One instruction multiplies two into a third.
 
 C (16 x 16 float32) += A (16 rows of 32 bf16) B (16 rows of pairs x 16): row k of B holds, for each column, the numbers 2k and 2k + 1
 of the depth. The even and the odd numbers of the depth are summed separately, from 0, and both sums are then added to C. Denormal
@@ -14,12 +14,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowtri.kernels.isa.avx512_bf16 import Avx512Bf16, BFloat
-from lowtri.kernels.isa.baseline import call, constant, integers
+from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations, BFloat
+from lowtri.kernels.operations.baseline import call, constant, integers
 
-__all__ = ["PERMISSION", "Amx"]
+__all__ = ["TILE_ROWS", "AmxOperations"]
 
-PERMISSION = "amx-permission"  # no feature of LLVM: the operating system grants tile data to this process
 TILE_ROWS, TILE_ROW_BYTES = 16, 64
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -31,11 +30,7 @@ _ROW_COUNTS = TILE_ROWS * 0x0101_0101_0101_0101
 _CONFIGURATION = (1, 0, _ROW_LENGTHS, _ROW_LENGTHS, 0, 0, _ROW_COUNTS, 0)
 
 
-class Amx(Avx512Bf16):
-    name = "amx"
-    features = Avx512Bf16.features | {"avx512dq", "amx-tile", "amx-bf16", PERMISSION}
-    has_tiles = True
-
+class AmxOperations(Avx512Bf16Operations):
     def pair(self, b: Any, low: Any, high: Any) -> Any:
         """16 pairs from two vectors of floats, rounded."""
         kind, shorts = ir.VectorType(BFloat(), 32), ir.VectorType(_I16, 32)

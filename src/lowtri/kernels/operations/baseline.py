@@ -1,53 +1,26 @@
-"""The baseline: every operation, in instructions that every CPU has. The other instruction sets inherit from it."""
+"""Every operation, in instructions that every CPU has. Those of the other instruction sets inherit from them."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["Baseline", "CacheTile", "call", "constant", "halves_of_pairs", "integers"]
+from lowtri.kernels.isa import Baseline
+
+__all__ = ["Operations", "call", "constant", "halves_of_pairs", "integers"]
 
 
-class CacheTile(NamedTuple):
-    """How a block of queries reads a cache."""
+class Operations:
+    """The operations of the baseline. Each takes an LLVM builder and vectors of 64 bytes, and returns a vector."""
 
-    keys: int  # multiplied at once
-    vectors: int  # of a value's row, summed at once
-    rows_ahead: int  # that are prefetched
-
-
-class Baseline:
-    """The operations of an instruction set. Each takes an LLVM builder and vectors of 64 bytes, and returns a vector."""
-
-    name = "baseline"
-    features: frozenset[str] = frozenset()  # required of the CPU
-    has_fma = False  # without the instruction llvm.fma is a slow library call
-    has_pairs = False  # one instruction for a dot product of pairs of bf16
-    has_tiles = False  # one instruction for a product of tiles of bf16
-    has_scale = False  # one instruction for x * 2 ** n, and one for the fraction of x
-    # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
-    tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
-    pairs_tile = (2, 1, 2)  # the same for pairs of bf16
-    whole_vectors = False  # 64 bytes fit into a register
-    # How few queries read a cache, for each number of queries in a block. The CPU prefetches by itself, but not past a 4 KB page.
-    cache_tiles = MappingProxyType({4: CacheTile(2, 1, 64), 1: CacheTile(4, 1, 64)})
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def runs_on(self, features: frozenset[str], machine: str) -> bool:
-        """Whether a CPU with these features supports it."""
-        return self.features <= features
+    def __init__(self, isa: Baseline) -> None:
+        self.isa = isa
 
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         """x * y + z, rounded once where the CPU can."""
         kind = f"v{x.type.count}f{64 if x.type.element == ir.DoubleType() else 32}"
-        return call(b, f"llvm.{'fma' if self.has_fma else 'fmuladd'}.{kind}", x.type, [x, y, z])
+        return call(b, f"llvm.{'fma' if self.isa.has_fma else 'fmuladd'}.{kind}", x.type, [x, y, z])
 
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         """z plus, in each lane, the dot product of two pairs of bf16: each pair is widened in registers."""

@@ -1,28 +1,17 @@
-"""AVX-512: 32 registers of 512 bits; 6 x 4 accumulators leave room for four loads and a broadcast."""
+"""The operations of AVX-512: a power of two in one instruction, and the fraction of a number."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 from llvmlite import ir
 
-from lowtri.kernels.isa.avx2 import Avx2
-from lowtri.kernels.isa.baseline import CacheTile, call, constant
+from lowtri.kernels.operations.baseline import Operations, call, constant
 
-__all__ = ["Avx512"]
+__all__ = ["Avx512Operations"]
 
 
-class Avx512(Avx2):
-    name = "avx512"
-    features = frozenset({"avx512f", "avx512dq"})
-    has_scale = True
-    tile = pairs_tile = (6, 4, 16)
-    whole_vectors = True
-    # A single query takes whole rows in memory's order: the CPU's own prefetcher follows it, and has more lines on the way than
-    # instructions can ask for.
-    cache_tiles = MappingProxyType({8: CacheTile(2, 4, 64), 4: CacheTile(2, 4, 64), 1: CacheTile(1, 8, 8)})
-
+class Avx512Operations(Operations):
     def scale(self, b: Any, x: Any, n: Any) -> Any:
         """x * 2 ** n, with n rounded down: 0 where that is too small, NaN where either is."""
         return _with_mask(b, "scalef", x, n)

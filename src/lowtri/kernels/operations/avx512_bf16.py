@@ -1,4 +1,4 @@
-"""AVX-512 with its bf16 instructions: dot products of pairs, and rounding to bf16.
+"""The operations of AVX-512 with its bf16 instructions: dot products of pairs, and rounding to bf16.
 
 llvmlite has no bfloat type, but LLVM needs only its name in the textual IR.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowtri.kernels.isa.avx512 import Avx512
-from lowtri.kernels.isa.baseline import call
+from lowtri.kernels.operations.avx512 import Avx512Operations
+from lowtri.kernels.operations.baseline import call
 
-__all__ = ["Avx512Bf16", "BFloat"]
+__all__ = ["Avx512Bf16Operations", "BFloat"]
 
 
 class BFloat(ir.Type):
@@ -26,11 +26,7 @@ class BFloat(ir.Type):
         return hash("bfloat")
 
 
-class Avx512Bf16(Avx512):
-    name = "avx512-bf16"
-    features = Avx512.features | {"avx512bf16"}
-    has_pairs = True
-
+class Avx512Bf16Operations(Avx512Operations):
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         kind = ir.VectorType(BFloat(), 2 * z.type.count)
         return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", z.type, [z, b.bitcast(x, kind), b.bitcast(y, kind)])

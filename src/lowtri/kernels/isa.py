@@ -1,0 +1,110 @@
+"""Instruction sets: which CPU features each needs, and the shapes of the tiles that fit its registers.
+
+An instruction set is a class; it inherits the facts of the one that it extends. Its instructions are in
+:mod:`lowtri.kernels.operations`. ``ALL`` lists them, the fastest first.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+__all__ = ["ALL", "PERMISSION", "Amx", "AmxEmulated", "Avx2", "Avx512", "Avx512Bf16", "Baseline", "CacheTile", "Neon"]
+
+PERMISSION = "amx-permission"  # no feature of the CPU: the operating system grants tile data to this process
+
+
+class CacheTile(NamedTuple):
+    """How a block of queries reads a cache."""
+
+    keys: int  # multiplied at once
+    vectors: int  # of a value's row, summed at once
+    rows_ahead: int  # that are prefetched
+
+
+class Baseline:
+    """What every CPU has."""
+
+    name = "baseline"
+    features: frozenset[str] = frozenset()  # required of the CPU, by LLVM's names
+    has_fma = False  # without the instruction llvm.fma is a slow library call
+    has_pairs = False  # one instruction for a dot product of pairs of bf16
+    has_tiles = False  # one instruction for a product of tiles of bf16
+    has_scale = False  # one instruction for x * 2 ** n, and one for the fraction of x
+    # A product keeps rows x vectors accumulators in registers. The tile changes the speed, not the result.
+    tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
+    pairs_tile = (2, 1, 2)  # the same for pairs of bf16
+    whole_vectors = False  # 64 bytes fit into a register
+    # How few queries read a cache, for each number of queries in a block. The CPU prefetches by itself, but not past a 4 KB page.
+    cache_tiles = MappingProxyType({4: CacheTile(2, 1, 64), 1: CacheTile(4, 1, 64)})
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def runs_on(self, features: frozenset[str], machine: str) -> bool:
+        """Whether a CPU with these features supports it."""
+        return self.features <= features
+
+
+class Avx2(Baseline):
+    """AVX2 with FMA: sixteen registers of 256 bits, two for a vector; 6 x 1 accumulators fill twelve of them."""
+
+    name = "avx2"
+    features = frozenset({"avx2", "fma"})
+    has_fma = True
+    tile = (6, 1, 6)
+    pairs_tile = (4, 1, 4)  # the two halves of B's pairs take four registers
+
+
+class Avx512(Avx2):
+    """AVX-512: 32 registers of 512 bits; 6 x 4 accumulators leave room for four loads and a broadcast."""
+
+    name = "avx512"
+    features = frozenset({"avx512f", "avx512dq"})
+    has_scale = True
+    tile = pairs_tile = (6, 4, 16)
+    whole_vectors = True
+    # A single query takes whole rows in memory's order: the CPU's own prefetcher follows it, and has more lines on the way than
+    # instructions can ask for.
+    cache_tiles = MappingProxyType({8: CacheTile(2, 4, 64), 4: CacheTile(2, 4, 64), 1: CacheTile(1, 8, 8)})
+
+
+class Avx512Bf16(Avx512):
+    """AVX-512 with its bf16 instructions: dot products of pairs, and rounding to bf16."""
+
+    name = "avx512-bf16"
+    features = Avx512.features | {"avx512bf16"}
+    has_pairs = True
+
+
+class Amx(Avx512Bf16):
+    """Intel's AMX: eight tile registers, and one instruction that multiplies two of them into a third."""
+
+    name = "amx"
+    features = Avx512Bf16.features | {"avx512dq", "amx-tile", "amx-bf16", PERMISSION}
+    has_tiles = True
+
+
+class AmxEmulated(Baseline):
+    """AMX's tile product on vectors, for tests on CPUs without AMX. It is slow, and used only by name."""
+
+    name = "amx-emulated"
+    has_tiles = True
+
+
+class Neon(Baseline):
+    """NEON, on every 64-bit ARM: 32 registers of 128 bits, four for a vector; 6 x 1 accumulators fill 24 of them."""
+
+    name = "neon"
+    has_fma = True
+    tile = (6, 1, 6)
+    pairs_tile = (4, 1, 4)
+
+    def runs_on(self, features: frozenset[str], machine: str) -> bool:
+        return machine in ("arm64", "aarch64")
+
+
+ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), Neon(), Baseline(), AmxEmulated())
