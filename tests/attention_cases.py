@@ -47,6 +47,13 @@ def able(q: Any, k: Any, v: Any, mask: Any, *, among: tuple[str, ...] = ENGINES,
     return found
 
 
+def is_contract_precise(output: Any, q: Any, k: Any, v: Any, mask: Any) -> bool:
+    """At most twice the plain formula's own greatest error in this dtype, and two units of the greatest value."""
+    exact = wide(lowtri.attention(wide(q), wide(k), wide(v), mask, engine="reference"))
+    off, plain = (np.abs(wide(x) - exact).max() for x in (output, lowtri.attention(q, k, v, mask, engine="formula")))
+    return bool(off <= 2 * plain + 2 * EPS[str(q.dtype).removeprefix("torch.")] * np.abs(wide(v)).max())
+
+
 def with_gradients(
     engine: str, inputs: tuple[torch.Tensor, ...], mask: Any, d_out: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -112,10 +119,14 @@ def wide(x: Any) -> Any:
     return x.detach().double().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float64)
 
 
-def near(found: Any, exact: Any, dtype: str, *, times: float = 8) -> bool:
-    """Equal to rounding: ``times`` the dtype's epsilon of the greatest number there (and of 1); 2 or 4 for half types."""
+def near(found: Any, exact: Any, dtype: str, *, times: float = 64) -> bool:
+    """Equal to rounding: ``times`` the dtype's epsilon of the greatest number there (and of 1); 2 or 4 for half types.
+
+    ``times`` is the number of terms of the longest sum: at most 64 features or keys unless a test says more. Half types
+    round inputs, weights and outputs; their sums are float32's.
+    """
     if dtype in ("bfloat16", "float16"):
-        times = 2 if times == 8 else 4
+        times = 2 if times == 64 else 4
     found, exact = wide(found), wide(exact)
     finite = np.abs(exact[np.isfinite(exact)])
     room = times * EPS[dtype] * max(1.0, float(finite.max(initial=0)))

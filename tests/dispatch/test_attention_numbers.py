@@ -116,7 +116,8 @@ def test_scores_of_ten_thousand(size, dtype):
         ), engine
     for engine in able(q, k, v, "causal", return_lse=True):
         lse = attention(q, k, v, "causal", engine=engine, return_lse=True)[1]
-        assert np.allclose(wide(lse), exact[2], rtol=4e-7), engine
+        # A score is a sum of four products, rounded and scaled; log(20) or less is added to it.
+        assert np.allclose(wide(lse), exact[2], rtol=(4 + 3) * EPS["float32"]), engine
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     for engine in able(*leaves, "causal"):
         assert all(g.isfinite().all() for g in with_gradients(engine, (q, k, v), "causal")[1]), engine

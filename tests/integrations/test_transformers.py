@@ -1,6 +1,6 @@
 """Two dozen architectures of transformers, switched over: the outputs, gradients and tokens that eager gives.
 
-Equal means: nearer than four times what eager's own output moves when each weight is rounded to the next number up or down.
+Equal means: equal to rounding, by how far eager's own output moves when each weight becomes the next number up or down.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import transformers as tf
 from torch import Tensor
 
 from lowtri.integrations.transformers import register
+from rounding import with_rounding
 
 register()
 register("lowtri-cpu", engine="cpu")  # the kernels, which "auto" leaves alone where a call is as small as here
@@ -149,20 +150,6 @@ def gradients(model: Any, implementation: str, inputs: dict[str, Tensor], keep: 
     return found
 
 
-def noise(ask: Callable[[], Tensor], model: Any) -> float:
-    """How far an answer moves when each weight is rounded to the next number up or down."""
-    before, kept, moved = ask(), [p.detach().clone() for p in model.parameters()], 0.0
-    for seed in range(3):
-        draw = torch.Generator().manual_seed(seed)
-        for p, old in zip(model.parameters(), kept, strict=True):
-            up = torch.rand(p.shape, generator=draw) < 0.5
-            p.data = torch.nextafter(old, torch.where(up, torch.inf, -torch.inf))
-        moved = max(moved, float((ask() - before).abs().max()))
-    for p, old in zip(model.parameters(), kept, strict=True):
-        p.data = old
-    return moved
-
-
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_forward_is_the_same(name: str, side: str) -> None:
@@ -174,8 +161,7 @@ def test_the_forward_is_the_same(name: str, side: str) -> None:
         inputs["attention_mask"] = padding(side)
         keep = None if "decoder_input_ids" in inputs else padding(side).bool()
     with torch.no_grad():
-        expected = answer(model, "eager", inputs, keep)
-        allowed = 4 * noise(lambda: answer(model, "eager", inputs, keep), model)
+        expected, allowed = with_rounding(lambda: answer(model, "eager", inputs, keep), model.parameters(), terms=64)
         assert 0 < allowed < 1e-3 * expected.abs().max()
         for engine in ENGINES:
             assert (answer(model, engine, inputs, keep) - expected).abs().max() <= allowed, engine
@@ -187,8 +173,7 @@ def test_the_gradients_are_the_same(name: str) -> None:
     if name in WITH_TEXT:
         inputs["attention_mask"] = padding("left")
         keep = None if "decoder_input_ids" in inputs else padding("left").bool()
-    expected = gradients(model, "eager", inputs, keep)
-    allowed = 4 * noise(lambda: gradients(model, "eager", inputs, keep), model)
+    expected, allowed = with_rounding(lambda: gradients(model, "eager", inputs, keep), model.parameters(), terms=64)
     assert 0 < allowed < 1e-3 * expected.abs().max()
     for engine in ENGINES:
         assert (gradients(model, engine, inputs, keep) - expected).abs().max() <= allowed, engine

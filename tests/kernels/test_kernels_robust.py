@@ -263,4 +263,6 @@ def test_queries_with_large_scores_beside_others(first, dtype):
     others[first : first + 16] = False
     assert torch.equal(out[..., others, :], usual[..., others, :])
     exact = lowtri.attention(large.double(), k.double(), v.double(), "causal", engine="reference")
-    assert torch.allclose(out.double(), exact, atol=2e-2 if dtype is torch.bfloat16 else 1e-5)
+    plain = lowtri.attention(large, k, v, "causal", engine="formula")
+    allowed = 2 * (plain.double() - exact).abs().max() + 2 * torch.finfo(dtype).eps * v.abs().max()
+    assert (out.double() - exact).abs().max() <= allowed

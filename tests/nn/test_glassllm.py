@@ -19,6 +19,7 @@ from lowtri.cli.main import main
 from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.checkpoint import save
+from rounding import with_rounding
 
 TEXTS = [
     "Once upon a time, there was a Queen.\n\nShe said: “Off!”",
@@ -83,7 +84,10 @@ def test_transformers_loads_it_as_a_llama(ours: Decoder, tmp_path: Path) -> None
     ids = torch.randint(4, 1024, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         llama = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        torch.testing.assert_close(llama(ids).logits, ours(ids), atol=1e-4, rtol=1e-5)
+        expected, limit = with_rounding(
+            lambda: ours(ids), ours.parameters(), terms=64
+        )  # a head has 64 features or fewer
+        assert (llama(ids).logits - expected).abs().max() <= limit
 
 
 def test_lowtri_generate(ours: Decoder, tmp_path: Path, capsys: Any) -> None:
