@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +11,19 @@ import torch
 
 import lowtri
 from lowtri.backends.cpu.prepared import PreparedKernels
-from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import compilation, select, target, threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.isa import PERMISSION
 from lowtri.kernels.tiles import configure_tiles, restore_tiles, tile_product, tile_product_add
 from lowtri.ops.describe import describe
+from tile_cases import bf16, compare, inputs, results
 
 SPEC = select.SPECS["forward", "bfloat16", "tiles"]
 AMX = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16"})
 
 
-@pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """bf16 is computed on tiles, whichever way this CPU would choose."""
-    variants = [
-        variant._replace(enabled=variant.enabled or variant.rows == "tiles")
-        for variant in select._VARIANTS
-        if (variant.family, variant.dtype) != ("forward", "bfloat16") or variant.rows == "tiles"
-    ]
-    monkeypatch.setattr(select, "_VARIANTS", variants)
-    PREPARED.clear()
-    yield
-    PREPARED.clear()
-
-
 # The product.
-
-
-def bf16(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def tdpbf16ps(c: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -98,34 +79,6 @@ def test_the_product_meets_the_same_pairs_in_the_same_order_as_the_instruction(r
 
 
 # Attention.
-
-
-def inputs(shape: tuple[int, int, int, int], seed: int = 0) -> list[torch.Tensor]:
-    """q (2, 4, Nq, D), k and v (2, 2, Nk, D and Dv), and the gradient of the output."""
-    nq, nk, d, dv = shape
-    shapes = ((2, 4, nq, d), (2, 2, nk, d), (2, 2, nk, dv), (2, 4, nq, dv))
-    return [bf16(x, seed + i) for i, x in enumerate(shapes)]
-
-
-def results(
-    tensors: list[torch.Tensor], mask: Any, engine: str, dtype: Any = torch.bfloat16, **options: Any
-) -> list[torch.Tensor]:
-    """The output and the gradients of all tensors, in float64. Bias and sinks are at least float32."""
-    *leaves, d_output = (x.detach().to(dtype) for x in tensors)
-    leaves = [x.requires_grad_() for x in leaves]
-    wide = torch.promote_types(dtype, torch.float32)
-    given = {name: x.to(wide).requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
-    output = lowtri.attention(*leaves, mask, engine=engine, **{**options, **given})
-    return [x.detach().double() for x in (output, *torch.autograd.grad(output, [*leaves, *given.values()], d_output))]
-
-
-def compare(tensors: list[torch.Tensor], mask: Any, **options: Any) -> None:
-    """Twice the plain formula's error in bf16, and a few units of rounding."""
-    exact = results(tensors, mask, "formula", torch.float64, **options)
-    plain, actual = (results(tensors, mask, engine, **options) for engine in ("formula", "cpu"))
-    for number, (expected, usual, ours) in enumerate(zip(exact, plain, actual, strict=True)):
-        allowed = 2 * (usual - expected).abs().max() + 4 * 2**-8 * max(1.0, float(expected.abs().max()))
-        assert (ours - expected).abs().max() <= allowed, number
 
 
 SHAPES = [  # Nq, Nk, D, Dv

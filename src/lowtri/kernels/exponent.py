@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from lowtri.kernels.operations.baseline import constant, integers
 
-__all__ = ["DEGREES", "ERRORS", "exp2", "exp2m1"]
+__all__ = ["DEGREES", "ERRORS", "exp2", "exp2_saturated", "exp2m1"]
 
 # By the dtype of the arrays. Weights, and sums that are divided by their own sum, are rounded to it in the end, but log-sum-exps stay
 # in float32: degree 3, whose error of 1e-4 is enough for the weights of bf16, is not enough for them.
@@ -79,6 +79,19 @@ def exp2(typing, x, spec):
     The relative error is that of ``ERRORS``, and an ulp. Results below 2 ** -126, which are denormal, may be 0.
     """
     return x(x, spec), lambda c, b, s, a: _exp2(b, a[0], spec.value)
+
+
+@intrinsic
+def exp2_saturated(typing, x, spec):
+    """:func:`exp2` for any x: at least 2 ** 127 from x = 127 on."""
+
+    def emit(c, b, s, a):
+        x, greatest = a[0], constant(a[0].type, 127.0)
+        if not spec.value.isa.has_scale:  # the operation gives inf; exponent bits overflow
+            x = b.select(b.fcmp_ordered(">", x, greatest), greatest, x)  # NaN stays NaN
+        return _exp2(b, x, spec.value)
+
+    return x(x, spec), emit
 
 
 @intrinsic

@@ -11,7 +11,7 @@ from typing import Any
 from numba.extending import intrinsic
 
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.exponent import exp2
+from lowtri.kernels.exponent import exp2_saturated
 from lowtri.kernels.operations.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
 from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
@@ -51,18 +51,18 @@ def weights_in_pairs(column, factors, shift, first, last, target, spec):
     j = first
     while j + 4 <= last:
         row, to = column + step * j, target + step * (j // 2)
-        e = exp2(fma(load(row, spec), factors, shift, spec), spec)
-        f = exp2(fma(load(row + step, spec), factors, shift, spec), spec)
-        g = exp2(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
-        h = exp2(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
+        e = exp2_saturated(fma(load(row, spec), factors, shift, spec), spec)
+        f = exp2_saturated(fma(load(row + step, spec), factors, shift, spec), spec)
+        g = exp2_saturated(fma(load(row + 2 * step, spec), factors, shift, spec), spec)
+        h = exp2_saturated(fma(load(row + 3 * step, spec), factors, shift, spec), spec)
         store(to, pair_weights(e, f, spec))
         store(to + step, pair_weights(g, h, spec))
         a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
         j += 4
     while j < last:
-        e, f = exp2(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
+        e, f = exp2_saturated(fma(load(column + step * j, spec), factors, shift, spec), spec), zero
         if j + 1 < last:
-            f = exp2(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
+            f = exp2_saturated(fma(load(column + step * (j + 1), spec), factors, shift, spec), spec)
         store(target + step * (j // 2), pair_weights(e, f, spec))
         a, b = add(a, e), add(b, f)
         j += 2
@@ -89,6 +89,9 @@ def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, s
     if last > first:
         column, to, factors, zero = scores + lane, pairs + lane, splat(unit, spec), splat(0.0, spec)
         old = load(m, spec)
+        # A maximum that rose by more than MAX_RISE has a weight of 2 ** MAX_RISE, less the error of exp2. The limit is lower, so that
+        # no query's shift depends on whether another query of the vector exceeds it.
+        limit = splat(2.0**MAX_RISE - 1.0, spec)
         shift = total = sub(zero, old)
         careful = any_greater(maximum(shift, old), splat(LARGE, spec))
         while True:
@@ -97,7 +100,7 @@ def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, s
                 if shifts_large_scores(column, HALF_ROW, factors, shift, first, last, spec):
                     factors, shift = splat(1.0, spec), zero
             total = weights_in_pairs(column, factors, shift, first, last, to, spec)
-            if careful or not any_greater(total, splat(2.0**MAX_RISE, spec)):
+            if careful or not any_greater(total, limit):
                 break
             careful = True
         store(l, add(load(l, spec), total))

@@ -17,7 +17,7 @@ from llvmlite import ir
 from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations, BFloat
 from lowtri.kernels.operations.baseline import call, constant, integers
 
-__all__ = ["TILE_ROWS", "AmxOperations"]
+__all__ = ["TILE_ROWS", "AmxOperations", "pair_weights"]
 
 TILE_ROWS, TILE_ROW_BYTES = 16, 64
 
@@ -39,15 +39,7 @@ class AmxOperations(Avx512Bf16Operations):
         return b.bitcast(b.shuffle_vector(both, both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
 
     def pair_weights(self, b: Any, low: Any, high: Any) -> Any:
-        """16 pairs from two vectors of floats that are at least 0, rounded; halves upwards. In operations of integers, which take
-        no cycles of the units that multiply: the instruction takes two on each, and its lanes want a permutation."""
-        kind, shorts = integers(low.type), ir.VectorType(_I16, 32)
-        half = constant(kind, 0x8000)
-        lower = b.lshr(b.add(b.bitcast(low, kind), half), constant(kind, 16))
-        upper = b.add(b.bitcast(high, kind), half)
-        order = [32 + n if n % 2 else n for n in range(32)]
-        both = [b.bitcast(x, shorts) for x in (lower, upper)]
-        return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
+        return pair_weights(b, low, high)
 
     def tile_registers(self, b: Any, count: int) -> list[Any]:
         """The first ``count`` tile registers."""
@@ -85,6 +77,21 @@ class AmxOperations(Avx512Bf16Operations):
                 _void(b, "tilerelease", [])
             with otherwise:
                 _void(b, "ldtilecfg", [saved])
+
+
+def pair_weights(b: Any, low: Any, high: Any) -> Any:
+    """16 pairs from two vectors of floats that are at least 0, rounded to the nearest; ties away from 0.
+
+    These are operations of integers, which do not use the units that multiply: the instruction takes two cycles of each, and its lanes
+    need a permutation.
+    """
+    kind, shorts = integers(low.type), ir.VectorType(_I16, 32)
+    half = constant(kind, 0x8000)
+    lower = b.lshr(b.add(b.bitcast(low, kind), half), constant(kind, 16))
+    upper = b.add(b.bitcast(high, kind), half)
+    order = [32 + n if n % 2 else n for n in range(32)]
+    both = [b.bitcast(x, shorts) for x in (lower, upper)]
+    return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
 
 
 def _void(b: Any, name: str, arguments: list[Any]) -> None:

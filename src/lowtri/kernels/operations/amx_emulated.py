@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.isa import Baseline
-from lowtri.kernels.operations.amx import TILE_ROWS
+from lowtri.kernels.operations.amx import TILE_ROWS, pair_weights
 from lowtri.kernels.operations.baseline import Operations, constant, halves_of_pairs, integers
 
 __all__ = ["AmxEmulatedOperations"]
@@ -30,7 +30,7 @@ class AmxEmulatedOperations(Operations):
         return _call_once_defined(b, _pair, [low, high], low.type)
 
     def pair_weights(self, b: Any, low: Any, high: Any) -> Any:
-        return self.pair(b, low, high)
+        return pair_weights(b, low, high)
 
     def tile_registers(self, b: Any, count: int) -> list[Any]:
         return [alloca_once(b, _TILE) for _ in range(count)]
