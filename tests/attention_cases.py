@@ -42,7 +42,7 @@ def draw(
 def able(q: Any, k: Any, v: Any, mask: Any, *, among: tuple[str, ...] = ENGINES, **options: Any) -> list[str]:
     """The engines that run this call by their own word; never none, and never without the definition or the formula."""
     answers = lowtri.which_engine(q, k, v, mask, **options).answers
-    found = [name for name in among if answers[name] == "yes"]
+    found = [name for name in among if not answers[name].startswith("no: ")]
     assert {"formula", "reference"} & set(found), answers
     return found
 

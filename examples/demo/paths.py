@@ -38,7 +38,7 @@ def run(context: Context) -> Result:
     lines.append(f"{_HEADS} heads, {_N} tokens, head size {_SIZE}, float32, {torch.get_num_threads()} threads")
     lines += [
         "",
-        "which_engine, with each engine's cost or the reason why it cannot run:",
+        "which_engine: the first engine that answers yes runs",
         str(lowtri.which_engine(q, k, v, "causal")),
     ]
     result.text = "\n".join(lines)

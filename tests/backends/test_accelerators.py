@@ -25,7 +25,7 @@ from lowtri.backends import flex, varlen
 from lowtri.backends.flex.compiled import score_mod_of, with_sinks
 from lowtri.backends.varlen.packed import Packed
 from lowtri.backends.varlen.segments import Segments, segments_of
-from lowtri.dispatch.choose import choose, weigh
+from lowtri.dispatch.choose import choose, explain_choice
 from lowtri.masks import band, causal, chunks, documents, first, full, heads, keys, strided, table, window
 from lowtri.ops.call import Call, CallOptions, Inputs
 from lowtri.ops.describe import describe
@@ -82,9 +82,9 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_on_a_gpu(mask: Any, options: dict[str, Any], expected: str) -> None:
     call = on_gpu(mask, **options)
     name = choose(call, "auto")
-    choice = weigh(call, name, None, by_name=False)
+    choice = explain_choice(call, name, None, by_name=False)
     assert name == expected, choice
-    assert choice.costs[name] == min(choice.costs.values())
+    assert choice.answers[name] == f"yes: {choice.reason}"
     assert choice.answers["cpu"] == "no: the tensors are on cuda"
 
 

@@ -18,8 +18,6 @@ import lowtri
 from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.backends import BACKENDS
-from lowtri.kernels import target
-from lowtri.kernels.isa import Amx, Avx512Bf16
 
 NAN, INF = float("nan"), float("inf")
 
@@ -264,19 +262,12 @@ def test_auto_spreads_and_swallows_nothing(data, text):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [64, 1024])
 def test_a_hidden_nan_at_any_size(n, dtype):
-    """The last value is NaN: the last query alone sees it, and which_engine says what that meant for the choice."""
+    """The last value is NaN: the last query alone sees it."""
     q, k, v = draw(b=1, hq=4, hkv=4, nq=n, nk=n, d=64, dv=64, dtype=dtype)
     assert attention(q, k, v, "causal").isfinite().all()
     v[:, :, -1] = NAN
     out = attention(q, k, v, "causal")
     assert out[:, :, :-1].isfinite().all() and out[:, :, -1].isnan().all()
-    if n == 64:
-        choice = lowtri.which_engine(q, k, v, "causal")
-        assert choice.engine == "formula" and "an input holds NaN, infinity" in choice.weighed
-        assert str(choice).startswith("formula runs: sdpa is cheaper, but an input holds NaN, infinity or huge numbers")
-        clean = lowtri.which_engine(q, k, v.nan_to_num(), "causal")
-        assert clean.engine == "sdpa" and clean.weighed == "the cheapest that supports the call"
-    assert lowtri.which_engine(q, k, v, "causal", engine="formula").weighed == "requested by name"
 
 
 def test_a_gradient_that_is_not_finite_stays_with_its_query():
@@ -538,7 +529,7 @@ def test_auto_drops_nothing():
 def test_which_engine_says_why_not():
     x = np.eye(3)
     choice = lowtri.which_engine(x, x, x, "causal")
-    assert choice.engine in ENGINES and list(choice.answers) == list(BACKENDS)
+    assert choice.engine in ENGINES and set(choice.answers) == set(BACKENDS)
     assert choice.answers["sdpa"] == "no: the arrays are NumPy's"
     assert "sdpa       no: the arrays are NumPy's" in str(choice)
     t = torch.eye(3)
@@ -556,40 +547,6 @@ def test_which_engine_says_why_not():
         .answers["reference"]
         .startswith("no: dropout draws at random")
     )
-
-
-def test_auto_takes_no_kernel_that_is_slower_than_torchs(monkeypatch):
-    """On CPUs that have what torch uses and the kernels do not; masks that hide much stay, and so does what torch cannot do."""
-    prompt = draw(b=1, hq=8, hkv=8, nq=1024, nk=1024, d=64, dv=64, dtype="bfloat16")
-    token = draw(b=1, hq=8, hkv=8, nq=1, nk=2048, d=64, dv=64, dtype="float16")
-    some = causal() & documents(lengths=[128] * 8)
-
-    def chosen(inputs, mask, **options):
-        return lowtri.which_engine(*inputs, mask, **options).engine
-
-    for amx in (False, True):
-        monkeypatch.setattr(target, "HAS_AMX", amx)
-        monkeypatch.setattr(target, "ISA", Avx512Bf16())
-        expected = "sdpa" if amx else "cpu"
-        assert chosen(prompt, "causal") == chosen(prompt, "full") == expected
-        assert chosen(token, "causal") == "cpu"
-        assert (
-            chosen(prompt, "causal & window(64)")
-            == chosen(prompt, some)
-            == chosen(prompt, "causal", softcap=2.0)
-            == "cpu"
-        )
-        assert chosen([x.float() for x in prompt], "causal") == chosen(token, "causal", sinks=torch.zeros(8)) == "cpu"
-        assert chosen([x.float().numpy() for x in prompt], "causal") == "cpu"
-        broken = [prompt[0], prompt[1], prompt[2].clone()]
-        broken[2][0, 0, -1, 0] = NAN
-        assert chosen(broken, "causal") == "cpu"
-    costs = lowtri.which_engine(*prompt, "causal").costs
-    assert costs["sdpa"] < costs["cpu"] < costs["formula"]
-    # Kernels on tile registers take dense bf16, except short full attention.
-    monkeypatch.setattr(target, "ISA", Amx())
-    assert chosen(prompt, "causal") == chosen(prompt, "full") == "cpu"
-    assert chosen([x[:, :, :512] for x in prompt], "full") == "sdpa"
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES[2:]])

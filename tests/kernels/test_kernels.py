@@ -175,16 +175,6 @@ def test_many_calls_do_not_leak_memory() -> None:
     assert peak() - before < 8 * 1024  # kilobytes
 
 
-def test_auto_depends_on_the_call_only() -> None:
-    small, large = qkv(n=64), qkv(n=1024, heads=8)
-    assert lowtri.which_engine(*large, "causal").engine == "cpu"
-    assert lowtri.which_engine(*small, "causal").engine != "cpu"
-    q = torch.randn(1, 8, 1, 128)
-    short, long = torch.randn(1, 8, 16, 128), torch.randn(1, 8, 4096, 128)
-    assert lowtri.which_engine(q, short, short, "causal").engine != "cpu"
-    assert lowtri.which_engine(q, long, long, "causal").engine == "cpu"
-
-
 def test_which_engine_gives_the_reasons() -> None:
     q, k, v = qkv(n=20)
     assert lowtri.which_engine(q, k, v, "causal", dropout=0.5).answers["cpu"] == "no: it does not drop weights"

@@ -213,8 +213,7 @@ def test_what_notebooks_show() -> None:
         lambda x: x.cumsum(1), np.random.default_rng(0).standard_normal((2, 9, 8)), mask="causal", progress=False
     )
     shown: list[Any] = [report, lowtri.explain(scores=np.zeros((3, 3)), tokens=["<b>", "a", "b"], mask="causal")]
-    q = np.zeros((2, 8, 4), np.float32)
-    shown += [lowtri.causal(), lowtri.which_engine(q, q, q, "causal")]
+    shown += [lowtri.causal()]
     for value in shown:
         html = value._repr_html_()
         assert "<" in html and "<b>" not in html and len(html) < 30_000

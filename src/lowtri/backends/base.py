@@ -1,11 +1,10 @@
-"""The interface of a backend: a module with a name and three functions, which imports no other backend.
+"""The interface of a backend: a module with a name and two functions, which imports no other backend.
 
     name             the value of ``engine=`` that selects it
     supports(call)   None if it can run the call, else the reason why not, in a few words for users
-    cost(call)       an estimate in microseconds on a nominal core; it imports nothing heavy, since it runs for every new call
     prepare(call)    computes everything that does not depend on the arrays' data
 
-All three depend on the call's description only, so equal calls run on the same backend and give the same bits.
+Both depend on the call's description only, so equal calls run on the same backend and give the same bits.
 """
 
 from __future__ import annotations
@@ -67,5 +66,4 @@ class Backend(Protocol):
     name: str
 
     def supports(self, call: Call) -> str | None: ...
-    def cost(self, call: Call) -> float: ...
     def prepare(self, call: Call) -> Prepared: ...

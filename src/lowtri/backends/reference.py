@@ -14,7 +14,7 @@ from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.distance_bias import of_pairs, sum_pairs
 from lowtri.ops.reference import attend, gradients
 
-__all__ = ["cost", "name", "prepare", "supports"]
+__all__ = ["name", "prepare", "supports"]
 
 name = "reference"
 
@@ -22,12 +22,6 @@ name = "reference"
 def supports(call: Call) -> str | None:
     """Reject dropout, and tensors that NumPy cannot read."""
     return "dropout draws at random, and the definition does not" if call.dropout else call.transformation
-
-
-def cost(call: Call) -> float:
-    """Cheapest for small NumPy arrays, since it does not import torch; the last choice for tensors."""
-    batch, heads, _, nq, nk, *_ = call.sizes
-    return (100 if call.is_numpy else 1e9) + batch * heads * nq * nk / 20
 
 
 def prepare(call: Call) -> _Prepared:

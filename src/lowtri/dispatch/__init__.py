@@ -1,4 +1,4 @@
-"""From the user's arguments to a backend: check, choose by cost, prepare, cache the prepared call, run.
+"""From the user's arguments to a backend: check, choose by rules, prepare, cache the prepared call, run.
 
 attend            attention() and which_engine()
 eager             attention() outside torch.compile and torch.export
@@ -6,7 +6,6 @@ signature         everything about a call except the data of its arrays: the key
 prepared          the cache of prepared calls
 autograd          gradients of prepared calls
 backward          attention_backward(): gradients from a known output and log-sum-exp
-choice_picture    the answers of all engines as SVG
 choose            which backend runs a call
 programs          attention() under torch.compile and torch.export: two operators
 merge             merges results over disjoint sets of keys

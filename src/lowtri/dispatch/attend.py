@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from lowtri.dispatch.choose import Choice, weigh
+from lowtri.dispatch.choose import Choice, explain_choice
 from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
 from lowtri.dispatch.prepared import prepare
 from lowtri.masks.mask import Mask
@@ -125,8 +125,8 @@ def attention(
             the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
         return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
-        engine: "auto" for the cheapest backend that supports the call; or "cpu", "sdpa", "varlen", "flex", "formula" or
-            "reference", which runs the call or raises.
+        engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "varlen",
+            "flex", "formula" or "reference", which runs the call or raises.
 
     Returns:
         the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and log-sum-exp as requested. The output of a query
@@ -165,7 +165,9 @@ def which_engine(
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:
-    """The engine that :func:`attention` would use for these arguments, with each engine's answer and estimated cost.
+    """The engine that :func:`attention` would use for these arguments, and why; and why not each other engine.
+
+    An ordered list of rules decides (``lowtri.dispatch.choose``): the first engine whose answer is "yes" runs.
 
     >>> import numpy as np, lowtri
     >>> x = np.eye(3)
@@ -179,9 +181,9 @@ def which_engine(
     checked = CallOptions(return_weights=return_weights, return_lse=return_lse, **options)
     call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)
-    other = ready.instead(inputs)
+    other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
-    return weigh(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
+    return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
 
 
 def is_traced() -> bool:

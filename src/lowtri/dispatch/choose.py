@@ -1,20 +1,76 @@
-"""The choice of the backend: the cheapest one that supports the call. A backend requested by name runs or raises."""
+"""The choice of the backend: the first rule of a list that holds. A backend requested by name runs or raises."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 from lowtri.backends import BACKENDS
 from lowtri.backends.base import Backend
-from lowtri.dispatch.choice_picture import choice_svg, duration
+from lowtri.backends.cpu import why_wait
+from lowtri.backends.sdpa import why_not_inspected, why_table
 from lowtri.errors import EngineError
 from lowtri.ops.call import Call
 from lowtri.pages import html_text
 
-__all__ = ["Choice", "choose", "load", "weigh"]
+__all__ = ["RULES", "Choice", "Rule", "choose", "explain_choice", "load"]
+
+
+class Rule(NamedTuple):
+    """A backend, why ``engine="auto"`` chooses it, and the calls that are left to later rules, with the reason."""
+
+    backend: str
+    why: str
+    why_not: Callable[[Call], str | None] = lambda call: None  # beyond what the backend supports
+
+
+_DEFINITION_PAIRS = 2**19  # the definition computes several arrays of all pairs, each then of 4 MB
+_TABLE_PAIRS = 2**24  # of a table of bools: 16 MB; the formula computes in tiles instead
+_FLEX_PAIRS = 2**24  # over all heads: a short call does not wait seconds for the compiler
+_BLOCK = 128  # queries that a GPU kernel computes together
+
+
+def _many_pairs(call: Call) -> str | None:
+    batch, heads, _, nq, nk, *_ = call.sizes
+    if not call.is_numpy:
+        return "the definition, in float64"
+    return "the definition would compute many pairs" if batch * heads * nq * nk > _DEFINITION_PAIRS else None
+
+
+def _large_table(call: Call) -> str | None:
+    _, _, _, nq, nk, *_ = call.sizes
+    tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
+    return why_not_inspected(call) or (
+        "its table of all pairs would be large" if nq * nk * tables > _TABLE_PAIRS else None
+    )
+
+
+def _few_queries(call: Call) -> str | None:
+    return f"there are fewer than {_BLOCK} queries" if call.q.shape[2] < _BLOCK else None
+
+
+def _short(call: Call) -> str | None:
+    batch, heads, _, nq, nk, *_ = call.sizes
+    return _few_queries(call) or (
+        "a short call does not wait for its compiler" if batch * heads * nq * nk < _FLEX_PAIRS else None
+    )
+
+
+# A rule holds if its backend supports the call and ``why_not`` has no objection. Facts of the call alone decide, never a time that
+# was measured on some machine, so equal calls run on the same backend everywhere.
+RULES = (
+    Rule("cpu", "its kernels compute only what the mask shows", why_wait),
+    Rule("sdpa", "one argument of torch's function expresses the mask", why_table),
+    Rule("varlen", "its kernels skip other documents and keys outside of the window", _few_queries),
+    Rule("flex", "its kernels skip the blocks that the mask hides", _short),
+    Rule("sdpa", "a table of all pairs is small enough", _large_table),
+    Rule("reference", "few pairs of NumPy arrays, for which torch need not be imported", _many_pairs),
+    Rule("formula", "it has every option, on any device"),
+)
 
 
 @dataclass(frozen=True)
@@ -23,40 +79,25 @@ class Choice:
 
     Attributes:
         engine: the name of the engine that would run.
-        weighed: why it was chosen.
-        answers: for each engine "yes", or "no: " and the reason.
-        costs: estimated microseconds of the engines that can run the call.
-        remarks: what the estimate includes besides computing, for some engines.
+        reason: why it was chosen.
+        answers: for each engine, in the order of the rules, "yes: " and why it would be chosen, "only by name: " and why
+            ``engine="auto"`` leaves the call to others, or "no: " and why it cannot run.
     """
 
     engine: str
-    weighed: str
+    reason: str
     answers: dict[str, str]
-    costs: dict[str, float]
-    remarks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{self.engine} runs: {self.weighed}"]
-        for name, answer in self.answers.items():
-            cost = f", estimated {duration(self.costs[name])}" if name in self.costs else ""
-            remark = f" ({self.remarks[name]})" if name in self.remarks else ""
-            lines.append(f"{name:<10} {answer}{cost}{remark}")
-        return "\n".join(lines)
-
-    def _repr_svg_(self) -> str:
-        """What notebooks show: estimated times as bars."""
-        return choice_svg(self.engine, self.weighed, self.answers, self.costs)
+        lines = [f"{name:<10} {answer}" for name, answer in self.answers.items()]
+        return "\n".join([f"{self.engine} runs: {self.reason}", *lines])
 
     def _repr_html_(self) -> str:
-        """The same above a table with every answer in full."""
-        rows = [
-            (name, answer, duration(self.costs[name]) if name in self.costs else "")
-            for name, answer in self.answers.items()
-        ]
-        cells = "".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        head = "<tr><th>engine</th><th>can it run?</th><th>estimated</th></tr>"
-        sentence = html_text(f"{self.engine} runs: {self.weighed}")
-        return f"{self._repr_svg_()}<table><caption>{sentence}</caption><thead>{head}</thead><tbody>{cells}</tbody></table>"
+        """What notebooks show: a table of the answers."""
+        rows = "".join(f"<tr><th>{name}</th><td>{html_text(answer)}</td></tr>" for name, answer in self.answers.items())
+        return (
+            f"<table><caption>{html_text(f'{self.engine} runs: {self.reason}')}</caption><tbody>{rows}</tbody></table>"
+        )
 
 
 @cache
@@ -65,14 +106,14 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"lowtri.backends.{name}"))
 
 
-def choose(call: Call, name: str, *, but: str | None = None) -> str:
-    """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``but``."""
+def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
+    """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
     if name == "auto":
-        by_cost = sorted((one for one in BACKENDS if one != but), key=lambda one: load(one).cost(call))
-        return next(one for one in by_cost if load(one).supports(call) is None)
+        rules = (rule for rule in RULES if rule.backend != exclude)
+        return next(rule.backend for rule in rules if rule.why_not(call) is None and _supports(rule.backend, call))
     if name not in BACKENDS:
         raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(BACKENDS)}.")
-    if load(name).supports(call) is None:
+    if _supports(name, call):
         return name
     listed = "\n".join(f"  {one:<10} {answer}" for one, answer in _answers(call).items())
     raise EngineError(
@@ -81,19 +122,28 @@ def choose(call: Call, name: str, *, but: str | None = None) -> str:
     )
 
 
-def weigh(call: Call, name: str, instead_of: str | None, by_name: bool) -> Choice:
-    """The choice of ``name`` with its reason; ``instead_of`` is a cheaper backend that the inputs rule out."""
+def explain_choice(call: Call, name: str, excluded: str | None, by_name: bool) -> Choice:
+    """The choice of ``name`` with its reason; ``excluded`` is the backend that the rules choose and the inputs rule out."""
     answers = _answers(call)
-    costs = {one: load(one).cost(call) for one, answer in answers.items() if answer == "yes"}
-    weighed = "requested by name" if by_name else "the cheapest that supports the call"
-    if instead_of is not None:
-        trouble = "an input holds NaN, infinity or huge numbers, which it may spread to other queries or drop"
-        weighed = f"{instead_of} is cheaper, but {trouble}"
-    # A backend may have the function remark(call) -> str | None.
-    remarks = {one: getattr(load(one), "remark", lambda call: None)(call) for one in costs}
-    return Choice(name, weighed, answers, costs, {one: words for one, words in remarks.items() if words})
+    reason = "requested by name" if by_name else answers[name].removeprefix("yes: ")
+    if excluded is not None:
+        reason = (
+            f"{excluded} is excluded, since an input holds NaN, infinity or huge numbers, which it may spread or drop"
+        )
+    return Choice(name, reason, answers)
+
+
+def _supports(name: str, call: Call) -> bool:
+    return load(name).supports(call) is None
 
 
 def _answers(call: Call) -> dict[str, str]:
-    reasons = {name: load(name).supports(call) for name in BACKENDS}
-    return {name: "yes" if reason is None else f"no: {reason}" for name, reason in reasons.items()}
+    """The first rule of each backend that holds, or why none does."""
+    answers: dict[str, str] = {}
+    for rule in RULES:
+        missing = load(rule.backend).supports(call)
+        objection = rule.why_not(call)
+        answer = f"no: {missing}" if missing else f"only by name: {objection}" if objection else f"yes: {rule.why}"
+        if not answers.get(rule.backend, "").startswith("yes: "):
+            answers[rule.backend] = answer
+    return answers

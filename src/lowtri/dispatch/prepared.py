@@ -31,15 +31,15 @@ class PreparedCall:
     differentiates: bool
     is_four: bool  # the user's q, k and v have four dimensions, and there is no other array
 
-    def instead(self, inputs: Inputs) -> PreparedCall | None:
-        """The cheapest other backend, prepared, if the inputs rule this one out; else None."""
+    def fallback(self, inputs: Inputs) -> PreparedCall | None:
+        """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
         if self.by_name or not self.selective or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
             return None
-        return prepare(self.call, choose(self.call, "auto", but=self.backend))
+        return prepare(self.call, choose(self.call, "auto", exclude=self.backend))
 
     def run(self, inputs: Inputs) -> Result:
         if self.selective:
-            other = self.instead(inputs)
+            other = self.fallback(inputs)
             if other is not None:
                 return other.run(inputs)
         if self.differentiates:

@@ -1,7 +1,7 @@
 """A call of attention: its description without the data, its arrays in four dimensions, and its result.
 
 A :class:`Call` holds everything about a call except the data of its arrays. Backends read it to decide whether they support the call,
-to estimate its cost, and to prepare it; the arrays are passed when a prepared call runs, so equal calls are prepared once.
+and prepare it; the arrays are passed when a prepared call runs, so equal calls are prepared once.
 
 Whatever the rank of the user's arrays, ``q`` is (B, Hq, Nq, D), ``k`` (B, Hkv, Nk, D), ``v`` (B, Hkv, Nk, Dv), ``bias`` is None or has
 four dimensions that broadcast against (B, Hq, Nq, Nk), and positions are NumPy integers, (1, N) or (B, N).

@@ -12,29 +12,15 @@ from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.backends.cpu.ready import compiled_before
 from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_name, kernel_spec
-from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
 
-__all__ = ["cost", "name", "prepare", "remark", "supports"]
+__all__ = ["name", "prepare", "supports", "why_wait"]
 
 name = "cpu"
 
-_QUERIES = 16  # a tile computes groups of so many
-
-_FIRST_COMPILE = 5e6  # a small call must not wait seconds for the compiler
-_MULTIPLICATIONS = 2**25  # about a millisecond on one core: from here on a call may wait for it
+_MULTIPLICATIONS = 2**25  # from here on a call may wait seconds for the compiler
 _NUMBERS = 2**20  # the same of keys and values, for few queries: 4 MB in float32
-_LARGE_CAST = 2**24  # of keys and values in a half type: 64 MB in float32, more than the CPU's caches hold
-_SHORT = 512  # keys, of full attention on tile registers; to be measured on a CPU with AMX
-
-# Microseconds for a call, and for a million multiplications; for few queries for a million numbers of K and V. Fitted by
-# benchmarks/costs.py on one core of an AMD EPYC (Zen 3, AVX2), 22 November 2026, together with those of the backend sdpa. Kernels take
-# about the same time in all dtypes of 32 and 16 bits.
-_FORWARD = 20, 40
-_WITH_GRADIENTS = 360, 127
-_FEW_QUERIES = 18, 220
-_TORCH_FASTER = 5  # a factor where torch was measured faster: its rate is then the lower one
 
 
 def supports(call: Call) -> str | None:
@@ -55,39 +41,18 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def cost(call: Call) -> float:
-    """The keys and values to read for few queries, else the multiplications; and the compiler where a small call would wait for it."""
-    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-    few, numbers = nq < FEW_QUERIES and not call.needs_grad, batch * kv_heads * nk * (d + dv)
-    multiplications = batch * heads * nq * nk * (d + dv)
-    whole = _whole_vectors(call)
-    if few:
-        fixed, rate = _FEW_QUERIES
-        rated: float = numbers if whole else 4 * numbers
-    else:
-        fixed, rate = _WITH_GRADIENTS if call.needs_grad else _FORWARD
-        rated = multiplications / max(nq, 1) * -(-nq // _QUERIES) * _QUERIES  # groups of queries are computed whole
-        rated = rated / 2 if call.mask == causal() else rated
-    if _torch_is_faster(call, numbers):
-        rate *= _TORCH_FASTER
-    return fixed + rated * rate / 1e6 + (_FIRST_COMPILE if _waits(call) else 0)
-
-
-def remark(call: Call) -> str | None:
-    """What the cost includes besides computing."""
-    if call.is_numpy or not _waits(call):
-        return None
-    return "a kernel is not compiled yet, and a small call does not wait for it: lowtri doctor --compile"
-
-
-def _waits(call: Call) -> bool:
-    """Whether a small call would wait for Numba to compile a kernel, or to be imported for NumPy arrays."""
+def why_wait(call: Call) -> str | None:
+    """Why a small call would wait for Numba to compile a kernel, or to be imported for NumPy arrays; None if it would not."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     if nq < FEW_QUERIES:
         small = not _whole_vectors(call) or batch * kv_heads * nk * (d + dv) < _NUMBERS
     else:
         small = batch * heads * nq * nk * (d + dv) < _MULTIPLICATIONS
-    return small and (call.is_numpy or not _is_ready(call))
+    if not small or call.device != "cpu" or (not call.is_numpy and _is_ready(call)):
+        return None
+    if call.is_numpy:
+        return "a small call of NumPy arrays does not wait for the import of the compiler"
+    return "a kernel is not compiled yet, and a small call does not wait for it: lowtri doctor --compile"
 
 
 def _whole_vectors(call: Call) -> bool:
@@ -104,24 +69,6 @@ def _is_ready(call: Call) -> bool:
     families = ("forward", "backward") if call.needs_grad else ("decode",) if is_decoded(call) else ("forward",)
     spec = kernel_spec(families[0], call)
     return all((kernel_name(family, spec), spec.name) in before for family in families)
-
-
-def _torch_is_faster(call: Call, numbers: int) -> bool:
-    """Whether torch's function is faster: dense bf16 where torch uses AMX, and float16 caches that have to be cast.
-
-    Windows, documents and other masks that hide much stay with the kernel, since torch computes hidden pairs. Kernels on tile
-    registers take dense bf16 as well, except short full attention: its share of fixed costs is the largest, and no such call of
-    theirs has been measured yet.
-    """
-    if call.is_numpy or call.dtype not in ("bfloat16", "float16") or _numba_missing():
-        return False
-    from lowtri.kernels import target
-
-    if call.q.shape[2] >= FEW_QUERIES:
-        dense = call.shows_all or (call.mask == causal() and not call.positions_given)
-        short = call.shows_all and call.k.shape[2] <= _SHORT
-        return target.HAS_AMX and call.dtype == "bfloat16" and dense and (short or not target.ISA.has_tiles)
-    return call.dtype == "float16" and not target.HAS_FLOAT16 and call.group == 1 and numbers >= _LARGE_CAST
 
 
 def prepare(call: Call) -> Prepared:

@@ -13,18 +13,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from lowtri.backends.base import Prepared
-from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 
-__all__ = ["cost", "name", "prepare", "supports"]
+__all__ = ["name", "prepare", "supports"]
 
 name = "flex"
 
 _DEVICES = ("cuda", "xpu")
 _LEAST_SIZE = 16  # of a head: the smallest product of Triton
-_COMPILE = 5e6  # a short call must not wait seconds for the compiler
-_FEW_QUERIES = 128  # less than a block
-_PAIRS = 2**24  # over all heads
 
 
 def supports(call: Call) -> str | None:
@@ -49,16 +45,6 @@ def why_not(call: Call) -> str | None:
         "triton is not installed": call.device == "cuda" and find_spec("triton") is None,
     }
     return next((reason for reason, holds in missing.items() if holds), None)
-
-
-def cost(call: Call) -> float:
-    """A part of the pairs, on the scale of ``sdpa``, which is faster without a mask and under ``is_causal``."""
-    batch, heads, _, nq, nk, d, dv = call.sizes
-    pairs = batch * heads * nq * nk
-    if nq < _FEW_QUERIES or pairs < _PAIRS:
-        return 300 + pairs * (d + dv) / 25_000 + _COMPILE
-    part = 1.0 if call.shows_all else 0.6 if call.mask == causal() else 0.5
-    return 300 + part * pairs * (d + dv) / 25_000
 
 
 def prepare(call: Call) -> Prepared:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from lowtri.backends.base import Prepared
 from lowtri.ops.call import Call
 
-__all__ = ["cost", "name", "prepare", "supports"]
+__all__ = ["name", "prepare", "supports"]
 
 name = "formula"
 
@@ -20,14 +20,6 @@ name = "formula"
 def supports(call: Call) -> str | None:
     """Every call."""
     return None
-
-
-def cost(call: Call) -> float:
-    """All pairs; for NumPy arrays also the time to import torch."""
-    batch, heads, kv_heads, nq, nk, d, dv = call.sizes
-    computing, reading = batch * heads * nq * nk * (d + dv + 64) / 8_000, batch * kv_heads * nk * (d + dv) / 400
-    fixed = 14_000 if call.is_numpy else 1_500 if call.needs_grad else 400
-    return fixed + max(computing, reading)
 
 
 def prepare(call: Call) -> Prepared:

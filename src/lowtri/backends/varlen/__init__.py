@@ -14,16 +14,14 @@ import inspect
 from functools import cache
 
 from lowtri.backends.base import Prepared
-from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call
 
-__all__ = ["cost", "name", "prepare", "supports"]
+__all__ = ["name", "prepare", "supports"]
 
 name = "varlen"
 
 _MOST_SIZE = 256  # of a head
 _CAPABILITY = (8, 0)  # the oldest GPUs that flash attention runs on
-_FEW_QUERIES = 128
 
 
 def supports(call: Call) -> str | None:
@@ -52,15 +50,6 @@ def why_not(call: Call) -> str | None:
     }
     reason = next((reason for reason, holds in missing.items() if holds), None)
     return reason or _torch_lacks() or _not_documents(call)
-
-
-def cost(call: Call) -> float:
-    """A part of the pairs, on the scale of ``sdpa``, which is faster without a mask and under ``is_causal``."""
-    batch, heads, _, nq, nk, d, dv = call.sizes
-    pairs = batch * heads * nq * nk
-    if call.shows_all or call.mask == causal() or nq < _FEW_QUERIES:
-        return 250 + pairs * (d + dv) / 25_000
-    return 150 + 0.4 * pairs * (d + dv) / 25_000
 
 
 def prepare(call: Call) -> Prepared:
