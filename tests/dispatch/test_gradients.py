@@ -158,7 +158,7 @@ def test_gradients_and_forward_mode_of_a_backward():
             return attention(q, k, v, "causal", engine=engine, sinks=sinks)
 
         out = run(q)
-        start, along, of_q = torch.randn_like(out), torch.randn_like(out), torch.randn_like(q)
+        start, along, of_q = (torch.randn(x.shape, dtype=x.dtype) for x in (out, out, q))
 
         def back(d: Any, record: bool = False, out: Any = out) -> Any:
             return torch.autograd.grad(out, (q, k, v), d, retain_graph=True, create_graph=record)

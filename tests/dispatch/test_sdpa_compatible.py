@@ -147,16 +147,34 @@ def test_a_query_that_sees_nothing_gives_zero():
     assert not ours(q, k[:, :, :0], v[:, :, :0]).any()
 
 
-@pytest.mark.parametrize("part", ["L", "S", "batch", "Ev"])
-def test_empty(part):
-    q, k, v = draw((2, 3), 5, 7)
-    q = q[:, :, :0] if part == "L" else q
-    k, v = (k[:, :, :0], v[:, :, :0]) if part == "S" else (k, v)
-    q, k, v = (x[:0] for x in (q, k, v)) if part == "batch" else (q, k, v)
-    v = v[..., :0] if part == "Ev" else v
-    bools = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
-    for kwargs in ({}, {"is_causal": True}, {"attn_mask": bools}, {"attn_mask": bools.float()}):
-        assert torch.equal(ours(q, k, v, **kwargs), torchs(q, k, v, **kwargs).nan_to_num())
+EMPTY = [sizes for sizes in itertools.product((0, 2), (0, 3), (0, 5), (0, 7), (0, 8), (0, 4)) if 0 in sizes]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}, {"scale": 2.0}, "bools", "numbers"])
+def test_empty(options):
+    """Every combination of sizes that are 0: torch's shape, dtype and gradients."""
+    for batch, heads, nq, nk, e, ev in EMPTY:
+        for front, dtype in (((batch, heads), torch.float32), ((heads,), torch.bfloat16)):
+            kwargs = options
+            if isinstance(options, str):
+                bools = torch.ones(nq, nk, dtype=torch.bool)
+                kwargs = {"attn_mask": bools if options == "bools" else bools.to(dtype)}
+            inputs = [x.requires_grad_() for x in draw(front, nq, nk, e=e, ev=ev, dtype=dtype)]
+            found, expected = (f(*inputs, **kwargs) for f in (ours, torchs))
+            assert found.dtype == dtype and torch.equal(found, expected.nan_to_num())
+            grads = [torch.autograd.grad(x.sum(), inputs, materialize_grads=True) for x in (found, expected)]
+            for one, other in zip(*grads, strict=True):
+                assert one.shape == other.shape and near(one, other.nan_to_num(), str(dtype).removeprefix("torch."))
+
+
+def test_no_heads():
+    for shape in ((0, 0, 0, 1), (2, 0, 4, 8), (0, 4, 8)):
+        x = torch.zeros(shape)
+        output, weights, lse = lowtri.attention(x, x, x, "causal", return_weights=True, return_lse=True)
+        assert (output.shape, lse.shape) == (shape, shape[:-1]) and weights.shape == (*shape[:-1], shape[-2])
+        assert lowtri.attention(x.numpy(), x.numpy(), x.numpy(), "causal").shape == shape
+    shared = torch.zeros(2, 2, 4, 8)  # no query heads share them
+    assert ours(torch.zeros(2, 0, 4, 8), shared, shared, enable_gqa=True).shape == (2, 0, 4, 8)
 
 
 def test_numpy_too():

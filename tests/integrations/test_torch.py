@@ -324,10 +324,45 @@ def test_wrong_arguments_are_named(name: str) -> None:
         module(*inputs_of(module), **options)
 
 
+X, BOOLS = torch.zeros(L, B, E), torch.bool
+REJECTED: dict[str, tuple[Any, ...]] = {
+    "four dimensions": (X[None], X[None], X[None]),
+    "one dimension": (X[0, 0], X[0, 0], X[0, 0]),
+    "a key without a batch": (X, X[:, 0], X[:, 0]),
+    "size": (X[..., 1:], X[..., 1:], X[..., 1:]),
+    "size of the key": (X, X[..., 1:], X),
+    "size of the value": (X, X, X[..., 1:]),
+    "fewer values than keys": (X, X, X[1:]),
+    "fewer rows of values": (X, X, X[:, 1:]),
+    "fewer rows of keys": (X, X[:, 1:], X[:, 1:]),
+    "shape of attn_mask": (X, X, X, None, True, torch.zeros(L, L + 1)),
+    "heads of attn_mask": (X, X, X, None, True, torch.zeros(B, L, L)),
+    "dimensions of attn_mask": (X, X, X, None, True, torch.zeros(1, 1, L, L)),
+    "integers as attn_mask": (X, X, X, None, True, torch.zeros(L, L, dtype=torch.long)),
+    "shape of the padding": (X, X, X, torch.zeros(B, L + 1, dtype=BOOLS)),
+    "padding without a batch": (X, X, X, torch.zeros(L, dtype=BOOLS)),
+    "integers as padding": (X, X, X, torch.zeros(B, L, dtype=torch.long)),
+    "a batch of padding": (X[:, 0], X[:, 0], X[:, 0], torch.zeros(1, L, dtype=BOOLS)),
+    "is_causal alone": (X, X, X, None, True, None, True, True),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_torch_rejects_raises_its_class_too(name: str) -> None:
+    module = nn.MultiheadAttention(E, H)
+    with pytest.raises((AssertionError, RuntimeError)) as torchs:
+        module(*REJECTED[name])
+    with pytest.raises(CallError, match=r"^nn\.MultiheadAttention: ") as ours:
+        switch(module)(*REJECTED[name])
+    assert isinstance(ours.value, torchs.type)
+
+
 def test_inputs_of_unequal_rank_are_named() -> None:
     q, k, v = inputs_of(module_of("plain"))
     with pytest.raises(CallError, match=r"query \(5, 16\), key \(3, 7, 16\).*all have 3 dimensions"):
         switch(module_of("plain"))(q[0], k, v)
+    with pytest.raises(CallError, match=r"value \(3, 6, 16\)\. Fix: as many rows, and a value for each key"):
+        switch(module_of("plain"))(q, k, v[:, 1:])
 
 
 def test_inputs_of_another_kind_or_size_are_named() -> None:

@@ -103,8 +103,10 @@ def scaled_dot_product_attention(
     if batch is None:
         raise _error(f"the leading dimensions do not broadcast: {_shapes(query, key, value)}.")
     (nq, nk), rows = (q.shape[-2], k.shape[-2]), math.prod(batch)
+    if enable_gqa and most == 0:
+        k, v, heads = k[..., :0, :, :], v[..., :0, :, :], [0, 0, 0]
     # A single key/value head is a group; other unequal heads are expanded.
-    shared = heads[1:] if enable_gqa or heads[1:] == [1, 1] else [most, most]
+    shared = heads[1:] if enable_gqa or (most and heads[1:] == [1, 1]) else [most, most]
     q, k, v = (
         _spread(x, (*batch, n, *x.shape[-2:])).reshape(rows, n, *x.shape[-2:])
         for x, n in zip((q, k, v), (most, *shared), strict=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula.tiles import Tiles
+from lowtri.backends.formula.tiles import Tile, Tiles
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.eager import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
@@ -75,16 +75,18 @@ def flex_attention(
         enable_gqa: whether neighbouring query heads may share a key/value head.
         return_lse: also return the log-sum-exp (B, Hq, L).
         kernel_options: ignored; they set up torch's GPU kernels.
-        return_aux: torch's ``AuxRequest``; ``lse`` only.
+        return_aux: torch's ``AuxRequest``: ``lse``, and ``max_scores``, the greatest visible score of each query after score_mod
+            (B, Hq, L), without gradient. With it, the scores are computed in torch, one tile at a time.
 
     Returns:
         the output (B, Hq, L, Ev); with ``return_lse`` a tuple of output and log-sum-exp, with ``return_aux`` of output and
-        ``AuxOutput``. A query that sees no key gives 0 and -inf.
+        ``AuxOutput``. A query that sees no key gives 0, and -inf as log-sum-exp and as greatest score.
 
     Tensors on an accelerator are passed to torch's own function, compiled. Inside ``torch.compile`` a call runs outside of the graph.
 
     Raises:
-        CallError: where torch also raises, and for ``AuxRequest(max_scores=True)``. It is a ValueError and a RuntimeError, as in torch.
+        CallError: where torch also raises, and for a block mask of other batch rows or heads than the call's or 1, whose lists torch
+            would read past their ends. It is a ValueError and a RuntimeError, as in torch.
 
     Source: Dong et al. 2024, Flex Attention; the documentation of torch.nn.attention.flex_attention.
     """
@@ -113,28 +115,36 @@ def _flex_attention(
         raise CallError(f"{_NAME}: scale is {type(scale).__name__}, but it takes one plain number. Fix: float(scale).")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         raise CallError(f"{_NAME}: return_aux is {type(return_aux).__name__}. Fix: AuxRequest(lse=True).")
-    if return_aux is not None and (return_lse or return_aux.max_scores):
-        trouble = "return_lse and return_aux exclude each other" if return_lse else "max_scores is not computed"
-        raise CallError(f"{_NAME}: {trouble}. Fix: return_aux=AuxRequest(lse=True).")
-    want_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if return_aux is not None and return_lse:
+        raise CallError(f"{_NAME}: return_lse and return_aux exclude each other. Fix: return_aux=AuxRequest(lse=True).")
     if query.device.type != "cpu":
         options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
         options |= {"return_lse": True} if return_lse else {"return_aux": return_aux} if return_aux is not None else {}
         return _torchs()(query, key, value, score_mod, block_mask, **options)
-    output, lse = _attend(query, key, value, score_mod, block_mask, scale, want_lse)
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
+    if return_aux is None:
+        output, lse, _ = _attend(query, key, value, score_mod, block_mask, scale, return_lse)
+        return (output, lse) if return_lse else output
+    from torch.nn.attention.flex_attention import AuxOutput
 
-        return output, AuxOutput(lse=lse, max_scores=None)
-    return (output, lse) if return_lse else output
+    wanted = (return_aux.lse, return_aux.max_scores)
+    output, *auxiliary_results = _attend(query, key, value, score_mod, block_mask, scale, *wanted)
+    return output, AuxOutput(*auxiliary_results)
 
 
 _outside: Callable[..., Any] = torch.compiler.disable(_flex_attention)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | None, scale: float | None, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Any,
+    blocks: BlockMask | None,
+    scale: float | None,
+    want_lse: bool,
+    want_max: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output, the log-sum-exp and the greatest scores; None for what is not wanted."""
     (batch, heads, nq, size), nk = q.shape, k.shape[2]
     if k.shape[0] != batch:
         k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
@@ -146,18 +156,36 @@ def _attend(
         mask = mask & scores.mask if blocks is not None else scores.mask
     # FlexAttention's q and k are indices from 0.
     positions: dict[str, Any] = {} if nq == nk else {"q_positions": range(nq), "k_positions": range(nk)}
-    if scores.in_kernel:
+    if scores.in_kernel and not want_max:
         factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
         bias = None if scores.bias is None else scores.bias.argument
         options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": bias, **positions}
         if want_lse:
-            return attention(q, k, v, mask, return_lse=True, **options)
-        return attention(q, k, v, mask, **options), None
+            return *attention(q, k, v, mask, return_lse=True, **options), None
+        return attention(q, k, v, mask, **options), None, None
     device, q, k, v = cast_for_autocast(q, k, v)
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
+    modified, greatest = _identity if score_mod is None else tile_function(score_mod), dict[Tile, Tensor]()
+
+    def of_tile(scores: Tensor, tile: Tile) -> Tensor:
+        scores = modified(scores, tile)
+        if want_max:
+            visible = torch.nn.functional.pad(
+                tiles.visible(tile, scores.device), (0, 1)
+            )  # a hidden key more: not empty
+            shown = torch.nn.functional.pad(scores.detach(), (0, 1)).masked_fill(~visible, -torch.inf)
+            greatest[tile] = shown.amax(3)
+        return scores
+
+    tiles = Tiles(call, of_tile)
     with without_autocast(device):
-        result = Tiles(call, tile_function(score_mod)).run(inputs)
-    return result.output, result.lse if want_lse else None
+        result = tiles.run(inputs)
+    most = torch.cat([greatest[tile] for tile in tiles.tiles], 2) if want_max else None
+    return result.output, result.lse if want_lse else None, most
+
+
+def _identity(scores: Tensor, tile: Tile) -> Tensor:
+    return scores
 
 
 def _check(q: Any, k: Any, v: Any, blocks: Any, enable_gqa: bool) -> None:
@@ -180,9 +208,10 @@ def _check(q: Any, k: Any, v: Any, blocks: Any, enable_gqa: bool) -> None:
         raise CallError(
             f"{_NAME}: {q.shape[1]} query heads and {k.shape[1]} key heads. Fix: enable_gqa=True if they are shared."
         )
-    if q.shape[0] != k.shape[0] and (k.shape[0] != 1 or blocks is None):
+    if q.shape[0] != k.shape[0] and (k.shape[0] != 1 or blocks is None or blocks.kv_num_blocks.shape[0] != q.shape[0]):
         raise CallError(
-            f"{_NAME}: query has {q.shape[0]} batch rows and key {k.shape[0]}. Fix: as many, or one row of keys with a block_mask."
+            f"{_NAME}: query has {q.shape[0]} batch rows and key {k.shape[0]}.\n"
+            f"Fix: as many, or one row of keys and a block_mask made with B={q.shape[0]}."
         )
 
 

@@ -45,7 +45,7 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     Returns:
         the module. Outputs and gradients are equal, with two exceptions: a query that sees no key gives the bias of the output
         projection alone, never NaN; and an ``nn.TransformerEncoder`` computes padded positions, where torch's inference kernels
-        give 0.
+        give 0. Arguments that torch rejects raise an error that is a CallError, and an AssertionError and a RuntimeError as in torch.
 
     Raises:
         EngineError: if no attention in the module can be switched, one has a ``forward`` of its own, or there is no such engine;

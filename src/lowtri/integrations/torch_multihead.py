@@ -26,9 +26,13 @@ from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
 
-__all__ = ["multi_head_attention"]
+__all__ = ["MultiheadError", "multi_head_attention"]
 
 _NAME = "nn.MultiheadAttention"
+
+
+class MultiheadError(CallError, AssertionError):
+    """Arguments of an ``nn.MultiheadAttention`` that do not fit; torch raises an AssertionError or a RuntimeError for them."""
 
 
 def multi_head_attention(
@@ -54,26 +58,32 @@ def multi_head_attention(
         output was computed with, so under dropout some are 0, as in torch.
 
     Raises:
-        CallError: for nested tensors, and where torch raises.
+        MultiheadError: for nested tensors, and where torch raises.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
-            raise CallError(f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor.")
+            raise MultiheadError(f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor.")
         if x.is_nested:
-            raise CallError(
+            raise MultiheadError(
                 f"{_NAME}: {name} is a nested tensor, and lowtri takes padded ones.\n"
                 f"Fix: {name}.to_padded_tensor(0.0), and key_padding_mask= with True at the padding."
             )
     if is_causal and masks["attn_mask"] is None:
-        raise CallError(f"{_NAME}: is_causal=True without attn_mask, which torch requires with it. Fix: attn_mask=.")
+        raise MultiheadError(
+            f"{_NAME}: is_causal=True without attn_mask, which torch requires with it. Fix: attn_mask=."
+        )
     batched = query.ndim == 3
     if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
-        shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("query", query), ("key", key), ("value", value)))
-        raise CallError(f"{_NAME}: {shapes}; all have 3 dimensions, or 2 without a batch.")
+        raise MultiheadError(f"{_NAME}: {_shapes(query, key, value)}; all have 3 dimensions, or 2 without a batch.")
     sizes = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
     for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
         if x.shape[-1] != size:
-            raise CallError(f"{_NAME}: {name} is {tuple(x.shape)}. Fix: a last dimension of {size}, the module's size.")
+            raise MultiheadError(
+                f"{_NAME}: {name} is {tuple(x.shape)}. Fix: a last dimension of {size}, the module's size."
+            )
+    rows = 0 if module.batch_first else 1  # the batch's dimension
+    if key.shape[:-1] != value.shape[:-1] or (batched and query.shape[rows] != key.shape[rows]):
+        raise MultiheadError(f"{_NAME}: {_shapes(query, key, value)}. Fix: as many rows, and a value for each key.")
     same, shared = key is value, query is key
     if not batched or not module.batch_first:  # to (B, N, E)
         query, key, value = (x.transpose(0, 1) if batched else x[None] for x in (query, key, value))
@@ -105,6 +115,10 @@ def multi_head_attention(
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
 def _project(module: Any, query: Tensor, key: Tensor, value: Tensor, all_same: bool, same: bool) -> list[Tensor]:
     """Queries, keys and values of all heads, (B, N, E); one product where they are the same tensor."""
     joint, bias = module.in_proj_weight, module.in_proj_bias
@@ -133,19 +147,19 @@ def _checked(
         x = masks[name]
         if x is not None:
             if not isinstance(x, Tensor):
-                raise CallError(
+                raise MultiheadError(
                     f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor, True = hidden; the lowtri mask goes to "
                     "lowtri.nn.MultiHeadAttention."
                 )
             if not torch.compiler.is_compiling():
                 x = plain_array(name, x, _NAME)
             if x.dtype != torch.bool and not x.is_floating_point():
-                raise CallError(
+                raise MultiheadError(
                     f"{_NAME}: {name} is {x.dtype}. Fix: bools, True = hidden, or floats to add to the scores."
                 )
             if not any(len(shape) == x.ndim and all(map(operator.eq, shape, x.shape)) for shape in shapes):
                 wanted = " or ".join(map(str, shapes))
-                raise CallError(f"{_NAME}: {name} is {tuple(x.shape)}; expected {wanted}.")
+                raise MultiheadError(f"{_NAME}: {name} is {tuple(x.shape)}; expected {wanted}.")
             x = x if x.dtype == torch.bool else x.to(dtype)
         found[name] = x
     attn_mask, padding = found["attn_mask"], found["key_padding_mask"]

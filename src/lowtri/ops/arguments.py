@@ -91,7 +91,7 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
         problem = "q and k differ in head size D, or it is 0: {}."
     elif of_k[-2] != of_v[-2]:
         problem = "k and v differ in length Nk: {}."
-    elif rank > 2 and (of_k[-3] != of_v[-3] or 0 in (of_q[-3], of_k[-3]) or of_q[-3] % of_k[-3]):
+    elif rank > 2 and (of_k[-3] != of_v[-3] or not _share(of_q[-3], of_k[-3])):
         problem = (
             "{}: each key/value head serves a whole number of query heads.\n"
             "Fix: the heads stand third from the end, (..., H, N, D); Hq is a multiple of Hkv."
@@ -101,6 +101,11 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     if problem is not None:
         raise CallError("attention: " + problem.format(f"q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}"))
     return rank, tuple(of_q[:-3])
+
+
+def _share(heads: int, kv_heads: int) -> bool:
+    """Whether each key/value head serves a whole number of query heads; there may be none of either."""
+    return heads == kv_heads or (0 not in (heads, kv_heads) and heads % kv_heads == 0)
 
 
 def _check_kind(name: str, x: Any, q: Any) -> None:

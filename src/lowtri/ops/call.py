@@ -105,7 +105,7 @@ class Call:
     @property
     def group(self) -> int:
         """The number of neighbouring query heads that share one key/value head."""
-        return self.q.shape[1] // self.k.shape[1]
+        return self.q.shape[1] // max(1, self.k.shape[1]) or 1  # 1 where there are no heads
 
     @cached_property
     def needs_grad(self) -> bool:

@@ -60,7 +60,7 @@ def attend(
         q: (B, Hq, Nq, D).  k: (B, Hkv, Nk, D).  v: (B, Hkv, Nk, Dv).
         visible: True = may see; broadcasts to (B, Hq, Nq, Nk).  bias: the same, numbers.  sinks: (Hq,).
     """
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(1, k.shape[1])
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     visible = np.broadcast_to(visible, (*q.shape[:3], k.shape[2]))
     with np.errstate(all="ignore"):  # hidden values may be NaN or infinite
