@@ -1,5 +1,5 @@
 # make demo   everything in one run, with its files in out/demo
-# make test   what tests need, and the tests: six to eight minutes on two cores
+# make test   what tests need, and the tests: about seven minutes of CPU time
 #
 # Both need Python >= 3.10 and make, nothing else; another Python is chosen by `make PYTHON=python3.12 test`. On Linux, pip's
 # plain torch brings CUDA, some gigabytes: README.md says how to get the CPU build.
@@ -21,7 +21,7 @@ FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch t
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
 	@echo 'make lesson    the lesson as interactive pages in four languages, in out/lesson'
-	@echo 'make test      the tests, without the long sweeps: six to eight minutes on two cores'
+	@echo 'make test      the tests, without the long sweeps: about seven minutes of CPU time'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'

@@ -9,7 +9,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from lowtri.lesson.languages import LANGUAGES
+from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.page import file_name, lesson_page
 
 sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file alone
@@ -25,6 +25,8 @@ OUTSIDE = {  # page of the site -> file of the repository
     "benchmarks/transformers_models.md": "benchmarks/transformers_models.md",
     "dev/LOG.md": "dev/LOG.md",
 }
+SHOWN = {**{source: page for page, source in OUTSIDE.items()}, "examples/leaks/README.md": "gallery.md"}  # file -> page
+LESSONS = "<!-- the lesson's pages -->"  # in docs/lesson.md, since only the site has these pages
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -40,11 +42,13 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Markdown within HTML tables is read when they say so; a bar within code in a table needs no backslash.
 
-    Links from docs/ to files outside of it, which GitHub follows, point at the page of that file.
+    Links from docs/ to files outside of it, which GitHub follows, point at the page that shows the file.
     """
     markdown = re.sub(
-        r"\]\(\.\./((?!\.\.)[^)#]+)", lambda link: f"]({link[1]}" if link[1] in OUTSIDE else link[0], markdown
+        r"\]\(\.\./((?!\.\.)[^)#]+)", lambda link: f"]({SHOWN[link[1]]}" if link[1] in SHOWN else link[0], markdown
     )
+    lessons = [f"[{texts(language)['name']}](lesson/{file_name(language)})" for language in LANGUAGES]
+    markdown = markdown.replace(LESSONS, " · ".join(lessons))
     markdown = re.sub(r"<(table|tr|td|th)\b", r'<\1 markdown="1"', markdown)
     return re.sub(
         r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]), markdown, flags=re.M

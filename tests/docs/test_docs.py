@@ -45,10 +45,55 @@ def test_the_site_has_every_page() -> None:
     assert all((ROOT / source).exists() for source in outside.values())
 
 
-def test_links_between_pages_exist() -> None:
-    """As files, which GitHub follows, or as pages that the site makes; MkDocs checks the anchors."""
-    made = {"gallery.md", *(f"lesson/lesson-{language}.html" for language in ("en", "id", "th", "zh"))}
-    for path in (ROOT / "docs").rglob("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
-            if not target.startswith(("http", "mailto:")):
-                assert target in made or (path.parent / target).exists(), (path.name, target)
+PROSE = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "dev", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.md")),
+]
+_FENCED = re.compile(r"^ *(```|~~~).*?^ *\1[ `~]*$", re.M | re.S)
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors that a code host gives to headings: lower case, no punctuation, "-" for each space; repeated ones are numbered."""
+    found: dict[str, int] = {}
+    text = _FENCED.sub("", path.read_text(encoding="utf-8"))
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", text, re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+    return {name if i == 0 else f"{name}-{i}" for name, n in found.items() for i in range(n + 1)}
+
+
+def _links(text: str) -> list[str]:
+    """The targets of all links and pictures of a page, but not what looks like one in code."""
+    text = re.sub(r"`[^`\n]*`", "`code`", _FENCED.sub("", text))
+    inline = re.findall(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)", text)
+    return inline + re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.M) + re.findall(r"(?:href|src)=\"([^\"]+)\"", text)
+
+
+def _broken(path: Path, text: str) -> list[str]:
+    """The relative links of a page to files that the repository lacks, or to headings that these lack."""
+    broken = []
+    for link in _links(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        made = any(target.is_relative_to(ROOT / folder) for folder in ("site", "out"))
+        inside = target.is_relative_to(ROOT) and not made
+        if not inside or not target.exists() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def test_links_work_on_a_code_host() -> None:
+    """Every relative link of every page, and its anchor, as a host of the repository shows them; `make docs` checks the site's."""
+    texts = {path: path.read_text(encoding="utf-8") for path in PROSE}
+    assert len(PROSE) > 20 and sum(len(_links(text)) for text in texts.values()) > 50
+    broken = {path.relative_to(ROOT).as_posix(): _broken(path, text) for path, text in texts.items()}
+    assert {name: links for name, links in broken.items() if links} == {}
+
+
+def test_broken_links_are_reported() -> None:
+    page = ROOT / "docs" / "audit.md"
+    text = '[a](no.md) [b](audit.md#nowhere) [c](audit.md#the-probes) [d](#the-audit)\n```\n[e](no)\n```\n`[f](no)` <img src="no.png">'
+    assert _broken(page, text) == ["no.md", "audit.md#nowhere", "no.png"]

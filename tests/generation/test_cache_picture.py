@@ -40,8 +40,10 @@ def test_a_sign_for_each_position(mask: str, expected: str) -> None:
 def test_the_picture_has_the_same_states() -> None:
     cache = filled("causal & (window(4) | first(2))", 12)
     root = ET.fromstring(cache._repr_svg_())
-    cells = [node for node in root.iter(f"{SPACE}rect") if node.get("height") == "24"]
-    hidden = [node.get("fill") == "url(#hidden)" for node in cells]
+    cells = [node for node in root.iter(f"{SPACE}rect") if float(node.get("height", "0").strip("%")) == 24]
+    hidden = [
+        node.get("fill") == "url(#hidden)" for node in cells for _ in range(round(float(node.attrib["width"]) / 24))
+    ]
     assert hidden == [sign == "·" for sign in cache.draw().splitlines()[1]]
     words = [node.text for node in root.iter(f"{SPACE}text")]
     assert words[:3] == [repr(cache), "0", "11"] and "positions →" in words

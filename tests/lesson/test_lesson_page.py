@@ -223,7 +223,7 @@ def test_what_notebooks_show() -> None:
 def test_the_pages_share_their_style() -> None:
     """One palette, one type scale and one look of cards in the lesson, and on the pages of explain and audit."""
     from lowtri.masks import palette
-    from lowtri.pages import shared_style
+    from lowtri.masks.notebook import shared_style
 
     page = lesson_page("en")
     assert shared_style(":root") in page
@@ -233,4 +233,5 @@ def test_the_pages_share_their_style() -> None:
             page.count(f": {colour.light}") >= 2 and page.count(f": {colour.dark}") >= 2
         )  # the system's, and the button's
     explained = lowtri.explain(scores=np.zeros((2, 2)), mask="causal").to_html()
-    assert shared_style(".lowtri") in explained and "--s2: 1.0625rem" in explained and 'class="figure' in explained
+    sizes = re.search(r"\{ (--s0: .*?) \}", shared_style(":root"), re.S)
+    assert sizes is not None and sizes[1] in explained and "--s2: 1.0625rem" in explained and 'class="figure' in explained

@@ -18,10 +18,25 @@ from hypothesis import strategies as st
 
 from lowtri.cli.main import main
 from lowtri.errors import DataError, LowtriError, MaskError
-from lowtri.masks import causal, documents, first, full, heads, keys, mask, strided, table, where, window
+from lowtri.masks import (
+    Mask,
+    band,
+    causal,
+    chunks,
+    documents,
+    first,
+    full,
+    heads,
+    keys,
+    mask,
+    strided,
+    table,
+    where,
+    window,
+)
 from lowtri.masks.draw import draw
 from lowtri.masks.labels import display_width, shortened, split
-from lowtri.masks.panels import MAX_CELLS, MAX_PANELS
+from lowtri.masks.panels import MAX_CELLS, MAX_PANELS, cells_of, picture_size
 from lowtri.masks.svg import svg
 
 # Text.
@@ -106,23 +121,41 @@ def test_many_batch_rows_are_counted() -> None:
 def test_large_masks_are_drawn_by_tiles() -> None:
     """A cell of 100 positions over 64 is 2 x 2 positions: the diagonal is partly visible."""
     lines = causal().draw(100).splitlines()
-    assert len(lines) == 50 and lines[0] == "▒" + "·" * 49 and lines[2] == "██▒" + "·" * 47
+    assert len(lines) == 51 and lines[0] == "▒" + "·" * 49 and lines[2] == "██▒" + "·" * 47
+    assert lines[-1] == "a cell: 2 x 2 of 100 x 100 pairs: █ all visible, ▒ some, · none"
     lines = (causal() & window(4)).draw(128).splitlines()
     assert lines[3].startswith("·▒█▒·")
-    assert where(lambda q, k: k <= q).draw(65).count("▒") == 33 * 33  # nothing is known about it but its pairs
-    assert strided(2).draw(65).count("▒") == 33 * 33 - 1  # 65 is odd: the last cell is one pair
+    assert strided(2).draw(65).rpartition("\n")[0].count("▒") == 33 * 33 - 1  # 65 is odd: the last cell is one pair
+
+
+def test_up_to_a_million_pairs_each_pair_is_read() -> None:
+    """A formula of a user's answers PARTIAL for every tile; its picture is exact all the same."""
+    formula = where(lambda q, k: k <= q)
+    assert formula.draw(1000) == causal().draw(1000)
+    assert set(formula.draw(1100).splitlines()[0]) == {"▒"}
+    assert np.array_equal(cells_of(causal(), 3, 100, 2), [[2] * 49 + [1], [2] * 50])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_a_cell_is_what_its_pairs_are(nq: int, more: int, step: int, seed: int) -> None:
+    pairs = np.random.default_rng(seed).random((nq, nq + more)) < 0.8
+    shown = cells_of(table(pairs), nq, nq + more, step)
+    for (i, j), cell in np.ndenumerate(shown):
+        block = pairs[i * step : (i + 1) * step, j * step : (j + 1) * step]
+        assert cell == (2 if block.all() else int(block.any()))
 
 
 @pytest.mark.parametrize("n", [64, 65, 1000, 262_144, 10_000_000])
 def test_pictures_are_bounded(n: int) -> None:
-    lines = (causal() & window(n // 2)).draw(n).splitlines()
+    lines = (causal() & window(n // 2)).draw(n).splitlines()[: -1 if n > 64 else None]
     assert MAX_CELLS / 2 < len(lines) <= MAX_CELLS
     assert all(len(line) == len(lines) for line in lines)
 
 
 def test_the_last_queries_of_many_keys() -> None:
     lines = causal().draw(10, 1000).splitlines()
-    assert lines == ["█" * 61 + "▒▒"]  # keys 976 .. 991 and 992 .. 999; the queries are 990 .. 999
+    assert lines[:-1] == ["█" * 61 + "▒▒"]  # keys 976 .. 991 and 992 .. 999; the queries are 990 .. 999
 
 
 def test_unprintable_tokens_are_written_out() -> None:
@@ -369,13 +402,14 @@ def test_saving(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == svg(causal(), 4, tokens="The black cat <end>")
     assert [p.name for p in tmp_path.iterdir()] == ["mask.svg"]
     window(2).save(str(path))
-    assert cells(path.read_text(encoding="utf-8"), "#7a3c9e") == 31
+    assert cells(path.read_text(encoding="utf-8"), "#7a3c9e") == 23  # 12 positions
 
 
 def test_a_page(tmp_path: Path) -> None:
     causal().save(tmp_path / "mask.html", 4)
     page = (tmp_path / "mask.html").read_text(encoding="utf-8")
-    assert page.startswith("<!doctype html>") and svg(causal(), 4) in page and "<title>causal</title>" in page
+    picture = svg(causal(), 4).replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    assert page.startswith("<!doctype html>") and picture in page and "<title>causal</title>" in page
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
@@ -418,8 +452,12 @@ def test_notebooks_show_pictures() -> None:
     mask: Any = causal() & window(3)
     assert mask._repr_svg_() == svg(mask, 12)
     assert "<code>causal &amp; window(3)</code>" in mask._repr_html_() and len(mask._repr_html_()) < 20_000
-    small: Any = table(np.ones((3, 3), bool))
-    assert small._repr_svg_() is None and small._repr_html_() is None  # the text stands alone
+    small: Any = table(np.ones((3, 4), bool))
+    assert small._repr_svg_() == svg(small, 3, 4) and str(small).count("████") == 3
+    assert str(table(np.ones((5, 5), bool)) & small).count("████") == 3
+    neither: Any = table(np.ones((2, 6), bool)) & table(np.ones((4, 4), bool))  # the queries 4 and 5, and 0 to 3
+    assert neither._repr_svg_() is None and neither._repr_html_() is None  # the text stands alone
+    assert str(neither) == repr(neither)
 
 
 @pytest.mark.parametrize(
@@ -468,10 +506,81 @@ def test_the_command_draws_and_counts(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_command_says_how_large_a_cell_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", "causal & window(1024)", "--n", "100000"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "a cell of the picture is 1,563 x 1,563 pairs: █ all visible, ▒ some, · none",
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "a cell: 1,563 x 1,563 of 100,000 x 100,000 pairs: █ all visible, ▒ some, · none",
+        "",
         "101,876,224 of 10,000,000,000 pairs visible (1.0%); causal",
     ]
+
+
+# How many positions, where nobody says.
+
+_EXTENTS = [
+    *((causal(), 12), (full(), 12), (window(1), 12), (window(8), 12), (window(9), 13), (window(64), 96)),
+    *((band(30, 10), 61), (band(0, 20), 31), (first(20), 30), (chunks(16), 24), (strided(30), 45)),
+    *((documents(lengths=[5, 9, 4]), 18), (documents(np.arange(70) // 10), 70), (documents(cu_seqlens=[0, 30]), 30)),
+    *((documents([[0] * 20] * 2, [[0] * 25] * 2), 25), (keys(np.ones((2, 33), bool)), 33), (keys(lengths=[5, 40]), 60)),
+    *((where(lambda q, k: k <= q), 12), (window(100_000), 150_000), (window(2**62), 2**62), (first(2**62), 2**62)),
+]
+
+
+@pytest.mark.parametrize(("mask", "n"), _EXTENTS, ids=lambda value: repr(value)[:30])
+def test_a_mask_is_drawn_for_as_many_positions_as_show_it(mask: Mask, n: int) -> None:
+    assert picture_size(mask) == (n, n)
+    for joined in (~mask, mask & causal(), causal() | mask, causal() - mask, heads([causal(), mask])):
+        assert picture_size(joined) == (n, n), joined
+    lines = str(mask).splitlines()
+    assert lines[0] == repr(mask) and (n <= MAX_CELLS or f"of {n:,} x {n:,} pairs" in lines[-1])
+    assert len(svg(mask)) < 300_000
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(range(len(_EXTENTS))), min_size=1, max_size=4), st.data())
+def test_joined_masks_are_drawn_for_the_greatest_of_their_extents(chosen: list[int], data: st.DataObject) -> None:
+    """Those without a batch of their own, in any order, under any operators."""
+    joined, most = causal(), 12
+    for atom, n in (_EXTENTS[i] for i in chosen if not _EXTENTS[i][0].batch):
+        joined = data.draw(st.sampled_from([joined & atom, joined | atom, atom - joined, ~joined | atom]))
+        most = max(most, n)
+    assert picture_size(joined) == (most, most)
+
+
+@pytest.mark.parametrize("mask", [window(64), chunks(40), documents(lengths=[5, 9, 4]), first(13), keys(lengths=[20])])
+def test_the_picture_differs_from_the_one_without_the_mask(mask: Mask) -> None:
+    """12 positions of `causal & window(64)` look like `causal`."""
+    shown, plain = (causal() & mask).draw(), draw(causal(), *picture_size(mask))
+    assert shown != plain
+
+
+def test_the_third_document_is_drawn() -> None:
+    assert str(documents(lengths=[5, 9, 4])).splitlines()[-1] == "·" * 14 + "█" * 4
+
+
+def test_a_table_is_drawn_whole() -> None:
+    bools = np.tril(np.ones((3, 30), bool))
+    assert picture_size(table(bools)) == picture_size(window(64) & ~table(bools)) == (3, 30)
+    assert str(table(bools)).splitlines()[1:] == ["█" + "·" * 29, "██" + "·" * 28, "███" + "·" * 27]
+    assert svg(table(bools), weights=np.ones((3, 30)) / 30).count("0.033") > 0
+
+
+def test_tokens_and_weights_say_how_many_positions() -> None:
+    assert draw("causal", tokens="a b c").splitlines()[0].split() == ["a", "b", "c"]
+    assert draw("full", tokens="a b c", query_tokens="x y").count("█") == 6
+    assert svg("causal", weights=np.ones((5, 5))) == svg("causal", 5, weights=np.ones((5, 5)))
+
+
+def test_matrices_of_numbers_have_at_most_64_positions() -> None:
+    for form in ({"numbers": True}, {"latex": True}, {"ticks": True}):
+        assert len(draw("causal & window(100)", **form).splitlines()) >= 64
+
+
+@pytest.mark.parametrize("options", [[], ["--latex"], ["--numbers"], ["--ticks"], ["--json"]])
+def test_the_command_says_how_many_positions_it_took(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", "causal & window(64)", *options]) == 0
+    out = capsys.readouterr().out
+    n = 64 if options not in ([], ["--json"]) else 96
+    assert f'"queries": {n}' in out if options == ["--json"] else f"of {n * n:,} pairs visible" in out
+    assert ("a cell: 2 x 2 of 96 x 96 pairs" in out) == (options == [])
 
 
 def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,8 +206,9 @@ def test_pictures() -> None:
     lines = plan.draw().splitlines()
     assert [line[:14] for line in lines[1:]] == ["rank 0  ██··  ", "rank 1  ▒▒██  "]
     assert lines[2].endswith("receives 128 from 0")
-    html = plan._repr_html_()
-    assert html.count("<tr>") == 2 and "causal &amp; window(100)" in html and "<script" not in html
+    html, picture = plan._repr_html_(), plan._repr_svg_()
+    assert html.count("rank 1  ▒▒██") == 1 and "causal &amp; window(100)" in html and "<script" not in html
+    assert picture.count(">rank ") == 2 and "receives 128 from 0" in picture and ">received</text>" in picture
     wide = plan_shards("causal", 2**16, 3, block=64)
     assert max(map(len, wide.draw().splitlines()[1:])) < 140
 

@@ -144,9 +144,8 @@ def test_labels_are_escaped_and_markup_is_text(tmp_path: Path) -> None:
     page = shown.save(tmp_path / "maps.html").read_text(encoding="utf-8")
     for text in (shown.to_svg(), shown._repr_html_(), page):
         assert "<script" not in text and "\u202e" not in text and '" onload="' not in text
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in page
     assert "\u202e" not in str(shown) and "\\u202e" in str(shown)
-    assert ET.fromstring(shown._repr_html_()).find("figcaption") is not None
 
 
 def test_dark_screens() -> None:

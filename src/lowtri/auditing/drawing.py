@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.masks.palette import HATCH, LEAK, PAPER, PARTLY, VISIBLE
-from lowtri.pages import colours
+from lowtri.masks.svg_parts import HIDDEN, OUTLINED, cell_row, document, fill, grid_lines, legend, text
 
 __all__ = ["cells", "draw_svg", "draw_text"]
 
 
 class _Look(NamedTuple):
-    style: str  # the class in the style sheet
+    fill: str  # the attributes of its cells
     meaning: str
 
 
 _LOOKS = {
-    "█": _Look("seen", "declared and seen"),
-    "○": _Look("blind", "declared, never seen"),
-    "▒": _Look("open", "declared, not looked at"),
-    "·": _Look("hidden", "hidden"),
-    "✗": _Look("leak", "leak"),
+    "█": _Look(fill("visible"), "declared and seen"),
+    "○": _Look(OUTLINED, "declared, never seen"),
+    "▒": _Look(fill("partly"), "declared, not looked at"),
+    "·": _Look(HIDDEN, "hidden"),
+    "✗": _Look(fill("leak"), "leak"),
 }
-_OWN = {"paper": PAPER, "line": HATCH, "seen": VISIBLE, "blind": PAPER, "open": PARTLY, "leak": LEAK}
-_STYLE = (
-    colours("svg", _OWN)
-    + ".seen{fill:var(--seen)}.open{fill:var(--open)}.leak{fill:var(--leak)}.blind{fill:var(--blind);stroke:var(--seen)}"
-    ".hidden{fill:url(#hatch)}.frame{fill:none;stroke:var(--line)}text{fill:var(--ink);font:12px system-ui,sans-serif}"
-)
-_WIDE, _SIDE, _TOP, _LINE = 340.0, 34.0, 34.0, 18.0  # so that its letters can still be read on a telephone
+_MARGIN, _SIDE, _TOP, _LINE = 10, 34, 40, 20
+_WIDE = 340  # its letters can still be read on a telephone
 
 
 def cells(
@@ -69,42 +62,33 @@ def draw_text(lines: list[str], n: int) -> str:
     return "\n".join([*("  " + line for line in lines), "  " + "   ".join(used) + scale])
 
 
-def draw_svg(lines: list[str], n: int, *, namespace: str = "") -> str:
-    """The drawing with its axes and a legend in the colours that it uses; a file of its own names the namespace."""
-    cell = min(24.0, (_WIDE - _SIDE - 8) / len(lines))
+def draw_svg(lines: list[str], n: int) -> str:
+    """The drawing with its axes and a legend in the colours that it uses, as SVG."""
+    cell = min(24.0, (_WIDE - _SIDE - _MARGIN) / len(lines))
     side, step, used = cell * len(lines), -(-n // len(lines)), _used(lines)
+
+    def body() -> Iterator[str]:
+        yield text(_SIDE, 18, "keys →")
+        yield f'<text transform="translate({_MARGIN + 2},{_TOP}) rotate(90)">queries →</text>'
+        yield text(_SIDE, 35, "0")
+        yield text(_SIDE + side, 35, f"{n - 1:,}", ' text-anchor="end"')
+        for q, line in enumerate(lines):
+
+            def title(k: int, count: int, q: int = q, line: str = line) -> str:
+                keys = _span("key", "keys", k, count, step, n)
+                return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[line[k]].meaning}"
+
+            yield from cell_row(_SIDE, _TOP + q * cell, [_LOOKS[sign].fill for sign in line], cell, cell, title)
+        yield grid_lines(_SIDE, _TOP, len(lines), len(lines), cell, cell)
+        y = _TOP + side + 12
+        for sign in used:
+            yield from legend(_SIDE, y, [_LOOKS[sign]])
+            y += _LINE
+        if step > 1:
+            yield text(_SIDE, y + 11, f"a cell: {step:,} x {step:,} pairs")
+
     high = _TOP + side + 12 + _LINE * (len(used) + (step > 1))
-    parts = [
-        f'<svg{namespace} viewBox="0 0 {_WIDE:.0f} {high:.0f}" width="{_WIDE:.0f}" '
-        f'height="{high:.0f}" role="img"><title>who sees whom: queries down, keys across</title><style>{_STYLE}</style>'
-        '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<path d="M0 0V5" style="stroke:var(--line)" stroke-width="2"/></pattern></defs>'
-        '<rect width="100%" height="100%" style="fill:var(--paper)"/>'
-        f'<text x="{_SIDE}" y="14">keys across →</text>'
-        f'<text transform="translate(12,{_TOP}) rotate(90)">queries down →</text>'
-        f'<text x="{_SIDE}" y="29">0</text><text x="{_SIDE + side:.1f}" y="29" text-anchor="end">{n - 1}</text>'
-    ]
-    for q, line in enumerate(lines):
-        k = 0
-        for sign, alike in groupby(line):
-            count = len(list(alike))
-            style, meaning = _LOOKS[sign]
-            queries, keys = _span("query", "queries", q, 1, step, n), _span("key", "keys", k, count, step, n)
-            parts.append(
-                f'<rect class="{style}" x="{_SIDE + k * cell:.2f}" y="{_TOP + q * cell:.2f}" width="{count * cell:.2f}" '
-                f'height="{cell:.2f}"><title>{queries}, {keys}: {meaning}</title></rect>'
-            )
-            k += count
-    parts.append(f'<rect class="frame" x="{_SIDE}" y="{_TOP}" width="{side:.1f}" height="{side:.1f}"/>')
-    y = _TOP + side + 12
-    for sign in used:
-        style, meaning = _LOOKS[sign]
-        parts.append(f'<rect class="{style}" x="{_SIDE}" y="{y}" width="12" height="12"/>')
-        parts.append(f'<text x="{_SIDE + 20}" y="{y + 10.5}">{meaning}</text>')
-        y += _LINE
-    if step > 1:
-        parts.append(f'<text x="{_SIDE}" y="{y + 10.5}">a cell stands for {step} x {step} pairs</text>')
-    return "\n".join([*parts, "</svg>"])
+    return document(max(_SIDE + side + _MARGIN, _SIDE + 200), high, "who sees whom: queries down, keys across", body())
 
 
 def _used(lines: list[str]) -> list[str]:

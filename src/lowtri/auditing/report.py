@@ -14,8 +14,8 @@ from lowtri.auditing.noise import Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out
-from lowtri.masks.palette import Colour
-from lowtri.pages import html_text, json_text, page
+from lowtri.masks.notebook import image, output, page
+from lowtri.pages import TABLE_STYLE, html_table, html_text, json_text
 
 __all__ = ["AuditReport"]
 
@@ -24,15 +24,10 @@ _VERDICTS = {
     "leak": ("leak", 1),
     "could not decide": ("undecided", 3),
 }  # style, exit code
-_STYLE = """.lowtri svg { width: 100%; max-width: 34em; height: auto }
-.lowtri h1::first-letter { text-transform: uppercase } .lowtri .lead { font-size: var(--s3); line-height: 1.5; color: var(--soft) }
-.lowtri table { border-collapse: collapse; font-size: var(--s1); line-height: 1.45; color: inherit }
-.lowtri td, .lowtri th { text-align: left; padding: .65rem .9rem .65rem 0; vertical-align: top; border-bottom: 1px solid var(--line) }
-.lowtri th { color: var(--soft); font-size: var(--s0) } .lowtri td:not(:last-child) { white-space: nowrap }
-.lowtri .scroll { overflow-x: auto } .lowtri .leak { color: var(--bad) } .lowtri .clean { color: var(--good) }
-.lowtri .undecided { color: var(--undecided) }
+_STYLE = f"""{TABLE_STYLE}:root h1::first-letter {{ text-transform: uppercase }}
+:root .lead {{ font-size: var(--s3); line-height: 1.5; color: var(--soft) }} :root .figure svg {{ max-width: 100%; height: auto }}
+:root .leak {{ color: var(--bad) }} :root .clean {{ color: var(--good) }} :root .undecided {{ color: var(--unsure) }}
 """
-_OWN = {"undecided": Colour("#975a16", "#f6ad55")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,24 +162,27 @@ class AuditReport:
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page with the drawing."""
-        rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
-        table = "\n".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        head = "<tr><th>probe</th><th>result</th><th>what it found</th></tr>"
-        parts = [
-            f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1>',
-            f'<p class="lead">{html_text(self.message)}</p>',
-            f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
-            f'<section class="figure">{draw_svg(self._cells(96), self.n)}</section>',
-            f'<section class="figure scroll"><table><thead>{head}</thead><tbody>{table}</tbody></table></section>',
-            *(f"<p>{html_text(note)}</p>" for note in self.notes),
-        ]
-        return page("lowtri audit", parts, _STYLE, _OWN)
+        return page("audit", "lowtri audit", self._parts(self.to_svg()), _STYLE)
 
     def to_svg(self) -> str:
         """The drawing alone, as SVG."""
-        return draw_svg(self._cells(96), self.n, namespace=' xmlns="http://www.w3.org/2000/svg"') + "\n"
+        return draw_svg(self._cells(64), self.n)
 
-    _repr_html_, _repr_svg_ = to_html, to_svg  # what notebooks show
+    def _repr_html_(self) -> str:
+        return output("audit", self._parts(image(self.to_svg(), self.draw())), _STYLE)
+
+    _repr_svg_ = to_svg
+
+    def _parts(self, picture: str) -> list[str]:
+        rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
+        return [
+            f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1>',
+            f'<p class="lead">{html_text(self.message)}</p>',
+            f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
+            f'<section class="figure">{picture}</section>',
+            f'<section class="figure scroll">{html_table(("probe", "result", "what it found"), rows)}</section>',
+            *(f"<p>{html_text(note)}</p>" for note in self.notes),
+        ]
 
     def save(self, path: str | Path) -> Path:
         """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, atomically.

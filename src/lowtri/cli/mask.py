@@ -15,7 +15,9 @@ _MOST_CELLS = 64  # positions each way up to which --json holds the table
 
 def command(
     text: Annotated[str, typer.Argument(metavar="MASK", help='Who may see whom, as text: "causal & window(64)", ...')],
-    n: Annotated[int, typer.Option("--n", min=1, max=_MOST, help="How many positions.")] = 8,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, max=_MOST, help="How many positions; else as many as show the mask.")
+    ] = None,
     queries: Annotated[
         int | None, typer.Option("--queries", min=1, max=_MOST, help="Only the last so many positions ask.")
     ] = None,
@@ -57,17 +59,20 @@ def command(
     from lowtri.errors import DataError
     from lowtri.masks import mask
     from lowtri.masks.labels import split
-    from lowtri.masks.panels import cell_size
+    from lowtri.masks.panels import MAX_CELLS, picture_size
 
     labels, cut = (None, "") if tokens is None else split(tokens)
     if labels == []:
         raise DataError('mask: --tokens is empty. Fix: --tokens "The black cat".')
-    n = n if labels is None else len(labels)
+    texts = [text] if beside is None else [text, beside]
+    masks = [_select(mask(text), batch, head) for text in texts]
+    if labels is not None:
+        n = len(labels)
+    elif n is None:
+        n = min(picture_size(*masks)[1], MAX_CELLS if ticks or numbers or latex else _MOST)
     nq = n if queries is None else queries
     if nq > n:
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")
-    texts = [text] if beside is None else [text, beside]
-    masks = [_select(mask(text), batch, head) for text in texts]
     picture: dict[str, Any] = {"beside": masks[1] if beside is not None else None, "tokens": labels}
     unlabelled = {**picture, "tokens": None} if latex else picture
     drawn = masks[0].draw(nq, n, ticks=ticks, numbers=numbers, latex=latex, **unlabelled)
@@ -84,9 +89,6 @@ def command(
     if beside is None:
         print(f"{remark}{masks[0]!r}")
     print(drawn, end="\n\n")
-    size = cell_size(nq, n)
-    if size > 1:
-        print(f"a cell of the picture is {size:,} x {size:,} pairs: █ all visible, ▒ some, · none")
     for shown in facts:
         name = f"{shown['mask']}: " if beside is not None else ""
         causal = "causal" if shown["causal"] else "not causal: somebody sees a later position"

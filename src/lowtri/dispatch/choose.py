@@ -14,8 +14,9 @@ from lowtri.backends.base import Backend
 from lowtri.backends.cpu import why_wait
 from lowtri.backends.sdpa import why_not_inspected, why_table
 from lowtri.errors import EngineError
+from lowtri.masks.notebook import output
 from lowtri.ops.call import Call
-from lowtri.pages import html_text
+from lowtri.pages import TABLE_STYLE, html_table, html_text
 
 __all__ = ["RULES", "Choice", "Rule", "choose", "explain_choice", "load"]
 
@@ -94,10 +95,8 @@ class Choice:
 
     def _repr_html_(self) -> str:
         """What notebooks show: a table of the answers."""
-        rows = "".join(f"<tr><th>{name}</th><td>{html_text(answer)}</td></tr>" for name, answer in self.answers.items())
-        return (
-            f"<table><caption>{html_text(f'{self.engine} runs: {self.reason}')}</caption><tbody>{rows}</tbody></table>"
-        )
+        sentence = f"<p>{html_text(f'{self.engine} runs: {self.reason}')}</p>"
+        return output("engine", [sentence, html_table(("engine", "answer"), self.answers.items())], TABLE_STYLE)
 
 
 @cache

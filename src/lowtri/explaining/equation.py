@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lowtri.explaining.show import cut, number, printable
 from lowtri.explaining.step import Step, Steps
 from lowtri.masks.labels import display_width, shortened
-from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, legend, shaded, text
+from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, ink_over, legend, shaded, text
 
 __all__ = ["as_svg"]
 
@@ -123,7 +123,7 @@ def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slante
     if wide < 40:
         return
     for i, j in np.ndindex(rows, columns):
-        look = fill("soft" if matrix.hidden[i, j] else "paper" if np.nan_to_num(shares[i, j]) > 0.65 else "ink")
+        look = fill("soft") if matrix.hidden[i, j] else ink_over(shares[i, j])
         value = matrix.values[i, j]
         words = "0" if matrix.hidden[i, j] and value == 0 else _number(value)
         yield text(x + (j + 0.5) * wide, y + (i + 0.5) * high + 4, words, f'{_MIDDLE} font-size="11" {look}')

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.explaining.equation import as_svg
-from lowtri.explaining.html import as_html
+from lowtri.explaining.html import as_html, as_output
 from lowtri.explaining.show import as_text
 from lowtri.explaining.step import Step, Steps
 from lowtri.pages import json_value
@@ -70,4 +70,7 @@ class Explanation(Steps):
         forms = {".svg": self.to_svg, ".html": self.to_html, ".json": self.to_json, ".txt": lambda: f"{self}\n"}
         return save_picture(path, forms)
 
-    _repr_html_, _repr_svg_ = to_html, to_svg
+    def _repr_html_(self) -> str:
+        return as_output(self)
+
+    _repr_svg_ = to_svg

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from lowtri.generation.missing import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
-from lowtri.masks.svg_parts import HIDDEN, LETTER, document, figure, fill, grid_lines, legend, legend_width, text
+from lowtri.masks.notebook import card
+from lowtri.masks.svg_parts import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, legend_width, text
 
 if TYPE_CHECKING:
     from lowtri.generation.slots import SlotAllocator
@@ -103,9 +104,7 @@ class CachePicture:
             for i, row in enumerate(rows):
                 if len(rows) > 1:
                     yield text(16, top + i * 24 + 16, f"row {i}")
-                for j, state in enumerate(row):
-                    at = f'x="{left + j * cell:.1f}" y="{top + i * 24}" width="{cell:.1f}" height="24"'
-                    yield f"<rect {at} {_STATES[state].fill}/>"
+                yield from cell_row(left, top + i * 24, [_STATES[state].fill for state in row], cell, 24)
             if columns:
                 yield grid_lines(left, top, len(rows), columns, cell, 24)
                 yield text(left, top - 6, "0")
@@ -124,7 +123,7 @@ class CachePicture:
 
     def _repr_html_(self) -> str:
         held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.dropped:,} tokens evicted, {self.bytes:,} bytes"
-        return figure(self._repr_svg_(), held)
+        return card("cache", self._repr_svg_(), held, str(self))
 
     def _cells(self) -> tuple[list[NDArray[np.int8]], int]:
         """The states of each row's positions, (cells,), and how many positions a cell stands for."""

@@ -13,7 +13,9 @@ from lowtri.errors import DataError
 from lowtri.files import write_text
 from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
-from lowtri.pages import colours, declared, json_value, shared_style
+from lowtri.masks.notebook import shared_style
+from lowtri.masks.palette import declared
+from lowtri.pages import json_value
 
 __all__ = ["file_name", "lesson_page", "programs", "write_lesson"]
 
@@ -134,8 +136,12 @@ def _contents(body: str, written: dict[str, str]) -> Iterator[str]:
 
 def _style() -> str:
     """The reader's system chooses light or dark colours, and the page's own button overrules it."""
+    system = [
+        f":root {{ {declared('light')} }}",
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {declared('dark')} }} }}",
+    ]
     chosen = [f":root[data-theme={theme}] {{ {declared(theme)} }}" for theme in ("light", "dark")]
-    return "\n".join([colours(":root"), *chosen, shared_style(":root"), _file("style", "lesson.css")])
+    return "\n".join([*system, *chosen, shared_style(":root"), _file("style", "lesson.css")])
 
 
 def _file(folder: str, name: str) -> str:

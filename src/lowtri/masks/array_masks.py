@@ -75,6 +75,9 @@ class KeyLengths(Mask):
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
 
+    def _extent(self) -> int:
+        return max(self.lengths) + max(self.lengths) // 2
+
     def _text(self, arrays: list[Any] | None = None) -> str:
         return f"keys(lengths={list(self.lengths)})"
 

@@ -8,8 +8,9 @@ from itertools import zip_longest
 from lowtri.errors import MaskError
 from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.panels import MAX_CELLS, Panel, Picture, Tokens, compose
+from lowtri.masks.panels import MAX_CELLS, Panel, Picture, Tokens, compose, picture_size, scale_note
 from lowtri.masks.positions import check_count
+from lowtri.masks.text import as_mask
 
 __all__ = ["draw"]
 
@@ -22,7 +23,7 @@ _GAP = "    "  # between two masks side by side
 
 def draw(
     mask: Mask | str,
-    nq: int,
+    nq: int | None = None,
     nk: int | None = None,
     *,
     beside: Mask | str | None = None,
@@ -49,6 +50,8 @@ def draw(
     >>> print(draw(causal(), 1_000_000).splitlines()[2][:4])  # a cell is 15,625 positions each way: ▒ is partly
     ██▒·
 
+    >>> print(draw("causal & window(64)").splitlines()[-1])  # 96 positions show how keys leave the window
+    a cell: 2 x 2 of 96 x 96 pairs: █ all visible, ▒ some, · none
     >>> print(draw(causal(), 3, numbers=True))
     0  -inf  -inf
     0     0  -inf
@@ -62,7 +65,9 @@ def draw(
     Args:
         mask: the mask, or its text. A batched mask is drawn row by row and head by head, under headings, at most 16 of them.
         nq, nk: how many queries and keys; ``nk`` defaults to ``nq``, and the queries stand at the last ``nq`` positions.
-            Beyond 64 a cell is a rectangle of positions, and ▒ means that some of its pairs are visible.
+            Without ``nq``, as many as there are tokens, or as show the mask: its largest window, document or chunk, and half as
+            many positions again, at least 12. Beyond 64 a cell is a square of positions, ▒ means that some of its pairs are
+            visible, and the last line says the scale.
         beside: a second mask, drawn on the right of the first.
         tokens: a label for each key, in a list; a text is cut at its spaces, and by characters where its script has none.
             The queries are the last ``nq`` of them.
@@ -80,6 +85,10 @@ def draw(
         raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: set one of them.")
     if latex and (tokens is not None or titles is not None):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
+    if nq is None and tokens is None and (ticks or numbers or latex):  # every pair is written
+        masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
+        queries, keys = picture_size(*masks)
+        nq, nk = min(queries, MAX_CELLS), min(keys, MAX_CELLS) if nk is None else nk
     if ticks and tokens is None:
         nq = check_count("draw", "nq", nq)
         nk = nq if nk is None else check_count("draw", "nk", nk)
@@ -89,7 +98,9 @@ def draw(
         query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
     picture = compose(mask, nq, nk, beside=beside, tokens=tokens, query_tokens=query_tokens, titles=titles)
     if (numbers or latex) and picture.positions_a_cell > 1:
-        raise MaskError(f"draw: {max(nq, nk or nq)} positions: a matrix has at most 64 each way. Fix: a smaller n.")
+        raise MaskError(
+            f"draw: {max(picture.nq, picture.nk)} positions: a matrix has at most 64 each way. Fix: a smaller n."
+        )
     if latex:
         more = [f"% ... and {picture.left_out} more"] * bool(picture.left_out)
         return "\n\n".join([_latex(panel) for panel in picture.panels] + more)
@@ -98,6 +109,8 @@ def draw(
     blocks = [_panel(panel, picture, marks, titled) for panel in picture.panels]
     if picture.left_out:
         blocks.append(f"... and {picture.left_out} more")
+    if note := scale_note(picture.nq, picture.nk):
+        blocks[-1] += f"\n{note}: █ all visible, ▒ some, · none"
     return "\n\n".join(blocks)
 
 

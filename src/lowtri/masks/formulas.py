@@ -68,6 +68,10 @@ class Band(Mask):
     def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 - k0]
 
+    def _extent(self) -> int:
+        strip = 1 + self.after + (self.before if self.before < POSITION_MAX else 0)  # of causal there is no end to show
+        return strip + strip // 2
+
     def _text(self, arrays: list[Any] | None = None) -> str:
         return self.name
 

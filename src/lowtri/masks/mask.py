@@ -155,10 +155,10 @@ class Mask(TileLaw):
         def is_causal(self, n: int) -> bool:
             """Whether no query sees a later key: :func:`lowtri.masks.counts.is_causal`."""
 
-        def draw(self, nq: int, nk: int | None = None, **options: Any) -> str:
+        def draw(self, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
             """The mask as text: :func:`lowtri.masks.draw.draw`."""
 
-        def save(self, path: str | Path, nq: int = 16, nk: int | None = None, **options: Any) -> None:
+        def save(self, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
             """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.svg.save`."""
 
         def _repr_svg_(self) -> str | None:
@@ -171,6 +171,13 @@ class Mask(TileLaw):
         def __or__(self, other: Mask) -> Mask: ...
         def __sub__(self, other: Mask) -> Mask: ...
         def __invert__(self) -> Mask: ...
+
+    # Pictures.
+
+    def _extent(self) -> int:
+        """How many positions show this mask: its greatest number and half as many again, all of its arrays and lists; of joined
+        masks the most."""
+        return max([0, *[_field_extent(getattr(self, field)) for field in self.__match_args__]])  # type: ignore[attr-defined]
 
     # Text.
 
@@ -197,8 +204,8 @@ class Mask(TileLaw):
 
     def __str__(self) -> str:
         try:
-            return f"{self!r}\n{self.draw(12)}"
-        except MaskError:  # a table that does not cover positions 0 .. 11
+            return f"{self!r}\n{self.draw()}"
+        except MaskError:  # tables of different sizes
             return repr(self)
 
     __array_ufunc__ = None  # NumPy then leaves array & mask to __rand__, instead of applying it element by element
@@ -208,6 +215,17 @@ class Mask(TileLaw):
             "a mask is neither true nor false: `m and n`, `m or n`, `not m` and `if m` would silently drop a mask.\n"
             "Fix: write m & n, m | n, ~m; `m is None` tests for a missing mask."
         )
+
+
+def _field_extent(value: Any) -> int:
+    """The positions that a field of a mask reaches; see :meth:`Mask._extent`."""
+    if isinstance(value, Mask):
+        return value._extent()
+    if isinstance(value, FrozenArray):
+        return int(value.array.shape[-1])
+    if isinstance(value, tuple):
+        return max(_field_extent(part) for part in value) if isinstance(value[0], Mask) else sum(value)
+    return value + value // 2 if isinstance(value, int) else 0
 
 
 def field_text(value: Any, arrays: list[Any] | None) -> str | None:

@@ -7,7 +7,7 @@ shows its tile answer, so a picture of a million positions costs as much as one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -16,15 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
+from lowtri.masks.array_masks import Table
+from lowtri.masks.combinators import Join, Not
+from lowtri.masks.custom_masks import Heads
 from lowtri.masks.labels import shortened, split
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import check_count
+from lowtri.masks.positions import POSITION_MAX, check_count
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Tile, first_position
+from lowtri.masks.tile import first_position
 
 __all__ = [
     "MAX_CELLS",
     "MAX_PANELS",
+    "MIN_POSITIONS",
     "Panel",
     "Part",
     "Picture",
@@ -32,9 +36,13 @@ __all__ = [
     "cell_size",
     "cells_of",
     "compose",
+    "picture_size",
+    "scale_note",
 ]
 
 MAX_CELLS = 64  # rows, and columns, of one picture
+_PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show what the mask answers for a tile
+MIN_POSITIONS = 12  # of a picture whose size nobody gave
 MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
 
 Tokens: TypeAlias = Sequence[str] | str
@@ -63,14 +71,55 @@ class Picture:
 
     panels: tuple[Panel, ...]
     left_out: int  # how many panels exceed MAX_PANELS
-    positions_a_cell: int
+    nq: int
+    nk: int
     query_labels: tuple[str, ...]  # one for each row, or empty
     key_labels: tuple[str, ...]  # one for each column, or empty
+
+    @property
+    def positions_a_cell(self) -> int:
+        return cell_size(self.nq, self.nk)
+
+
+def picture_size(*masks: Mask) -> tuple[int, int]:
+    """How many queries and keys show these masks: the largest window, document or chunk, and half as many positions again.
+
+    >>> from lowtri import causal, documents, window
+    >>> picture_size(causal()), picture_size(causal() & window(64)), picture_size(documents(lengths=[5, 9, 4]))
+    ((12, 12), (96, 96), (18, 18))
+
+    A mask with a table has pairs for the table's positions only: its size is that of the smallest table.
+    """
+    tables = [table.table.array.shape[-2:] for mask in masks for table in _tables_in(mask)]
+    if tables:
+        nq, nk = min(tables, key=lambda shape: int(shape[1]))
+        return int(nq), int(nk)
+    n = min(max(MIN_POSITIONS, *[mask._extent() for mask in masks]), POSITION_MAX)
+    return n, n
+
+
+def _tables_in(mask: Mask) -> Iterator[Table]:
+    if isinstance(mask, Table):
+        yield mask
+    elif isinstance(mask, Join):
+        yield from _tables_in(mask.left)
+        yield from _tables_in(mask.right)
+    elif isinstance(mask, Not):
+        yield from _tables_in(mask.inner)
+    elif isinstance(mask, Heads):
+        for part in mask.masks:
+            yield from _tables_in(part)
+
+
+def scale_note(nq: int, nk: int) -> str:
+    """What a cell of the picture stands for; empty if it is one pair."""
+    size = cell_size(nq, nk)
+    return f"a cell: {size:,} x {size:,} of {nq:,} x {nk:,} pairs" if size > 1 else ""
 
 
 def compose(
     mask: Mask | str,
-    nq: int,
+    nq: int | None = None,
     nk: int | None = None,
     *,
     beside: Mask | str | None = None,
@@ -81,10 +130,14 @@ def compose(
 ) -> Picture:
     """The picture of ``mask`` and ``beside``; the arguments are those of :func:`lowtri.masks.draw.draw`.
 
+    Without ``nq`` the tokens or the weights give the number of positions, or else the masks themselves (:func:`picture_size`).
+
     Args:
         weights: for each mask its attention weights, ``(nq, nk)`` or with the batch in front, or None.
     """
     masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
+    if nq is None:
+        nq, nk = _size(masks, tokens, query_tokens, weights, nk)
     nq = check_count("draw", "nq", nq)
     nk = nq if nk is None else check_count("draw", "nk", nk)
     if nq < 1 or nk < 1:
@@ -109,7 +162,21 @@ def compose(
         ]
         panels.append(Panel(_heading(batch, b, h), tuple(parts)))
     left_out = math.prod(batch) - len(panels)
-    return Picture(tuple(panels), left_out, cell_size(nq, nk), queries, keys)
+    return Picture(tuple(panels), left_out, nq, nk, queries, keys)
+
+
+def _size(
+    masks: Sequence[Mask], tokens: Tokens | None, query_tokens: Tokens | None, weights: Sequence[Any], nk: int | None
+) -> tuple[int, int]:
+    """How many queries and keys, where the user gave no number of queries."""
+    if tokens is not None:
+        keys = len(_token_list(tokens))
+        return keys if query_tokens is None else len(_token_list(query_tokens)), keys if nk is None else nk
+    shape: tuple[int, ...] = next((np.shape(each) for each in weights if each is not None), ())
+    if len(shape) >= 2:
+        return shape[-2], shape[-1]
+    queries, keys = picture_size(*masks)
+    return (queries, keys) if nk is None else (min(queries, nk), nk)
 
 
 def cell_size(nq: int, nk: int) -> int:
@@ -119,8 +186,14 @@ def cell_size(nq: int, nk: int) -> int:
 
 def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
     """(rows, columns): for each cell of ``step`` positions each way, 0 hidden, 1 partly, 2 visible."""
-    if step == 1:  # pair by pair, since the answer for a tile of one pair may be PARTIAL
-        return np.where(mask.dense(nq, nk), Tile.FULL, Tile.EMPTY).astype(np.int8)
+    if nq * nk <= _PAIRS_READ:  # the answer for a tile may be PARTIAL where its pairs are equal
+        pairs = mask.dense(nq, nk)
+        edges = np.arange(0, nq, step), np.arange(0, nk, step)
+        some, every = (
+            join.reduceat(join.reduceat(pairs, edges[0], axis=0), edges[1], axis=1)
+            for join in (np.logical_or, np.logical_and)
+        )
+        return some.astype(np.int8) + every
     start, nq, nk = first_position(mask, nq, nk)
     q0 = start + step * np.arange(-(-nq // step))[:, None]
     k0 = step * np.arange(-(-nk // step))[None, :]

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lowtri.errors import MaskError
 from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose
+from lowtri.masks.notebook import card, page
+from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose, scale_note
 from lowtri.masks.svg_parts import (
     HIDDEN,
     LETTER,
+    cell_row,
     document,
-    figure,
     fill,
     grid_lines,
     legend,
     legend_width,
-    page,
     text,
 )
 from lowtri.picture_files import save_picture
@@ -38,7 +37,7 @@ _AXIS = 18  # left of the rows and below the columns, for the words "queries" an
 def save(
     mask: Mask | str,
     path: str | Path,
-    nq: int = 16,
+    nq: int | None = None,
     nk: int | None = None,
     **options: Any,
 ) -> None:
@@ -55,7 +54,7 @@ def save(
 
 def svg(
     mask: Mask | str,
-    nq: int = 16,
+    nq: int | None = None,
     nk: int | None = None,
     *,
     beside: Mask | str | None = None,
@@ -90,15 +89,15 @@ def svg(
     return _document(picture)
 
 
-def html(mask: Mask | str, nq: int = 16, nk: int | None = None, **options: Any) -> str:
+def html(mask: Mask | str, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
     """A page of its own with the picture; ``options`` are those of :func:`svg`."""
-    return page(svg(mask, nq, nk, **options), repr(mask))
+    return page("mask", repr(mask), [svg(mask, nq, nk, **options)])
 
 
 def shown_as_svg(mask: Mask) -> str | None:
-    """The picture for notebooks: the first 12 positions. None for tables that do not cover them, which are shown as text."""
+    """The picture for notebooks. None where tables of different sizes are joined, which are shown as text."""
     try:
-        return svg(mask, 12)
+        return svg(mask)
     except MaskError:
         return None
 
@@ -106,7 +105,7 @@ def shown_as_svg(mask: Mask) -> str | None:
 def shown_as_html(mask: Mask) -> str | None:
     """The same with the mask's text below it."""
     picture = shown_as_svg(mask)
-    return None if picture is None else figure(picture, repr(mask))
+    return None if picture is None else card("mask", picture, repr(mask), str(mask))
 
 
 def _document(picture: Picture) -> str:
@@ -119,9 +118,10 @@ def _document(picture: Picture) -> str:
     part_height = 30 + slanted + rows * cell + 24 + _AXIS
     heading = 26 if picture.panels[0].heading else 0
     entries = list(_legend(picture))
-    bottom_width = legend_width(entries) + LETTER * len(_cell_note(picture))
+    note = scale_note(picture.nq, picture.nk)
+    bottom_width = max(legend_width(entries), LETTER * len(note))
     width = max(side + part_width * len(picture.panels[0].parts), 2 * _MARGIN + bottom_width)
-    height = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + (20 if picture.left_out else 0)
+    height = _MARGIN + (part_height + heading) * len(picture.panels) + 40 + 20 * (bool(picture.left_out) + bool(note))
 
     def body() -> Iterator[str]:
         y = float(_MARGIN)
@@ -134,8 +134,8 @@ def _document(picture: Picture) -> str:
             yield text(_MARGIN, y + 8, f"... and {picture.left_out} more")
             y += 20
         yield from legend(_MARGIN, y, entries)
-        if picture.positions_a_cell > 1:
-            yield text(_MARGIN + legend_width(entries), y + 11, _cell_note(picture))
+        if note:
+            yield text(_MARGIN, y + 31, note)
 
     return document(width, height, " beside ".join(part.title for part in picture.panels[0].parts), body())
 
@@ -163,11 +163,7 @@ def _grid(part: Part, x: float, y: float, cell: float) -> Iterator[str]:
     """The cells, equal neighbours as one rectangle, and the lines between them."""
     rows, columns = part.cells.shape
     for i in range(rows):
-        j = 0
-        for filling, equal in groupby(_fill(part, i, j) for j in range(columns)):
-            n = len(list(equal))
-            yield f'<rect x="{x + j * cell:.1f}" y="{y + i * cell:.1f}" width="{n * cell:.1f}" height="{cell:.1f}" {filling}/>'
-            j += n
+        yield from cell_row(x, y + i * cell, [_fill(part, i, j) for j in range(columns)], cell, cell)
     yield grid_lines(x, y, rows, columns, cell, cell)
 
 
@@ -192,8 +188,3 @@ def _legend(picture: Picture) -> Iterator[tuple[str, str]]:
     if picture.positions_a_cell > 1:
         yield _PARTIAL, "partly"
     yield HIDDEN, "hidden"
-
-
-def _cell_note(picture: Picture) -> str:
-    size = picture.positions_a_cell
-    return f"a cell: {size} x {size} pairs" if size > 1 else ""

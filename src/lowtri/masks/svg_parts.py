@@ -6,24 +6,26 @@ Colours are SVG attributes, which every program reads, for a light background; a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.palette import HATCH, INK, KEY, LEAK, LINE, PAPER, PARTLY, QUERY, SOFT, VALUE, VISIBLE
+from lowtri.masks.palette import HATCH, INK, KEY, LEAK, LINE, PAPER, PARTLY, QUERY, SOFT, VALUE, VISIBLE, Colour
 
 __all__ = [
     "HIDDEN",
     "LETTER",
+    "OUTLINED",
+    "cell_row",
     "document",
     "fill",
-    "figure",
     "grid_lines",
+    "ink_over",
     "legend",
     "legend_width",
-    "page",
     "shaded",
     "text",
 ]
@@ -34,6 +36,8 @@ _COLOURS = {  # class -> property, colour
     **{"ink": ("fill", INK), "paper": ("fill", PAPER), "line": ("stroke", LINE), "hatch": ("stroke", HATCH)},
     **{"visible": ("fill", VISIBLE), "partly": ("fill", PARTLY), "leak": ("fill", LEAK), "soft": ("fill", SOFT)},
     **{"query": ("fill", QUERY), "key": ("fill", KEY), "value": ("fill", VALUE)},
+    "outline": ("stroke", VISIBLE),
+    "dark": ("fill", Colour(INK.light, PAPER.dark)),
 }
 _HATCHING = (
     '<defs><pattern id="hidden" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -41,15 +45,25 @@ _HATCHING = (
 )
 
 HIDDEN = 'fill="url(#hidden)"'  # the attributes of a hatched cell
+OUTLINED = f'class="lowtri-outline" fill="none" stroke="{VISIBLE.light}"'
 
 
 def fill(name: str) -> str:
-    """The attributes of a shape or text in a colour: ink, paper, visible, partly, leak, soft, query, key or value.
+    """The attributes of a shape or text in a colour: ink, paper, dark, visible, partly, leak, soft, query, key or value.
 
     >>> fill("leak")
     'class="lowtri-leak" fill="#b3261e"'
     """
     return f'class="lowtri-{name}" fill="{_COLOURS[name][1].light}"'
+
+
+def ink_over(share: float) -> str:
+    """The attributes of a number in a cell with this share of the colour of weights: ink, paper, or what is dark in both schemes.
+
+    >>> [ink_over(share).split('"')[1] for share in (0.3, 0.7, 0.9)]
+    ['lowtri-ink', 'lowtri-dark', 'lowtri-paper']
+    """
+    return fill("ink" if not share > 0.6 else "dark" if share < 0.77 else "paper")
 
 
 def document(width: float, height: float, title: str, body: Iterable[str]) -> str:
@@ -59,6 +73,7 @@ def document(width: float, height: float, title: str, body: Iterable[str]) -> st
         content = f"{_HATCHING}\n{content}"
     used = {"ink", "paper", *re.findall(r'class="lowtri-(\w+)"', content)}
     dark = "".join(f".lowtri-{name}{{{c[0]}:{c[1].dark}}}" for name, c in _COLOURS.items() if name in used)
+    dark += f":where(rect[stroke]){{stroke:{LINE.dark}}}"  # the frames of legends
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="ui-monospace, Menlo, Consolas, '
@@ -98,6 +113,34 @@ def shaded(
         yield f'<path d="{"".join(outline)}" {look}/>'
 
 
+def cell_row(
+    x: float,
+    y: float,
+    fillings: Iterable[str],
+    wide: float,
+    high: float,
+    title: Callable[[int, int], str] | None = None,
+) -> Iterator[str]:
+    """A row of cells with these attributes, equal neighbours as one rectangle.
+
+    >>> len(list(cell_row(0, 0, [HIDDEN, HIDDEN, fill("visible")], 10, 10)))
+    2
+
+    Args:
+        title: what to say where the pointer is over a rectangle, by its first cell and its number of cells.
+    """
+    j = 0
+    for filling, equal in groupby(fillings):
+        n = len(list(equal))
+        place = f'x="{x + j * wide:.1f}" y="{y:.1f}" width="{n * wide:.1f}" height="{high:.1f}"'
+        yield (
+            f"<rect {place} {filling}/>"
+            if title is None
+            else (f"<rect {place} {filling}><title>{escape(title(j, n))}</title></rect>")
+        )
+        j += n
+
+
 def grid_lines(x: float, y: float, rows: int, columns: int, wide: float, high: float) -> str:
     """The lines around the cells of a matrix."""
     lines = [f"M{x:.1f} {y + i * high:.1f}h{columns * wide:.1f}" for i in range(rows + 1)]
@@ -108,24 +151,11 @@ def grid_lines(x: float, y: float, rows: int, columns: int, wide: float, high: f
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> Iterator[str]:
     """A swatch for each way to fill a cell, (attributes, meaning), and its meaning on its right."""
     for filling, name in entries:
-        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" stroke="{LINE.light}" {filling}/>'
+        frame = "" if "stroke=" in filling else f'stroke="{LINE.light}" '
+        yield f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" {frame}{filling}/>'
         yield text(x + 20, y + 11, name)
         x += 42 + LETTER * len(name)
 
 
 def legend_width(entries: Sequence[tuple[str, str]]) -> float:
     return sum(42 + LETTER * len(name) for _, name in entries)
-
-
-def figure(picture: str, caption: str) -> str:
-    """What notebooks show: the picture and its caption, a text."""
-    return f"<figure>{picture}<figcaption><code>{escape(caption)}</code></figcaption></figure>"
-
-
-def page(picture: str, title: str) -> str:
-    """A page of its own with one picture."""
-    style = f"body{{margin:0;background:{PAPER.light}}}@media (prefers-color-scheme:dark){{body{{background:{PAPER.dark}}}}}"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{style}</style></head><body>\n{picture}</body></html>\n'
-    )

@@ -11,7 +11,8 @@ import numpy as np
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.parallel.picture import RankRow, as_html, as_text
+from lowtri.masks.notebook import card
+from lowtri.parallel.picture import RankRow, as_svg, as_text
 from lowtri.parallel.runs import Ints, Runs, first_tokens
 
 __all__ = ["ShardPlan", "Way", "imbalance_of"]
@@ -127,8 +128,11 @@ class ShardPlan:
         """
         return as_text(self._title(), self._rows(), self.ranks)
 
+    def _repr_svg_(self) -> str:
+        return as_svg(self._title(), self._rows(), self.ranks)
+
     def _repr_html_(self) -> str:
-        return as_html(self._title(), self._rows(), self.ranks)
+        return card("plan", self._repr_svg_(), self._title(), self.draw())
 
     def __str__(self) -> str:
         return self.draw()

@@ -12,8 +12,8 @@ import numpy as np
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.labels import shortened, split
+from lowtri.masks.notebook import card, page
 from lowtri.masks.panels import MAX_CELLS
-from lowtri.masks.svg_parts import figure, page
 from lowtri.picture_files import save_picture
 from lowtri.showing.reading import MAX_HEADS, SMALL, Maps, check_weights, pool
 from lowtri.showing.svg import as_svg
@@ -43,7 +43,7 @@ class WeightMaps:
         return self.to_svg()
 
     def _repr_html_(self) -> str:
-        return figure(self.to_svg(), f"lowtri.show(weights), head={self.maps.head}")
+        return card("weights", self.to_svg(), f"lowtri.show(weights), head={self.maps.head}", str(self))
 
     def save(self, path: str | Path) -> Path:
         """Write the picture, by the file's name as .svg, .html, .png, .pdf or .txt; atomically.
@@ -53,8 +53,11 @@ class WeightMaps:
         Raises:
             DataError: if the name ends in none of these, or the file cannot be written, or matplotlib is missing.
         """
-        forms = {".svg": self.to_svg, ".html": lambda: page(self.to_svg(), "attention weights"), ".txt": self._as_file}
+        forms = {".svg": self.to_svg, ".html": self._as_page, ".txt": self._as_file}
         return save_picture(path, forms)
+
+    def _as_page(self) -> str:
+        return page("weights", "attention weights", [self.to_svg()])
 
     def _as_file(self) -> str:
         return f"{self}\n"

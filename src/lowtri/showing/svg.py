@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from lowtri.masks.labels import display_width
-from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, legend, legend_width, shaded, text
+from lowtri.masks.svg_parts import (
+    HIDDEN,
+    LETTER,
+    document,
+    fill,
+    grid_lines,
+    ink_over,
+    legend,
+    legend_width,
+    shaded,
+    text,
+)
 from lowtri.showing.reading import Cells, Maps
 from lowtri.showing.text import FEW, cell_note, short_number
 
@@ -102,8 +113,8 @@ def _numbers(maps: Maps, x: float, y: float, cell: float) -> Iterator[str]:
         weight = cells.values[i, j]
         if cells.visible is not None and cells.visible[i, j] == 0 and weight == 0:
             continue
-        dark = np.isnan(weight) or weight / maps.greatest > 0.65  # where ink and paper are equally far from the fill
-        style = f' text-anchor="middle" font-size="11" {fill("paper" if dark else "ink")}'
+        ink = fill("paper") if np.isnan(weight) else ink_over(weight / maps.greatest)
+        style = f' text-anchor="middle" font-size="11" {ink}'
         yield text(x + (j + 0.5) * cell, y + (i + 0.5) * cell + 4, short_number(weight), style)
 
 
