@@ -487,5 +487,5 @@ def test_texts_without_lists_are_cached():
 
 def test_a_table_of_few_rows_can_be_printed():
     few = table(np.ones((8, 112), bool))
-    assert str(few) == repr(few)
+    assert str(few).splitlines()[1:5] == ["█" * 56] * 4  # drawn for its own queries and keys
     assert str(table(np.tri(12, dtype=bool))).splitlines()[0] == repr(table(np.tri(12, dtype=bool)))
