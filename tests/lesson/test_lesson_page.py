@@ -234,4 +234,6 @@ def test_the_pages_share_their_style() -> None:
         )  # the system's, and the button's
     explained = lowtri.explain(scores=np.zeros((2, 2)), mask="causal").to_html()
     sizes = re.search(r"\{ (--s0: .*?) \}", shared_style(":root"), re.S)
-    assert sizes is not None and sizes[1] in explained and "--s2: 1.0625rem" in explained and 'class="figure' in explained
+    assert (
+        sizes is not None and sizes[1] in explained and "--s2: 1.0625rem" in explained and 'class="figure' in explained
+    )
