@@ -25,7 +25,7 @@ def _array_masks(draw: st.DrawFn) -> lt.Mask:
     if kind == "ids":
         return lt.documents(np.sort(rng.integers(0, 5, (*rows, LONGEST)), axis=-1))
     if kind == "lengths":
-        return lt.documents(lengths=rng.integers(1, 300, 4))
+        return lt.documents(lengths=rng.integers(1, 300, 4), open_end=True)
     if kind == "keys":
         return lt.keys(np.repeat(rng.random((*rows, LONGEST // 50)) < 0.7, 50, axis=-1))
     if kind == "key lengths":

@@ -56,7 +56,7 @@ MASKS: dict[str, Mask] = {
     "window": causal() & window(300),
     "sinks": causal() & (window(200) | first(5)),
     "prefix": causal() | first(300),
-    "documents": causal() & documents(lengths=[250, 6, 128, 316]),
+    "documents": causal() & documents(lengths=[250, 6, 128, 316], open_end=True),
     "documents by row": documents(IDS),
     "band": band(200, 64),
     "chunks": causal() & chunks(200),

@@ -31,7 +31,7 @@ def masks(n):
         "window of one": lowtri.window(1),
         "sinks": causal & (window | first),
         "prefix": causal | lowtri.first(4),
-        "documents": causal & lowtri.documents(lengths=[n // 3 + 1, n // 4 + 1, n]),
+        "documents": causal & lowtri.documents(lengths=[n // 3 + 1, n // 4 + 1, n], open_end=True),
         "documents of rows": causal & lowtri.documents(np.sort(rng.integers(0, 4, (ROWS, n)), 1)),
         "chunks": causal & lowtri.chunks(4),
         "strided": causal & lowtri.strided(3),
@@ -152,7 +152,7 @@ def test_memory_after_a_long_prompt_shrinks_to_the_window():
 
 
 def test_keys_of_finished_documents_are_evicted():
-    cache = KVCache(lowtri.causal() & lowtri.documents(lengths=[200, 200, 200]), block=8)
+    cache = KVCache(lowtri.causal() & lowtri.documents(lengths=[200, 200, 200], open_end=True), block=8)
     token = np.ones((1, 1, 2))
     for _ in range(450):
         cache.append(token, token)

@@ -264,7 +264,7 @@ def test_without_a_shift_rotary_uses_positions_in_the_sequence():
 
 def test_a_shift_is_refused_under_masks_of_absolute_positions():
     token = np.ones((1, 1, 2))
-    documents = lowtri.causal() & lowtri.documents(lengths=[12, 50])
+    documents = lowtri.causal() & lowtri.documents(lengths=[12, 50], open_end=True)
     for mask, keep in [("causal & chunks(8)", 1), ("window(8) | causal & first(2) & strided(5)", 2), (documents, 0)]:
         cache = KVCache(mask, block=1)
         for _ in range(30):

@@ -33,7 +33,7 @@ FUTURE = {
     "causal | first(16)": r"the query at 0 the key at 1, .*\nFix: append all tokens up to 15 in one call; or KVCache",
     "band(2, 2)": r"the query at 0 the key at 1, .*\nFix: append all tokens up to 2 in one call",
     "chunks(4)": r"the query at 0 the key at 1, .*\nFix: append all tokens up to 3 in one call",
-    "documents(lengths=[6, 40])": r"the query at 0 the key at 1, .*\nFix: append all tokens up to 5 in one call",
+    "documents(lengths=[6, 40], open_end=True)": r"the query at 0 the key at 1, .*\nFix: append all tokens up to 5 in one call",
     "full": r"the query at 0 the key at 1, .*\nFix: attend to the whole sequence in one call; or .*allow_missing=True",
     "strided(100)": r"the query at 0 the key at 100, .*\nFix: attend to the whole sequence in one call",
     "~causal": r"the query at 0 the key at 1, ",
@@ -55,14 +55,14 @@ def test_a_query_before_a_key_that_it_may_see_is_refused(mask):
         ("causal | first(16)", [20, 5, 1, 22]),
         ("chunks(4)", [4] * 12),
         ("chunks(4)", [8, 12, 28]),
-        ("causal | documents(lengths=[6, 42])", [6, 42]),
+        ("causal | documents(lengths=[6, 42], open_end=True)", [6, 42]),
         ("band(2, 0)", [1] * N),
         ("causal | first(40) - first(39)", [40] + [1] * 8),
     ],
 )
 def test_a_prefix_within_one_append_is_accepted(mask, sizes):
-    if mask == "causal | documents(lengths=[6, 42])":
-        mask = "causal | documents(lengths=[6, 42, 1]) & first(48)"  # the last document goes on, so it is ended here
+    if mask == "causal | documents(lengths=[6, 42], open_end=True)":
+        mask = "causal | documents(lengths=[6, 42, 1], open_end=True) & first(48)"  # the last document goes on, so it is ended here
     assert np.abs(chunks(mask, sizes) - lowtri.attention(Q, K, V, mask)).max() < 1e-12
 
 

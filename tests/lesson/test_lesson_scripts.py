@@ -54,6 +54,8 @@ MASKS = [
     ),
     *(
         "documents(lengths=[2, 9])",
+        "documents(lengths=[2, 1], open_end=True)",
+        "documents(cu_seqlens=[0, 2, 5], open_end=False)",
         "keys([True, False, True])",
         "causal & keys(lengths=[3])",
         "band(after=1, before=2)",
@@ -93,6 +95,8 @@ WRONG = [
         "first(0)",
         "causal & 3",
         "documents(lengths=[2, 0, 9])",
+        "documents(lengths=[2, 3], open_end=1)",
+        "documents([0, 1], open_end=True)",
     ),
 ]
 SENTENCES = [

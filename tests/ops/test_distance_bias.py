@@ -21,7 +21,7 @@ MASKS = [
     "full",
     "causal & window(7)",
     "band(3, 5)",
-    "causal & documents(lengths=[20, 9, 71])",
+    "causal & documents(lengths=[20, 9, 71], open_end=True)",
     "causal | first(4)",
 ]
 ENGINES = ["reference", "formula", "cpu"]

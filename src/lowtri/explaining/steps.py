@@ -19,6 +19,7 @@ from lowtri.explaining.explanation import Explanation, Step
 from lowtri.explaining.show import number
 from lowtri.explaining.step import PAIRS
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.document_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend
 
 __all__ = ["explain"]
@@ -172,6 +173,7 @@ def _visible(mask: Mask, captured: Captured, row: int) -> NDArray[np.bool_]:
         )
     if mask.batch[1:] not in ((), (1,), (count,)):
         raise MaskError(f"explain: the mask is for {mask.batch[1]} heads, but there are {count}.")
+    check_row_lengths("explain", mask, nk)
     table = mask.dense(nq, nk)
     if mask.batch:
         table = table[row if mask.batch[0] > 1 else 0]

@@ -20,6 +20,7 @@ from lowtri.generation.missing import Missing
 from lowtri.generation.positions import ends_of, rows_of
 from lowtri.generation.slots import SlotAllocator
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.document_masks import with_open_end
 from lowtri.ops.arguments import plain_array
 
 __all__ = ["KVCache"]
@@ -45,7 +46,7 @@ class KVCache(CachePicture):
 
     Args:
         mask: the mask that the attention uses, or its text. A key at ``k`` is evicted when ``mask.tile(t, POSITION_MAX, k, k + 1)``
-            is EMPTY in every row of the batch, where ``t`` is the earliest new position.
+            is EMPTY in every row of the batch, where ``t`` is the earliest new position. Lengths of documents need ``open_end=True``.
         capacity: initial number of slots; it grows as needed.
         block: the number of tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
         rewind: how many tokens before the last append :meth:`crop` can always remove; keys are kept that much longer.
@@ -68,7 +69,7 @@ class KVCache(CachePicture):
         for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
             if value < least:
                 raise CallError(f"KVCache: {name} is {value}; it counts tokens, from {least}.")
-        self.mask = as_mask(mask)
+        self.mask = with_open_end("KVCache", as_mask(mask))
         missing = None if allow_missing else Missing(self.mask)
         self._slots = SlotAllocator(self.mask, capacity, block, rewind, missing)
         self._layers = Layers()

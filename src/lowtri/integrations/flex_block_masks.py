@@ -19,6 +19,7 @@ from lowtri.integrations.flex_functions import check_function
 from lowtri.integrations.flex_masks import Blocks, function_mask
 from lowtri.integrations.flex_trace import trace
 from lowtri.masks.arrays import positions_in_numpy
+from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
@@ -79,6 +80,8 @@ def block_mask(
     if nq < 1 or nk < 1:
         raise MaskError(f"block_mask: {nq} queries and {nk} keys: there are no blocks. Fix: at least one of each.")
     q, k = _positions("q_positions", q_positions, nq), _positions("k_positions", k_positions, nk)
+    if q is None and k is None:
+        check_row_lengths("block_mask", mask, nk)
     if q is None:
         q = default_positions(mask, nq, nk)[0] if k is None or nq > nk else k[..., nk - nq :]
     device = _device("block_mask", device)

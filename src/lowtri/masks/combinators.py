@@ -30,6 +30,7 @@ class Join(Mask):
         _limit(self, self.left, self.right)
         object.__setattr__(self, "_batch", _common_batch(self.left, self.right))
         object.__setattr__(self, "depends_on_query", self.left.depends_on_query or self.right.depends_on_query)
+        object.__setattr__(self, "row_lengths", self.left.row_lengths + self.right.row_lengths)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -79,6 +80,7 @@ class Not(Mask):
     def __post_init__(self) -> None:
         _limit(self, self.inner)
         object.__setattr__(self, "depends_on_query", self.inner.depends_on_query)
+        object.__setattr__(self, "row_lengths", self.inner.row_lengths)
 
     @property
     def batch(self) -> tuple[int, ...]:

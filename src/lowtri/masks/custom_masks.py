@@ -122,6 +122,7 @@ class Heads(Mask):
         object.__setattr__(self, "_depth", max([mask._depth for mask in self.masks]))
         object.__setattr__(self, "_size", max([mask._size for mask in self.masks]))
         object.__setattr__(self, "depends_on_query", any([mask.depends_on_query for mask in self.masks]))
+        object.__setattr__(self, "row_lengths", tuple([n for mask in self.masks for n in mask.row_lengths]))
 
     @property
     def batch(self) -> tuple[int, ...]:

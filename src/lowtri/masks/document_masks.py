@@ -16,17 +16,21 @@ from numpy.typing import NDArray
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.positions import POSITION_MAX, Positions, within
+from lowtri.masks.positions import POSITION_MAX, Positions, shown, within
 from lowtri.masks.tile import Answer, same_label
 
-__all__ = ["Documents", "Extremes", "PackedDocuments", "documents"]
+__all__ = ["Documents", "Extremes", "PackedDocuments", "check_row_lengths", "documents", "with_open_end"]
 
 
 @dataclass(frozen=True, repr=False)
 class PackedDocuments(Mask):
-    """Documents one after the other, of these lengths. The last one has no end."""
+    """Documents one after the other, of these lengths. Positions past them belong to the last one; calls allow them if it is open."""
 
     lengths: tuple[int, ...]
+    open_end: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_lengths", () if self.open_end else (sum(self.lengths),))
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
@@ -47,7 +51,7 @@ class PackedDocuments(Mask):
         return _one_document(q0, k0, nk, self._documents(q0), self._documents(q0 + nq - 1), edges[:-1], edges[1:])
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return f"documents(lengths={list(self.lengths)})"
+        return f"documents(lengths={list(self.lengths)}{', open_end=True' * self.open_end})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +118,9 @@ class Documents(Mask):
 
 
 @constructor()
-def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_seqlens: Any = None) -> Mask:
+def documents(
+    ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_seqlens: Any = None, open_end: bool = False
+) -> Mask:
     """Packed rows: each query sees the keys of its own document only.
 
     >>> from lowtri import causal
@@ -131,10 +137,13 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
         ids: the document number of each position, integers, (N,), or (B, N) for a batch of rows.
         key_ids: the document numbers of the keys, if they differ from those of the queries (cross-attention); the same leading
             shape.
-        lengths: instead of ids: the length of each document, in tokens.
+        lengths: instead of ids: the length of each document, in tokens. They add up to the tokens of a row: a call with another
+            number of keys, or with a position past their end, raises.
         cu_seqlens: instead of ids: the start of each document, from 0, and the end of the last one.
+        open_end: with lengths or cu_seqlens: the last document may be of any length, as in generation, which continues it. A
+            :class:`lowtri.KVCache` requires this.
 
-    Positions past the array belong to the last document, so that generation continues it.
+    Positions past an array of ids belong to the last document.
 
     A mask made from lengths stores one number for each document; one made from ids stores one number for each token.
 
@@ -146,13 +155,17 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     """
     if sum(given is not None for given in (ids, lengths, cu_seqlens)) != 1 or (key_ids is not None and ids is None):
         raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
+    if not isinstance(open_end, bool) or (open_end and ids is not None):
+        raise MaskError(
+            f"documents: open_end is {shown(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
+        )
     if cu_seqlens is not None:
         edges = integer_array("documents", "cu_seqlens", cu_seqlens, VECTOR).tolist()
         if len(edges) < 2 or edges[0] != 0:
             raise MaskError(f"documents: cu_seqlens is {edges[:8]}; it begins with 0 and ends with the total.")
-        return _of_lengths([after - before for before, after in pairwise(edges)])
+        return _of_lengths([after - before for before, after in pairwise(edges)], open_end)
     if lengths is not None:
-        return _of_lengths(integer_array("documents", "lengths", lengths, VECTOR).tolist())
+        return _of_lengths(integer_array("documents", "lengths", lengths, VECTOR).tolist(), open_end)
     rows = integer_array("documents", "ids", ids, ROWS)
     if key_ids is None:
         return Documents(FrozenArray(rows))
@@ -162,12 +175,41 @@ def documents(ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_s
     return Documents(FrozenArray(rows), FrozenArray(columns))
 
 
-def _of_lengths(lengths: list[int]) -> Mask:
+def check_row_lengths(function: str, mask: Mask, n: int, *, whole: bool = True) -> None:
+    """Compare the lengths of documents with the tokens of a row.
+
+    Args:
+        function: the public function that is called, for the message.
+        n: the number of tokens.
+        whole: False where the n tokens may be the beginning of the row only.
+
+    Raises:
+        MaskError: unless the lengths add up to n, or to more if the row is not whole.
+    """
+    for total in mask.row_lengths:
+        if total < n or (whole and total > n):
+            raise MaskError(
+                f"{function}: the lengths of the documents in {shown(mask)} add up to {total}, but the row has {n} tokens.\n"
+                f"Fix: lengths that add up to {n}; or open_end=True, if the last document has no fixed length."
+            )
+
+
+def with_open_end(function: str, mask: Mask) -> Mask:
+    """The mask, for a sequence that grows; raises where the lengths of its documents have an end."""
+    if mask.row_lengths:
+        raise MaskError(
+            f"{function}: the documents in {shown(mask)} end after {min(mask.row_lengths)} tokens, but the sequence grows.\n"
+            "Fix: documents(lengths=[...], open_end=True), whose last document has no fixed length."
+        )
+    return mask
+
+
+def _of_lengths(lengths: list[int], open_end: bool) -> Mask:
     if min(lengths) < 1:
         raise MaskError(f"documents: lengths are {lengths[:8]}; at least one is required, and each is at least 1.")
     if sum(lengths) > POSITION_MAX:  # Python's ints: a sum of 64 bits would wrap
         raise MaskError(f"documents: lengths add up to {sum(lengths)}, but positions end at 2**62.")
-    return PackedDocuments(tuple(lengths))
+    return PackedDocuments(tuple(lengths), open_end)
 
 
 def _one_document(

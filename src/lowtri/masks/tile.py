@@ -80,6 +80,9 @@ class TileLaw:
     depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
+    row_lengths: tuple[int, ...] = ()
+    """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
+
     # What a subclass implements, for non-negative positions and non-empty rectangles.
 
     def _sees(self, q: Positions, k: Positions) -> Any:

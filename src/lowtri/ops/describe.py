@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
+from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.formulas import full
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import default_positions
@@ -77,6 +78,9 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         ]  # the positions of the last nq keys, also where they are shifted, padded or differ by row
     else:
         queries = _consecutive(start, start + nq)
+    if mask.row_lengths:
+        end = 1 + max((int(x.max()) for x in (queries, keys) if x.size), default=-1)
+        check_row_lengths("attention", mask, end, whole=not given)
     distance_low = None
     if by_distance:
         distance_low, bias = distances_of(bias, queries, keys)

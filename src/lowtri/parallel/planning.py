@@ -9,6 +9,7 @@ import numpy as np
 
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.plan import TILE_Q, Plan, plan
 from lowtri.masks.positions import check_count
 from lowtri.parallel.dealing import ways_of_dealing
@@ -67,7 +68,7 @@ def plan_shards(
 
     Raises:
         CallError: if block is not a multiple of 64, owner does not name a rank for each block, or there is no such way.
-        MaskError: if ``mask`` is not a mask, or has no answer for n tokens (a table).
+        MaskError: if ``mask`` is not a mask, or has no answer for n tokens (a table, lengths of documents).
 
     Source: zig-zag, Brandon et al. 2023 (striped attention) and Dubey et al. 2024 (Llama 3); by visible pairs, MagiAttention 2025.
     """
@@ -78,6 +79,8 @@ def plan_shards(
         raise CallError(
             f"plan_shards: block is {block}, but blocks are multiples of {TILE_Q} tokens. Fix: block={TILE_Q}."
         )
+    for one in masks:
+        check_row_lengths("plan_shards", one, n)
     positions = np.arange(n)
     sight = [_sight(plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64), block) for one in masks]
     blocks = -(-n // block)

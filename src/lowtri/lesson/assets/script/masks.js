@@ -40,9 +40,9 @@
   /** The label of a position; beyond the array the last label continues. */
   const labelled = (labels) => (p) => labels[Math.min(p, labels.length - 1)];
 
-  function documents(ids, keyIds, lengths, cuts) {
+  function documents(ids, keyIds, lengths, cuts, openEnd = false) {
     const given = [ids, lengths, cuts].filter((x) => x !== undefined);
-    if (given.length !== 1) throw new MaskError("error.list", { name: "documents" });
+    if (given.length !== 1 || typeof openEnd !== "boolean" || (openEnd && ids !== undefined)) throw new MaskError("error.list", { name: "documents" });
     let labels;
     if (ids !== undefined) labels = list("documents", ids, isCount);
     else {
@@ -84,7 +84,7 @@
       return (q, k) => q - before <= k && k <= q + after;
     }],
     first: [["n"], (n) => { count("first", n, 1); return (q, k) => k < n; }],
-    documents: [["ids", "key_ids", "lengths", "cu_seqlens"], documents],
+    documents: [["ids", "key_ids", "lengths", "cu_seqlens", "open_end"], documents],
     chunks: [["n"], (n) => { count("chunks", n, 1); return (q, k) => Math.floor(q / n) === Math.floor(k / n); }],
     strided: [["n"], (n) => { count("strided", n, 1); return (q, k) => (q - k) % n === 0; }],
     keys: [["valid", "lengths"], keys],
