@@ -431,8 +431,22 @@ ERRORS = [
     ),
     (lambda: mask(3), "mask: a text is expected, but int came"),
     (lambda: mask("x" * 70_000), "mask: the text has 70000 characters, but at most 65536 are read"),
-    (lambda: mask(""), "mask: '' cannot be read. Fix: write e.g. 'causal & window(256)'"),
-    (lambda: mask("causal &"), "mask: 'causal &' cannot be read"),
+    (lambda: mask(""), "mask: '' cannot be read: it is empty. Fix: write e.g. 'causal & window(256)'"),
+    (lambda: mask("causal &"), "mask: 'causal &' cannot be read: it ends where a mask is expected. Fix: write e.g."),
+    (lambda: mask("window 3"), "'window 3' cannot be read: '3' at character 8 is not in parentheses. Fix: window(3)."),
+    (lambda: mask("window[3]"), "'[3]' at character 7 is not in parentheses. Fix: window(...)."),
+    (lambda: mask("causal & window(3"), "the ( at character 16 is not closed. Fix: 'causal & window(3)'."),
+    (lambda: mask("heads([causal, full "), "the [ at character 7 is not closed. Fix: 'heads([causal, full])'."),
+    (lambda: mask("documents(lengths=[3, 5"), "the [ at character 19 is not closed. Fix: 'documents(lengths=[3, 5])'."),
+    (
+        lambda: mask("causal window(3)"),
+        "'window(3)' at character 8, where & | - or the end is expected. Fix: masks are joined by & | ~ -",
+    ),
+    (lambda: mask("window(3 4)"), "'4)' at character 10, where a comma or ) is expected. Fix: "),
+    (lambda: mask("causal | & full"), "'& full' at character 10, where a mask is expected. Fix: masks are joined by"),
+    (lambda: mask("causal && full"), "'& full' at character 9, where a mask is expected"),
+    (lambda: mask("causal)"), "')' at character 7, where & | - or the end is expected"),
+    (lambda: mask("causal & 3"), "mask: 'causal & 3' is not a mask. Fix: masks are joined by & | ~ -"),
     (lambda: mask("causl"), "mask: there is no mask 'causl'. Did you mean causal? There are: full, causal, window"),
     (lambda: mask("window"), "mask: 'window': missing 1 required positional argument: 'n'"),
     (lambda: mask("window(3, 4)"), "mask: 'window(3, 4)': takes 1 positional argument but 2 were given"),
@@ -443,7 +457,7 @@ ERRORS = [
     (lambda: mask("window(**3)"), "mask: 'window(**3)': ** has no meaning here"),
     (lambda: mask("causal and full"), "mask: 'causal and full': masks are joined by & | ~ -, not by and, or, not"),
     (lambda: mask("not causal"), "mask: 'not causal': masks are joined by & | ~ -"),
-    (lambda: mask("causal + full"), "mask: 'causal + full' is not a mask. Fix: masks are joined by & | ~ -"),
+    (lambda: mask("causal + full"), "'+ full' at character 8, where & | - or the end is expected"),
     (lambda: mask("3"), "mask: '3' is not a mask"),
     (
         lambda: mask("table([[True]])"),
@@ -453,7 +467,7 @@ ERRORS = [
     (lambda: mask(LONG), "mask: the text nests more than 100 operators"),
     (lambda: mask("__import__('os').system('true')"), "there is no mask '__import__'"),
     (lambda: mask("(lambda: causal)()"), "there is no mask 'lambda'"),
-    (lambda: mask("causal if 1 else full"), "is not a mask"),
+    (lambda: mask("causal if 1 else full"), "'if 1 else full' at character 8, where & | - or the end is expected"),
 ]
 
 

@@ -50,7 +50,7 @@ def read(text: str, arrays: Sequence[Any] = ()) -> Mask:
     if not isinstance(value, Mask):
         raise MaskError(f"mask: {shown(text)} is not a mask. {_FIX}")
     if reader.token:
-        raise reader.not_a_mask(0)
+        raise reader.unexpected("& | - or the end")
     return value
 
 
@@ -59,6 +59,7 @@ class _Reader:
         self.text, self.arrays = text, arrays
         self.end = 0  # of the previous token
         self.count = 0
+        self.open: list[tuple[int, str]] = []  # the brackets around the token: where each stands, and what closes it
         self._scan(0)
 
     def _scan(self, start: int) -> None:
@@ -77,10 +78,18 @@ class _Reader:
         self._scan(self.next)
         return token
 
-    def expect(self, sign: str, start: int) -> None:
+    def close(self) -> None:
+        """Read what closes the innermost bracket."""
+        start, sign = self.open[-1]
+        if not self.token:
+            closed = self.text.rstrip() + "".join(sign for _, sign in reversed(self.open))
+            raise self.unreadable(
+                f"the {self.text[start]} at character {start + 1} is not closed", f"Fix: {shown(closed)}."
+            )
         if self.token != sign:
-            raise self.not_a_mask(start)
+            raise self.unexpected(f"a comma or {sign}")
         self.take()
+        self.open.pop()
 
     def value(self, depth: int, least: int = 1) -> Any:
         """A mask, a whole number or a list; signs that bind at least as strongly as ``least`` join masks."""
@@ -92,7 +101,7 @@ class _Reader:
             sign = self.take()
             right = self.value(depth + 1, _STRENGTH[sign] + 1)
             if not (isinstance(left, Mask) and isinstance(right, Mask)):
-                raise self.not_a_mask(start)
+                raise MaskError(f"mask: {shown(self.text[start : self.end])} is not a mask. {_FIX}")
             left = _JOINS[sign](left, right)
         if self.token in ("and", "or"):
             raise self.word_operator(start)
@@ -106,11 +115,13 @@ class _Reader:
                     self.end = match.end()
                     self._scan(self.end)
                     return [convert(entry) for entry in match.group(1).split(",")]
+        if not self.token or self.token in ")]&|=,":
+            raise self.unexpected("a mask or a number" if self.open else "a mask")
         token = self.take()
         if token == "~":
             inner = self.value(depth + 1, least=4)
             if not isinstance(inner, Mask):
-                raise self.not_a_mask(start)
+                raise MaskError(f"mask: {shown(self.text[start : self.end])} is not a mask. {_FIX}")
             return ~inner
         if token == "-" and self.token[:1].isdecimal():
             return -_number(self.take())
@@ -123,12 +134,13 @@ class _Reader:
         if token == "not":
             raise self.word_operator(start)
         if not (token[:1].isalpha() or token[:1] == "_"):
-            raise self.not_a_mask(start)
+            raise self.unreadable(f"{shown(self.text[start:], 30)} at character {start + 1} is not a mask", _FIX)
         return self.named(token, start, depth)
 
     def entries(self, bracket: str, start: int, depth: int) -> Any:
         """The content of brackets: a list; but one value in parentheses is the value itself."""
         closing, comma = ")" if bracket == "(" else "]", False
+        self.open.append((start, closing))
         values = []
         while self.token != closing:
             values.append(self.value(depth + 1))
@@ -136,7 +148,7 @@ class _Reader:
             if not comma:
                 break
             self.take()
-        self.expect(closing, start)
+        self.close()
         return values[0] if bracket == "(" and len(values) == 1 and not comma else values
 
     def named(self, name: str, start: int, depth: int) -> Any:
@@ -147,16 +159,22 @@ class _Reader:
         if name in _LITERALS:
             return _LITERALS[name]
         make = _constructor(name, bool(self.arrays))
-        values, named = self.arguments(start, depth) if self.token == "(" else ([], {})
+        has_arguments = self.token == "("
+        values, named = self.arguments(start, depth) if has_arguments else ([], {})
         try:
             return make(*values, **named)
         except TypeError as error:  # too few or too many arguments, in Python's words
+            if not has_arguments and (self.token[:1].isdecimal() or self.token == "["):
+                argument = self.token if self.token != "[" else "..."
+                why = f"{shown(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
+                raise self.unreadable(why, f"Fix: {name}({shown(argument, 20)[1:-1]}).") from None
             reason = str(error).split(") ", 1)[-1]
             raise MaskError(f"mask: {shown(self.text[start : self.end])}: {shown(reason, 200)[1:-1]}.") from None
 
     def arguments(self, start: int, depth: int) -> tuple[list[Any], dict[str, Any]]:
         values: list[Any] = []
         named: dict[str, Any] = {}
+        self.open.append((self.start, ")"))
         self.take()
         while self.token != ")":
             if self.token == "*":
@@ -180,16 +198,24 @@ class _Reader:
             if self.token != ",":
                 break
             self.take()
-        self.expect(")", start)
+        self.close()
         return values, named
 
     def word_operator(self, start: int) -> MaskError:
         return MaskError(f"mask: {shown(self.text[start:])}: masks are joined by & | ~ -, not by and, or, not.")
 
-    def not_a_mask(self, start: int) -> MaskError:
-        if not self.token:  # the text ends too early
-            return MaskError(f"mask: {shown(self.text)} cannot be read. Fix: write e.g. 'causal & window(256)'.")
-        return MaskError(f"mask: {shown(self.text[start:])} is not a mask. {_FIX}")
+    def unexpected(self, expected: str) -> MaskError:
+        """The error for the next token, or for the end of the text."""
+        if self.token:
+            return self.unreadable(
+                f"{shown(self.text[self.start :], 30)} at character {self.start + 1}, where {expected} is expected",
+                _FIX,
+            )
+        why = f"it ends where {expected} is expected" if self.text.strip() else "it is empty"
+        return self.unreadable(why, "Fix: write e.g. 'causal & window(256)'.")
+
+    def unreadable(self, why: str, fix: str) -> MaskError:
+        return MaskError(f"mask: {shown(self.text)} cannot be read: {why}. {fix}")
 
 
 def _bool(word: str) -> bool:
