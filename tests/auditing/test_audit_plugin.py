@@ -98,6 +98,13 @@ def test_they_run_and_report_the_verdict(folder: pytest.Pytester) -> None:
     verdict = "no leak found against causal: 2 x 6 positions"
     assert "lowtri audits" in out and f"test_mine.py::test_right: {verdict}" in out and f"{ITEMS[1]}: {verdict}" in out
     assert f"{ITEMS[0]}: leak against causal: " in out
+    legend = "█ declared and seen"  # of the drawing
+    assert out.count(legend) == 2
+    brief = run(folder, "test_mine.py", *BOTH).stdout.str()
+    assert legend not in brief and brief.count("(pytest -v draws the pairs)") == 2
+    lines = brief.splitlines()
+    title = next(index for index, line in enumerate(lines) if f" audit of {WRONG}" in line)
+    assert lines[title + 1].startswith("Model sees what causal hides: position 0 sees position 1: ")
 
 
 @pytest.mark.sweep

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.declared_mask import declared_mask
 from lowtri.auditing.finding import first_line
 from lowtri.auditing.setup import vocabulary_size
 from lowtri.errors import DataError
@@ -95,7 +96,8 @@ def _from_folder(folder: Path) -> Target:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise DataError(f"{folder}: transformers cannot load it: {first_line(error, typed=False)}") from None
-    return Target(model, None)
+    mask, layers = declared_mask(model.config)
+    return Target(model, None, mask, {} if layers is None else {"layers": layers})
 
 
 def _random_ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:

@@ -6,7 +6,8 @@
     $ pytest --lowtri-audit my_models.py:make_model --lowtri-audit my_models.py:make_other
 
 Each target is a test of its file, `my_models.py::lowtri_audit[make_model]`, which is collected, selected and distributed like any
-other. pytest finds the plugin by its entry point. Nothing of lowtri beyond this file is imported until a test uses it.
+other. A failed audit prints its sentence, and with `-v` also the drawing. pytest finds the plugin by its entry point. Only the
+errors of lowtri are imported until a test uses it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from lowtri.errors import LeakError
 
 if TYPE_CHECKING:
     from lowtri.auditing.report import AuditReport
@@ -77,14 +80,26 @@ def lowtri_audit(request: pytest.FixtureRequest) -> Callable[..., AuditReport]:
     """Run `lowtri.audit`, fail the test on a leak or if the audit could not decide, and return the report."""
 
     def check(model: Any, example: Any, **arguments: Any) -> AuditReport:
+        __tracebackhide__ = True
         from lowtri.auditing.audit import audit
 
         report = audit(model, example, **arguments)
         request.node.user_properties.append((_PROPERTY, report.message))
-        report.raise_for_leak()
+        try:
+            report.raise_for_leak()
+        except LeakError as error:
+            raise LeakError(_shown(error, request.config)) from None
         return report
 
     return check
+
+
+def _shown(error: BaseException, config: pytest.Config) -> str:
+    """What a failed audit says: the sentence about the leak, and with `-v` also the drawing."""
+    sentence, *drawing = str(error).splitlines()
+    if not isinstance(error, LeakError) or config.get_verbosity() > 0 or not drawing:
+        return str(error)
+    return f"{sentence}\n(pytest -v draws the pairs)"
 
 
 def _name(target: str) -> str:
@@ -134,7 +149,7 @@ class _Audit(pytest.Item):
         report.raise_for_leak()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
-        return str(excinfo.value)
+        return _shown(excinfo.value, self.config)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         return self.path, None, f"audit of {self.target}"

@@ -75,7 +75,9 @@ def command(
 
 
 def _target(name: str) -> str:
-    """The folder of a GGUF file, of packaged weights, or of a model of the hub; any other name as it is."""
-    from lowtri.nn.names import folder_of, names_a_model
+    """FILE.py:make_model as it is; of a model's name its folder."""
+    if name.endswith(".py") or name.rpartition(":")[0].endswith(".py"):
+        return name
+    from lowtri.nn.names import folder_of
 
-    return str(folder_of(name, note)) if names_a_model(name) else name
+    return str(folder_of(name, note))

@@ -1,0 +1,89 @@
+"""A checkpoint of transformers is audited against the mask that its config declares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from lowtri.auditing.declared_mask import declared_mask
+from lowtri.auditing.loading import load_target
+from lowtri.cli.main import main
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+MIXED, LOCAL = ["sliding_attention", "full_attention"], ["sliding_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "mask"),
+    [
+        ("LlamaConfig", {}, ("causal", None)),
+        ("MistralConfig", {"sliding_window": 16}, ("causal & window(16)", 2)),
+        ("MistralConfig", {"sliding_window": None}, ("causal", None)),
+        ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": False}, ("causal", None)),
+        ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, ("causal", None)),
+        (
+            "Qwen2Config",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0},
+            ("causal & window(8)", 2),
+        ),
+        ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": MIXED}, ("causal", None)),
+        ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": LOCAL}, ("causal & window(8)", 2)),
+        (
+            "Gemma3Config",
+            {"text_config": {**SIZES, "sliding_window": 8, "layer_types": LOCAL}},
+            ("causal & window(8)", 2),
+        ),
+        (
+            "Llama4TextConfig",
+            {"attention_chunk_size": 4, "layer_types": ["chunked_attention"] * 2},
+            ("causal & chunks(4)", 2),
+        ),
+        (
+            "GPTNeoConfig",
+            {"num_layers": 2, "attention_types": [[["local"], 2]], "window_size": 4},
+            ("causal & window(4)", 2),
+        ),
+        (
+            "GPTNeoConfig",
+            {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+            ("causal", None),
+        ),
+    ],
+)
+def test_what_a_config_declares(name: str, options: dict[str, Any], mask: tuple[str, int | None]) -> None:
+    sizes = {} if name == "Gemma3Config" else SIZES if name != "GPTNeoConfig" else {"hidden_size": 16, "num_heads": 2}
+    assert declared_mask(getattr(transformers, name)(**sizes, **options)) == mask
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with a sliding window, and one whose config declares a window that its class does not have."""
+    transformers.set_seed(0)
+    root = tmp_path_factory.mktemp("models")
+    models = {
+        "right": transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=5)),
+        "wrong": transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+    file = root / "wrong" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sliding_window": 5}))
+    return {name: root / name for name in models}
+
+
+def test_a_folder_is_audited_against_its_window(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target = load_target(str(folders["right"]))
+    assert (target.mask, target.arguments) == ("causal & window(5)", {"layers": 2})
+    assert main(["audit", str(folders["right"])]) == 0
+    assert capsys.readouterr().out.startswith("no leak found against causal & window(5) x 2 layers: ")
+    assert main(["audit", str(folders["wrong"])]) == 1
+    assert capsys.readouterr().out.startswith(
+        "leak against causal & window(5) x 2 layers: position 9 sees position 0: changing input 0 moves output 9"
+    )
+    assert main(["audit", str(folders["right"]), "--mask", "causal"]) == 0
+    assert capsys.readouterr().out.startswith("no leak found against causal: ")
