@@ -101,4 +101,4 @@ def test_sweep_a_killed_run_is_named_and_goes_on_on_one_process_two_or_three(tmp
             assert losses(folder) == losses(unbroken)
             assert (folder / "model.safetensors").read_bytes() == (unbroken / "model.safetensors").read_bytes()
         np.testing.assert_allclose(losses(folder), losses(unbroken), rtol=1e-4)
-        assert not (folder / "training-state").exists()
+        assert (folder / "training-state").exists()  # for more steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from lowtri.training.train import Step
 
 __all__ = ["command"]
+
+_FURTHEST = 2**14  # positions whose mask is checked
+_SECONDS = 10.0  # between two lines in a log file, at most, if steps are shorter
 
 
 def command(
@@ -52,7 +56,8 @@ def command(
     them, and the loss curve. Each file is a document that sees no other; without files the model learns from the
     reference and the docstrings that came with this Python.
 
-    A run that was killed goes on with --resume, which needs --out alone, and ends with the same weights.
+    A run that was killed goes on with --resume, which needs --out alone, and ends with the same weights. With --resume and
+    more --steps, a finished run goes on, too.
 
     On several processes, which share rows (--dp) and the tokens of long rows (--sp), with sharded weights:
     torchrun --nproc-per-node 4 -m lowtri train --out out/python --context 4096 --dp 2 --sp 2
@@ -93,12 +98,16 @@ def command(
     elif out.exists() and any(out.iterdir()):
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
     # At least ten points on the curve, and at most 100 steps between them.
-    of_recipe["validate_every"] = max(1, min(100, int(of_recipe["steps"]) // 10))
+    every = max(1, min(100, int(of_recipe["steps"]) // 10))
+    of_recipe["validate_every"] = every if begun is None else begun.recipe.validate_every
     plan = Plan(**of_plan, recipe=Recipe(**of_recipe))
     use_threads(threads)
+    leaks = not as_mask(plan.mask).is_causal(min(plan.recipe.context, _FURTHEST))
     _check_device(device)
     with processes_of_torchrun(dp, sp) as processes:
         say = note if processes.is_main else lambda _: None
+        if leaks:
+            say(f"the mask {plan.mask} shows what is predicted: this loss means nothing. Fix: a causal mask")
         try:
             with _watched(plan.recipe.steps, processes.is_main) as watch:
                 outcome = run(plan, out, device=device, note=say, watch=watch, processes=processes)
@@ -123,7 +132,7 @@ def _check_device(device: str) -> None:
 
 @contextmanager
 def _watched(steps: int, is_main: bool) -> Iterator[Callable[[Step], None]]:
-    """A progress bar on a terminal; in a log file a line for each validation. Both on stderr."""
+    """A progress bar on a terminal; in a log file lines: the first step, each validation, and every ten seconds. Both on stderr."""
     if not is_main:
         yield lambda step: None
         return
@@ -131,7 +140,15 @@ def _watched(steps: int, is_main: bool) -> Iterator[Callable[[Step], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda step: note(_line(step)) if step.validation is not None else None
+        last = -_SECONDS
+
+        def line(step: Step) -> None:
+            nonlocal last
+            if step.validation is not None or time.monotonic() - last >= _SECONDS:
+                note(_line(step))
+                last = time.monotonic()
+
+        yield line
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -150,10 +167,8 @@ def _watched(steps: int, is_main: bool) -> Iterator[Callable[[Step], None]]:
 
 
 def _line(step: Step) -> str:
-    return (
-        f"step {step.number:>6}  loss {step.loss:.4f}  held out {step.validation:.4f}  "
-        f"lr {step.lr:.1e}  {step.tokens_per_second:,.0f} tokens/s"
-    )
+    held_out = "" if step.validation is None else f"held out {step.validation:.4f}  "
+    return f"step {step.number:>6}  loss {step.loss:.4f}  {held_out}lr {step.lr:.1e}  {step.tokens_per_second:,.0f} tokens/s"
 
 
 def _report(outcome: Outcome, json: bool) -> None:

@@ -2,21 +2,21 @@
 
     training.json            the training plan, written as soon as it is known to work; at the end also the losses
     tokenizer.json           written at the same time as the plan
-    training-state/          what resuming needs; exists while the run is not finished
+    training-state/          weights and moments of the newest saved step, from which the run is resumed, or goes on for more steps
     config.json, model.safetensors, tokenizer_config.json, loss.png        written at the end
 
-So a folder with model.safetensors is finished, a plan that cannot work leaves nothing behind, and a run can be resumed from any
-moment. During a run the folder is locked.
+So a plan that cannot work leaves nothing behind, a run can be resumed from any moment, and while a finished run goes on, its
+model stays in the folder until the next one replaces it. During a run the folder is locked.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +28,15 @@ from lowtri.masks import as_mask
 from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
-from lowtri.training.checkpoints import full_weights
+from lowtri.training.checkpoints import full_weights, newest
 from lowtri.training.corpus import Packed, python_text, read_files
-from lowtri.training.initial import initialise
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.plot import plot
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
 from lowtri.training.state import History
 from lowtri.training.tokenizer import encode_document, learn
-from lowtri.training.train import Step, train
+from lowtri.training.train import Step, first_loss, train
 
 __all__ = ["Outcome", "Plan", "read_plan", "run"]
 
@@ -105,7 +104,7 @@ def run(
     watch: Callable[[Step], object] | None = None,
     processes: Processes | None = None,
 ) -> Outcome:
-    """Carry out a plan; a run that began in the folder is resumed, a finished one is only reported.
+    """Carry out a plan; a run that began in the folder is resumed, also with more steps; a finished one is only reported.
 
     Args:
         note: receives a line as each stage begins.
@@ -149,6 +148,11 @@ def _run(
     if processes.is_main:
         note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
     processes.on_main(lambda: _claim(plan, folder, tokenizer, stack, begun.locked))
+    if not (folder / STATE).exists() and processes.world == 1:
+        guess = math.log(tokenizer.get_vocab_size())
+        note(
+            f"loss {first_loss(model, corpus, plan.recipe):.4f} before the first step; {guess:.4f} is a guess among all tokens"
+        )
     history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch, processes=processes)
     if processes.world > 1:
         weights = full_weights(model)
@@ -162,7 +166,6 @@ def _run(
             note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
         save(model.cpu(), folder, tokenizer)
         _write(folder / PLAN, {"plan": asdict(plan), **result})
-        _forget_state(folder)
 
     processes.on_main(finish)
     return Outcome(folder, parameters, len(corpus), history)
@@ -170,12 +173,13 @@ def _run(
 
 def _model(plan: Plan, vocabulary: int, device: str, processes: int) -> Decoder | RecurrentLM:
     """The model with its first weights; on several processes without them, since each draws its shards only."""
-    if plan.cell is not None:
-        return plan.model(vocabulary).to(device)
-    with torch.device("meta"):
-        model = plan.model(vocabulary)
-    if processes == 1:
-        initialise(model, device)
+    if plan.cell is None and processes > 1:
+        with torch.device("meta"):
+            return plan.model(vocabulary)
+    model = plan.model(vocabulary).to(device)
+    if isinstance(model, Decoder):
+        torch.manual_seed(plan.recipe.seed)
+        model.init_weights()  # the numbers that several processes draw
     return model
 
 
@@ -193,14 +197,18 @@ def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitS
     if locked:
         stack.enter_context(only_training(folder))
     begun = read_plan(folder)
-    if begun is not None and begun != plan:
+    if begun is not None and not _goes_on(begun, plan):
         raise DataError(f"{folder} holds another run: {', '.join(_differences(begun, plan))}.\nFix: another folder")
     if begun is None and (folder / WEIGHTS).exists():
         raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
     for temporary in folder.glob(".*.[0-9]*.part"):  # left by a kill
         temporary.unlink()
-    if begun is not None and "history" in (content := _read(folder / PLAN) or {}):
-        _forget_state(folder)
+    content = _read(folder / PLAN) or {}
+    if begun is not None and "history" in content and begun != plan:
+        if newest(folder / STATE) is None:
+            raise DataError(f"{folder} is finished, and its {STATE} is gone: it cannot go on.\nFix: another folder")
+        note(f"{folder} goes on: {begun.recipe.steps} steps are done, {plan.recipe.steps} will be")
+    elif begun is not None and "history" in content:
         note(f"{folder} is finished: {plan.recipe.steps} steps")
         history = content["history"]
         history["validations"] = [(step, loss) for step, loss in history["validations"]]
@@ -226,9 +234,10 @@ def _claim(plan: Plan, folder: Path, tokenizer: Any, stack: ExitStack, locked: b
     _write(folder / PLAN, {"plan": asdict(plan)})
 
 
-def _forget_state(folder: Path) -> None:
-    if (folder / STATE).is_dir():
-        shutil.rmtree(folder / STATE)
+def _goes_on(begun: Plan, plan: Plan) -> bool:
+    """Whether a plan is the one that began, with as many steps or more."""
+    same = replace(begun, recipe=replace(begun.recipe, steps=plan.recipe.steps))
+    return same == plan and plan.recipe.steps >= begun.recipe.steps
 
 
 def _differences(begun: Plan, plan: Plan) -> list[str]:

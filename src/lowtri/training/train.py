@@ -24,7 +24,7 @@ from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe, rows_of_step, split
 from lowtri.training.state import History, Run
 
-__all__ = ["Step", "train"]
+__all__ = ["Step", "first_loss", "train"]
 
 
 class Step(NamedTuple):
@@ -170,6 +170,12 @@ def _step(
 
 
 _ALONE = Processes()
+
+
+@torch.no_grad()
+def first_loss(model: torch.nn.Module, corpus: Packed, recipe: Recipe) -> float:
+    """The loss of the first row, in nats a token: before the first step about the logarithm of the vocabulary's size."""
+    return _loss(model, corpus.rows(np.zeros(1, np.int64), recipe.context), "mean", dtype=recipe.dtype).item()
 
 
 def _loss(
