@@ -102,7 +102,9 @@ def _cache(trouble: list[str]) -> dict[str, Any]:
     not_yet: list[str] = []
     for family, spec in KERNELS:
         kernel = getattr(import_module(f"lowtri.kernels.{family}"), family)
-        (compiled if is_compiled(kernel, spec) else not_yet).append(f"{family} {spec.dtype}")
+        (compiled if is_compiled(kernel, spec) else not_yet).append(
+            f"{family} {spec.dtype}" + " pairs" * (spec.rows == "pairs")  # bf16 has two kernels on some CPUs
+        )
     return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": not_yet}
 
 

@@ -101,6 +101,9 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     from lowtri.nn.pretrained import load_named
     from lowtri.nn.tokenizer import encode
 
+    layers = _layers_of(name) if layer else None
+    if layers is not None and layer >= layers:  # before the weights are loaded
+        _reject(f"--layer is {layer}, but {name} has {layers} layers", f"0 to {layers - 1}")
     model, tokenizer, _ = load_named(name, mask=mask, note=note)
     if tokenizer is None:
         _reject(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
@@ -110,6 +113,16 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     explanation = explain(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
     return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
+
+
+def _layers_of(name: str) -> int | None:
+    """How many layers the model's config.json declares; None if it does not say."""
+    from lowtri.nn.files import read_json
+    from lowtri.nn.names import folder_of
+
+    config = read_json(folder_of(name, note), "config.json") or {}
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    return layers if isinstance(layers, int) else None
 
 
 def _of_scores(scores: Path, values: Path | None, sentence: str | None, mask: str, head: int | None) -> Explanation:

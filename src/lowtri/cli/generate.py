@@ -14,11 +14,16 @@ from lowtri.cli.options import Json, Model, Seed, Threads, Weights, many, note, 
 
 __all__ = ["command"]
 
+_FURTHEST = 2**14  # positions whose mask is checked
+
 
 def command(
     model: Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; with --chat what the user says. - reads it from stdin.")
+        str | None,
+        typer.Argument(
+            help='The text to continue; with --chat what the user says. - reads it from stdin; "" begins a text.'
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file; - is stdin.")
@@ -74,8 +79,8 @@ def command(
 
     use_threads(threads)
     prompt = _prompt(prompt, prompt_file)
-    if not prompt or "" in (stop or []):
-        raise DataError("the prompt, or --stop, is empty. Fix: at least one character")
+    if "" in (stop or []):
+        raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
     network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, weights=weights, note=note)
@@ -83,6 +88,11 @@ def command(
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt
     ids = encode(tokenizer, text_in, add_special_tokens=not chat)
+    if not ids:
+        raise DataError(
+            f"the prompt is empty, and {model} has no token that begins a text. Fix: at least one character"
+        )
+    _check_mask(network, len(ids), max_new_tokens)
     started = time.perf_counter()
     tokens = lowtri.generate(
         network,
@@ -106,17 +116,41 @@ def command(
         return
     if not chat:
         print(prompt, end="", flush=True)
-    for piece in text:
-        print(piece, end="", flush=True)
+    try:
+        for piece in text:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        _report(_figures(counted, started, len(ids)), stats)
+        raise
     print()
-    figures = _figures(counted, started, len(ids))
-    if stats:
-        note(
-            f"prompt  {many(figures['prompt_tokens'], 'token'):>13}, {figures['prompt_tokens_per_second']:>8,.1f} a second"
+    _report(_figures(counted, started, len(ids)), stats)
+    if weights is None and sys.stderr.isatty() and hasattr(network, "quantize"):
+        note("faster, with rounded weights: --weights int8")
+
+
+def _check_mask(network: Any, prompt: int, new: int | None) -> None:
+    """Raise where the mask shows a position a token that is not generated yet."""
+    from lowtri.errors import DataError
+    from lowtri.generation.models import context_of
+    from lowtri.masks import first
+
+    end = min(context_of(network) or _FURTHEST, _FURTHEST, prompt + (new or _FURTHEST))
+    if not (network.mask - first(prompt)).is_causal(end):
+        raise DataError(
+            f"generate: the mask {network.mask!r:.200} shows tokens that are generated later: a model cannot write with it.\n"
+            'Fix: --mask with a causal mask, as "causal & window(64)"; a prefix as long as the prompt may be visible.'
         )
-        note(f"decode  {many(figures['tokens'], 'token'):>13}, {figures['decode_tokens_per_second']:>8,.1f} a second")
-    else:
+
+
+def _report(figures: dict[str, Any], stats: bool) -> None:
+    if not stats:
         note(f"{many(figures['tokens'], 'token')}, {figures['tokens_per_second']:,.1f} a second")
+        return
+    note(
+        f"prompt  {many(figures['prompt_tokens'], 'token'):>13}, {figures['prompt_tokens_per_second']:>8,.1f} a second"
+    )
+    note(f"decode  {many(figures['tokens'], 'token'):>13}, {figures['decode_tokens_per_second']:>8,.1f} a second")
 
 
 def _prompt(argument: str | None, file: Path | None) -> str:
@@ -132,7 +166,10 @@ def _prompt(argument: str | None, file: Path | None) -> str:
         text = (sys.stdin.buffer.read() if source is None else source.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt is not UTF-8: {error}. Fix: iconv -t utf-8") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:  # more likely a mistake than an empty argument is
+        raise DataError(f"the prompt in {source or 'stdin'} is empty. Fix: at least one character")
+    return text
 
 
 class _Counted:

@@ -21,8 +21,8 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
 class Pieces:
     """Streams the tokens of one row as pieces of text that concatenate to the decoded whole.
 
-    A token may end within a character; its text is buffered until the character is complete. Each token is decoded together
-    with the tokens before it, since some tokenizers decode a token differently at the start of a text.
+    A token may end within a character; its text is buffered until the character is complete, and dropped if it never is. Each
+    token is decoded together with the tokens before it, since some tokenizers decode a token differently at the start of a text.
     """
 
     def __init__(self, tokenizer: Any, before: list[int]) -> None:
@@ -39,8 +39,8 @@ class Pieces:
         return self._take(text)
 
     def rest(self) -> str:
-        """The text still buffered."""
-        return self._take(self._decode(self._ids))
+        """The text still buffered, without the bytes of a character that has not been completed."""
+        return self._take(self._decode(self._ids).rstrip("\ufffd"))
 
     def _take(self, text: str) -> str:
         piece = text[len(self._emitted) :]

@@ -8,7 +8,9 @@ org/name         a model of the Hugging Face hub (:mod:`lowtri.nn.hub`)
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lowtri.errors import DataError
@@ -16,12 +18,7 @@ from lowtri.nn.gguf import converted, is_gguf
 from lowtri.nn.hub import download, is_hub_name
 from lowtri.nn.packaged import PACKAGED
 
-__all__ = ["folder_of", "names_a_model"]
-
-
-def names_a_model(name: str) -> bool:
-    """Whether this is a GGUF file, the name of packaged weights, or a name of the hub; an existing folder is none of them."""
-    return not Path(name).is_dir() and (name in PACKAGED or name.endswith(".gguf") or is_hub_name(name))
+__all__ = ["folder_of"]
 
 
 def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> Path:
@@ -41,12 +38,25 @@ def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> 
         if name in PACKAGED:
             path = PACKAGED[name].path()
         elif is_hub_name(name):
-            return download(name)
+            try:
+                return download(name)
+            except DataError as error:
+                raise DataError(f"{error}{_suggestion(name)}") from None
     if not path.is_file():
         raise DataError(
             f"{name} is not a folder: a checkpoint is a folder with config.json and model.safetensors, or a GGUF file;\n"
-            f"packaged weights are {', '.join(PACKAGED)}; models of the Hugging Face hub are named org/name"
+            f"packaged weights are {', '.join(PACKAGED)}; models of the Hugging Face hub are named org/name{_suggestion(str(name))}"
         )
     if not is_gguf(path):
         raise DataError(f"{path} is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file")
     return converted(path, note)
+
+
+def _suggestion(name: str) -> str:
+    """A line with the model whose name is closest, among packaged weights and the models in the folder that is named; or nothing."""
+    known, folder = list(PACKAGED), Path(name).parent
+    with suppress(OSError):
+        entries = [path for path in folder.iterdir() if path.suffix == ".gguf" or (path / "config.json").is_file()]
+        known += [str(path) for path in entries]
+    closest = difflib.get_close_matches(name.rstrip("/"), known, 1)
+    return f"\nDid you mean {closest[0]}?" if closest else ""
