@@ -204,9 +204,8 @@ def test_where_styles_and_images_are_removed_the_text_can_be_read(shown: dict[st
     for name, text in html.items():
         left = _Sanitized(text)
         assert "{" not in left.words and "svg" not in left.tags, name
-        assert "<svg" not in text and text.count("<img") == (
-            name != "engine"
-        )  # of a picture within the page its words would stay, jumbled
+        # The words of a picture within the page would stay, jumbled.
+        assert "<svg" not in text and text.count("<img") == (name != "engine")
         if name in ("explanation", "engine", "audit"):
             assert left.tags.count("table") == left.tags.count("thead") >= 1
         if name in ("mask", "weights", "cache", "plan", "audit"):

@@ -12,6 +12,7 @@ SENTENCE = "On the left everybody sees everybody, as in an encoder; on the right
 
 _SENTENCES = ("The black cat <end>", "I love Machine Learning", "I love NLP")
 _OTHERS = ("causal & window(4)", "causal | first(4)", "causal & (window(4) | first(1))", "causal & chunks(4)")
+_DOCUMENTS = "causal & documents(lengths=[5, 9, 4])"
 
 
 def run(context: Context) -> Result:
@@ -30,9 +31,12 @@ def run(context: Context) -> Result:
             drawn == [["✓"] * (q + 1) + ["✗"] * (n - q - 1) for q in range(n)],
         )
     blocks.append("The same question in other words:")
-    for text in _OTHERS:
-        blocks.append(f"{text}\n{lowtri.mask(text).draw(12)}")
+    for text in (*_OTHERS, _DOCUMENTS):
+        blocks.append(str(lowtri.mask(text)))  # as many positions as show the mask
     read = [lowtri.mask(repr(lowtri.mask(text))) == lowtri.mask(text) for text in _OTHERS]
+    result.check(
+        "a picture is as large as what it shows: 18 positions of three documents", len(blocks[-1].splitlines()) == 19
+    )
     result.check("a mask and its text are one: each is read back as it was", all(read))
     result.text = "\n\n".join(blocks)
     return result

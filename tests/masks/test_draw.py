@@ -567,6 +567,9 @@ def test_tokens_and_weights_say_how_many_positions() -> None:
     assert draw("causal", tokens="a b c").splitlines()[0].split() == ["a", "b", "c"]
     assert draw("full", tokens="a b c", query_tokens="x y").count("█") == 6
     assert svg("causal", weights=np.ones((5, 5))) == svg("causal", 5, weights=np.ones((5, 5)))
+    assert window(64).draw(nk=5) == window(64).draw(5) and causal().draw(nk=3, ticks=True) == causal().draw(
+        3, ticks=True
+    )
 
 
 def test_matrices_of_numbers_have_at_most_64_positions() -> None:
@@ -581,6 +584,7 @@ def test_the_command_says_how_many_positions_it_took(options: list[str], capsys:
     n = 64 if options not in ([], ["--json"]) else 96
     assert f'"queries": {n}' in out if options == ["--json"] else f"of {n * n:,} pairs visible" in out
     assert ("a cell: 2 x 2 of 96 x 96 pairs" in out) == (options == [])
+    assert main(["mask", "causal", "--queries", "20"]) == 0 and "210 of 400 pairs" in capsys.readouterr().out
 
 
 def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def command(
     if labels is not None:
         n = len(labels)
     elif n is None:
-        n = min(picture_size(*masks)[1], MAX_CELLS if ticks or numbers or latex else _MOST)
+        n = max(min(picture_size(*masks)[1], MAX_CELLS if ticks or numbers or latex else _MOST), queries or 0)
     nq = n if queries is None else queries
     if nq > n:
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")

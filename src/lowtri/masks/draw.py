@@ -87,8 +87,7 @@ def draw(
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
     if nq is None and tokens is None and (ticks or numbers or latex):  # every pair is written
         masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
-        queries, keys = picture_size(*masks)
-        nq, nk = min(queries, MAX_CELLS), min(keys, MAX_CELLS) if nk is None else nk
+        nq, nk = (min(n, MAX_CELLS) for n in (picture_size(*masks) if nk is None else (nk, nk)))
     if ticks and tokens is None:
         nq = check_count("draw", "nq", nq)
         nk = nq if nk is None else check_count("draw", "nk", nk)

@@ -175,8 +175,7 @@ def _size(
     shape: tuple[int, ...] = next((np.shape(each) for each in weights if each is not None), ())
     if len(shape) >= 2:
         return shape[-2], shape[-1]
-    queries, keys = picture_size(*masks)
-    return (queries, keys) if nk is None else (min(queries, nk), nk)
+    return picture_size(*masks) if nk is None else (nk, nk)
 
 
 def cell_size(nq: int, nk: int) -> int:
