@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 from lowtri.generation.missing import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.notebook import card
-from lowtri.masks.svg_parts import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, legend_width, text
+from lowtri.masks.strips import State, Strip, strips_svg
+from lowtri.masks.svg_parts import HIDDEN, fill
 
 if TYPE_CHECKING:
     from lowtri.generation.slots import SlotAllocator
@@ -23,17 +23,11 @@ _ROWS = 8  # rows of a batch that are drawn; the rest is counted
 _NOT_HELD, _FREED, _HELD, _STAYS = range(4)
 
 
-class _State(NamedTuple):
-    sign: str
-    fill: str
-    meaning: str
-
-
 _STATES = (
-    _State("·", HIDDEN, "not held: evicted, or padding"),
-    _State("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
-    _State("▓", fill("partly"), "held until the mask hides it"),
-    _State("█", fill("visible"), "stays: every later query sees it"),
+    State("·", HIDDEN, "not held: evicted, or padding"),
+    State("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
+    State("▓", fill("partly"), "held until the mask hides it"),
+    State("█", fill("visible"), "stays: every later query sees it"),
 )
 
 
@@ -88,38 +82,16 @@ class CachePicture:
 
     def _repr_svg_(self) -> str:
         rows, step = self._cells()
-        columns = len(rows[0])
-        cell = min(24.0, 640 / max(columns, 1))
-        used = sorted({int(state) for row in rows for state in row})
-        entries = [(_STATES[state].fill, _STATES[state].meaning) for state in used]
         left_out = len(self._slots.positions) - len(rows)
-        left, top = (16.0 if len(rows) == 1 else 70.0), 50.0
-        bottom = top + len(rows) * 24 + 34
-        note = f"a cell: {step:,} positions, and the longest-lived of them" if step > 1 else ""
-        last = f"{int(self._slots.next.max()) - 1:,}"
-        title = repr(self) if len(repr(self)) <= 90 else repr(self)[:89] + "…"
-
-        def body() -> Iterator[str]:
-            yield text(16, 24, title, ' font-weight="bold"')
-            for i, row in enumerate(rows):
-                if len(rows) > 1:
-                    yield text(16, top + i * 24 + 16, f"row {i}")
-                yield from cell_row(left, top + i * 24, [_STATES[state].fill for state in row], cell, 24)
-            if columns:
-                yield grid_lines(left, top, len(rows), columns, cell, 24)
-                yield text(left, top - 6, "0")
-                if columns > 1:
-                    yield text(left + columns * cell, top - 6, last, ' text-anchor="end"')
-            more = f"   ... and {left_out:,} more rows" if left_out else ""
-            yield text(left, bottom - 18, ("positions →" if columns else "nothing appended yet") + more)
-            for i, entry in enumerate(entries):
-                yield from legend(16, bottom + 20 * i, [entry])
-            if note:
-                yield text(16, bottom + 20 * len(entries) + 11, note)
-
-        widest = max([legend_width([entry]) for entry in entries] + [LETTER * len(title), LETTER * len(note), 220])
-        height = bottom + 20 * (len(entries) + bool(note)) + 10
-        return document(max(left + columns * cell, 16 + widest) + 16, height, title, body())
+        below = "positions →" if len(rows[0]) else "nothing appended yet"
+        return strips_svg(
+            repr(self),
+            [Strip(f"row {i}" if len(rows) > 1 else "", row.tolist()) for i, row in enumerate(rows)],
+            _STATES,
+            below + (f"   ... and {left_out:,} more rows" if left_out else ""),
+            note=f"a cell: {step:,} positions, and the longest-lived of them" if step > 1 else "",
+            last=f"{int(self._slots.next.max()) - 1:,}",
+        )
 
     def _repr_html_(self) -> str:
         held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.dropped:,} tokens evicted, {self.bytes:,} bytes"

@@ -21,6 +21,7 @@ counts          the number of visible pairs, and whether a mask is causal
 labels          labels of pictures, and how a text is split into tokens
 palette         the colours of every picture
 svg_parts       the parts of every SVG picture: frame, texts, rows of cells, legend
+strips          rows of cells as SVG
 notebook        what notebooks show, and pages of their own: HTML whose styles stay apart from those of the host
 panels          the content of a picture: cells, labels, headings, and how many positions show a mask
 svg             a picture as SVG

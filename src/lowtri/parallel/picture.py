@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.labels import shortened
 from lowtri.masks.panels import MAX_CELLS
-from lowtri.masks.svg_parts import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, legend_width, text
+from lowtri.masks.strips import State, Strip, strips_svg
+from lowtri.masks.svg_parts import HIDDEN, fill
 
 __all__ = ["RankRow", "as_svg", "as_text"]
 
 
-class _Kind(NamedTuple):
-    sign: str
-    fill: str
-    meaning: str
-
-
 _KINDS = (
-    _Kind("·", HIDDEN, "not seen"),
-    _Kind("▒", fill("partly"), "received"),
-    _Kind("█", fill("visible"), "its own tokens"),
+    State("·", HIDDEN, "not seen"),
+    State("▒", fill("partly"), "received"),
+    State("█", fill("visible"), "its own tokens"),
 )
 _NONE, _RECEIVED, _HELD = range(3)
-_MARGIN, _ROW = 16, 24
 
 
 @dataclass(frozen=True)
@@ -57,29 +49,8 @@ def as_text(title: str, rows: list[RankRow], ranks: int) -> str:
 
 
 def as_svg(title: str, rows: list[RankRow], ranks: int) -> str:
-    title = shortened(title, 110)
-    columns = len(rows[0].cells())
-    cell = min(24.0, 420 / columns)
-    left = _MARGIN + LETTER * (max(len(row.name) for row in rows) + 1)
-    right, top = left + columns * cell + 10, 44
-    bottom = top + _ROW * (len(rows) + (ranks > len(rows))) + 14
-    entries = [(kind.fill, kind.meaning) for kind in reversed(_KINDS)]
-
-    def body() -> Iterator[str]:
-        yield text(_MARGIN, 24, title, ' font-weight="bold"')
-        for i, row in enumerate(rows):
-            y = top + i * _ROW
-            yield text(_MARGIN, y + 16, row.name)
-            yield from cell_row(left, y, [_KINDS[cell].fill for cell in row.cells()], cell, _ROW)
-            yield text(right, y + 16, row.text)
-        yield grid_lines(left, top, len(rows), columns, cell, _ROW)
-        for words in _more(rows, ranks):
-            yield text(_MARGIN, top + len(rows) * _ROW + 16, words)
-        yield from legend(_MARGIN, bottom, entries)
-
-    longest = max(LETTER * len(row.text) for row in rows)
-    width = max(right + longest, 2 * _MARGIN + max(LETTER * len(title), legend_width(entries))) + _MARGIN
-    return document(width, bottom + 30, title, body())
+    strips = [Strip(row.name, row.cells(), row.text) for row in rows]
+    return strips_svg(title, strips, _KINDS, " ".join(["tokens →", *_more(rows, ranks)]))
 
 
 def _more(rows: list[RankRow], ranks: int) -> list[str]:
