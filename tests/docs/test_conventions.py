@@ -647,6 +647,7 @@ def test_layout_of_jax() -> None:
         lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), "full").transpose(1, 2),
     )
     near(torch.from_numpy(np.array(lowtri_jax.attention(*arrays, "full"))), lowtri.attention(q, k, v, "full"))
+    near(torch.from_numpy(np.array(lowtri_jax.dot_product_attention(*arrays))), torch.from_numpy(np.array(theirs)))
 
 
 # The page itself.

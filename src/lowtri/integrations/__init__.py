@@ -5,6 +5,8 @@ torch_multihead         its projections, its masks as lowtri masks, its options
 x_transformers          the Attend module of x-transformers, which the same switch reaches
 replaced_class          modules whose forward is replaced
 jax                     attention on JAX arrays, eager and under jit, with gradients
+jax_nn                  jax.nn.dot_product_attention with its arguments and meanings
+jax_operation           attention as an operation of JAX, for both
 transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch, use
 transformers_use        a lowtri mask on a switched model, for one forward or for all
 transformers_generating whether a forward is a step of generate without a cache
