@@ -11,18 +11,18 @@ import textwrap
 from pathlib import Path
 
 import lowtri
-from lowtri.auditing.probes import PROBES, probe_table
+from lowtri.auditing.audit import TRIALS, trial_table
 
 ROOT = Path(__file__).parents[2]
 TRIAL = """
 import numpy as np, lowtri
-from lowtri.auditing.probes import probe_table
+from lowtri.auditing.audit import trial_table
 x = np.random.default_rng(0).standard_normal((6, 4))
 right = lowtri.audit(lambda x: np.cumsum(x, axis=0), x)
 wrong = lowtri.audit(lambda x: x + x[-1:], x, probes=["swap"])
 assert right.ok and right.finding("swap").status == "clean" and "swap" in str(right), right
 assert wrong.first.probe == "swap" and wrong.exit_code == 1 and "change places" in wrong.message, wrong
-assert "| swap | exchanges" in probe_table()
+assert "| swap | exchanges" in trial_table()
 """
 
 
@@ -31,22 +31,24 @@ def test_the_recipe(tmp_path: Path) -> None:
     file, line = (textwrap.dedent(block) for block in re.findall(r"   ```(?:python|text)\n(.*?)   ```", recipe, re.S))
     package = tmp_path / "lowtri"
     shutil.copytree(Path(lowtri.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    probes = package / "auditing" / "probes"
-    (probes / "swap.py").write_text(file, encoding="utf-8")
-    text = (probes / "__init__.py").read_text(encoding="utf-8")
-    (probes / "__init__.py").write_text(
-        text.replace('    "change",\n', f'    "change",\n    {line.strip()}\n', 1), encoding="utf-8"
+    auditing = package / "auditing"
+    (auditing / "swap.py").write_text(file, encoding="utf-8")
+    text = (auditing / "audit.py").read_text(encoding="utf-8")
+    text = text.replace(
+        "from lowtri.auditing.trial import", "from lowtri.auditing.swap import SWAP\nfrom lowtri.auditing.trial import"
     )
+    text = text.replace("    CHANGE,\n", f"    CHANGE,\n    {line.strip()}\n", 1)
+    (auditing / "audit.py").write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_table_in_the_documentation_is_the_list() -> None:
-    assert probe_table() in (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    assert trial_table() in (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 
 
 def test_names_and_arguments_of_probes_are_unique() -> None:
-    assert len({probe.name for probe in PROBES}) == len(PROBES)
-    requested = [probe.argument for probe in PROBES if probe.argument]
+    assert len({probe.name for probe in TRIALS}) == len(TRIALS)
+    requested = [probe.argument for probe in TRIALS if probe.argument]
     assert sorted(requested) == ["alone", "compile", "length", "pad_mask", "step"]

@@ -15,7 +15,7 @@ import torch
 import lowtri
 from lowtri.auditing.drawing import cells
 from lowtri.auditing.loading import load_target
-from lowtri.auditing.setup import progress_line
+from lowtri.auditing.options import progress_line
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
@@ -78,6 +78,7 @@ def test_json(leaking: lowtri.AuditReport) -> None:
             "code_paths",
             "training",
             "longer",
+            "state",
             "poison",
             "sensitivity",
         )

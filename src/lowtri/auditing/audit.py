@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,18 +10,41 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.adapter import ModelAdapter
+from lowtri.auditing.caches import CACHE
+from lowtri.auditing.conditions import CODE_PATHS, TRAINING
+from lowtri.auditing.content import CHANGE, POISON, PREFIX, SENSITIVITY
 from lowtri.auditing.context import Context
-from lowtri.auditing.example import read_example
+from lowtri.auditing.example import check_axes, read_example
 from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.options import Options
-from lowtri.auditing.probes import PROBES
+from lowtri.auditing.gradient import GRADIENT
+from lowtri.auditing.longer import LONGER
+from lowtri.auditing.options import Options, progress_line, vocabulary
+from lowtri.auditing.pads import PADDING, real_positions
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.running import chosen_probes, nothing_ran, require_requested, run_probes
-from lowtri.auditing.setup import progress_line, redrawn, vocabulary
+from lowtri.auditing.rows import BATCH_ROWS, PACKING
+from lowtri.auditing.running import chosen_trials, nothing_ran, require_requested, run_trials
+from lowtri.auditing.state import STATE
+from lowtri.auditing.system import System, redrawn
+from lowtri.auditing.trial import Trial
 from lowtri.masks import Mask, causal
 
-__all__ = ["assert_causal", "audit"]
+__all__ = ["TRIALS", "assert_causal", "audit", "trial_table"]
+
+TRIALS: tuple[Trial, ...] = (  # in the order in which they run
+    CHANGE,
+    GRADIENT,
+    PREFIX,
+    BATCH_ROWS,
+    PADDING,
+    PACKING,
+    CACHE,
+    CODE_PATHS,
+    TRAINING,
+    LONGER,
+    STATE,
+    POISON,
+    SENSITIVITY,
+)
 
 
 def audit(
@@ -31,6 +55,7 @@ def audit(
     vocab_size: int | None = None,
     output: Callable[[Any], Any] | None = None,
     step: Callable[[Any, Any], Any] | None = None,
+    prefill: Callable[[Any], Any] | None = None,
     layers: int | None = None,
     input: str | int | Sequence[str | int] | None = None,
     position_axis: int | None = None,
@@ -38,7 +63,7 @@ def audit(
     output_axis: int | None = None,
     alone: Callable[..., Any] | None = None,
     pad_mask: str | None = None,
-    train: bool = False,
+    train: bool | None = None,
     redraw: bool | float = False,
     compile: bool = False,
     length: int | None = None,
@@ -67,15 +92,17 @@ def audit(
         vocab_size: how many ids to draw from; by default from the model's embedding or config, else the ids in the example.
         output: a function that selects the tensor with one row for each position from what the model returns; by default the
             returned tensor itself, its `.logits`, or its first element.
-        step: a function that decodes one position, `step(state, x) -> (output, state)`; x is ids (B,) or vectors (B, D), and
-            the first state is None.
+        step: a function that decodes, `step(state, x) -> (output, state)`; x is one position, ids (B,) or vectors (B, D), or
+            several, (B, n) or (B, n, D), if it takes them; the first state is None.
+        prefill: how decoding starts, if not by `step`: `prefill(x) -> (output, state)` of a prompt, (B, n) or (B, n, D).
         layers: states that the mask is that of one layer; it is widened to the inputs that this many layers can reach.
         input: which entries of a tuple or dict example are the sequence; "decoder_input_ids" audits the decoder of an
             encoder-decoder. Arrays with one entry for each row of the batch, such as its source, stay with their rows.
         position_axis, batch_axis, output_axis: where positions and batch are, if that cannot be told from the shapes.
         alone: a function that runs one document alone, for the packing probe.
         pad_mask: the keyword that marks real positions (1 = real), for the padding probe.
-        train: audit in training mode only; by default, every probe audits eval mode and most probes also training mode.
+        train: True audits in training mode only, False in eval mode only; by default, every probe audits eval mode and most
+            probes also training mode.
         redraw: audit a copy with its weights redrawn (standard deviation 0.15, or the number given), since fresh
             initialisation hides leaks.
         compile: also audit the model under `torch.compile`.
@@ -96,28 +123,37 @@ def audit(
             run, the audit does not raise: it is undecided, and the report gives the reason.
     """
     started = time.monotonic()
-    options = Options(mask, layers, step, alone, pad_mask, compile, length, draws, exact, seed)
+    options = Options(mask, layers, step, prefill, alone, pad_mask, train, compile, length, draws, exact, seed)
     options.check(model, output, redraw)
-    chosen = chosen_probes(probes, PROBES)
+    chosen = chosen_trials(probes, TRIALS)
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
     audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
-    adapter = ModelAdapter(audited, signature, output, output_axis, train, seed)
-    allowed = options.allowed(inputs.n, inputs.batch)
-    ids = vocabulary(model, inputs, vocab_size)
-    context = Context(adapter, inputs, allowed, options, ids, progress_line(progress, started))
+    system = System(audited, signature, output, output_axis, bool(train), seed)
+    declared, hidden = options.declared(inputs.n, inputs.batch)
+    real = real_positions(inputs, signature.prefix, pad_mask) & ~hidden
     findings: list[Finding] = []
     notes: list[str] = []
-    with adapter.prepared():
+    with system.prepared():
+        pristine = _copied(system) if STATE in chosen else None
+        ids = vocabulary(system, inputs, vocab_size)
+        if position_axis is None and batch_axis == "auto":
+            check_axes(system, inputs, seed)
+        allowed, show = options.allowed(declared, real), progress_line(progress, started)
+        context = Context(system, inputs, allowed, declared, real, options, ids, show, pristine=pristine)
         mode = context.mode
         if context.noise.broken is None:
-            findings, notes = run_probes(context, chosen)
-            findings, unused = require_requested(findings, PROBES, options)
+            findings, notes = run_trials(context, chosen)
+            findings, unused = require_requested(findings, TRIALS, options)
             notes += unused
-    leaks: dict[tuple[int, int], Leak] = {}
+        elif pristine is not None and not np.isnan(context.base[real]).any():
+            findings = [f for f in run_trials(context, [STATE])[0] if f.status == "leak"]
+    leaks: dict[tuple[int, int, int], Leak] = {}
     for leak in (leak for finding in findings for leak in finding.leaks):
-        leaks.setdefault((leak.query, leak.key), leak)  # one for each pair, from the first probe that found it
+        leaks.setdefault(
+            (leak.query, leak.key, -1 if leak.paired else leak.row), leak
+        )  # one for each pair, from the first probe that found it
     undecided = [f"{finding.probe}: {finding.message}" for finding in findings if finding.status == "undecided"]
     return AuditReport(
         model=getattr(model, "__name__", None) or type(model).__name__,
@@ -148,6 +184,23 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
     audit(model, example, **arguments).raise_for_leak()
 
 
+def trial_table() -> str:
+    """The trials as the Markdown table of docs/audit.md."""
+    lines = ["| probe | what it does | what it finds | what it needs |", "|---|---|---|---|"]
+    for trial in TRIALS:
+        needs = ", ".join(need.what for need in trial.needs if need.what)
+        lines.append(f"| {trial.name} | {trial.does} | {trial.finds} | {needs} |")
+    return "\n".join(lines)
+
+
+def _copied(system: System) -> Any:
+    """A copy of the model before its first call; None where none can be made."""
+    try:
+        return copy.deepcopy(system.model) if system.model is system.module else None
+    except Exception:
+        return None
+
+
 def _order(leak: Leak) -> tuple[bool, bool, int, int]:
     """The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours."""
     return not leak.direct, not leak.paired, leak.query, leak.key
@@ -156,7 +209,7 @@ def _order(leak: Leak) -> tuple[bool, bool, int, int]:
 def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
     notes = []
     longest = max([context.n, *(finding.measured.get("length", 0) for finding in findings)])
-    config = getattr(context.adapter.model, "config", None)
+    config = getattr(context.system.model, "config", None)
     for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
         size = getattr(config, name, None)
         if isinstance(size, int) and size >= longest and not isinstance(size, bool):

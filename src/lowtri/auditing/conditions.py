@@ -1,121 +1,131 @@
-"""Runs the same probes under other conditions: in training mode, with a keyword, on a longer example.
-
-The noise of each condition is measured, and its doubts are repeated on a float64 copy in that condition, so every condition is
-audited with the same sensitivity as the example.
-"""
+"""The same trials under other conditions: other code paths, and training mode."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.adapter import in_mode
-from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, by, first_line
-from lowtri.auditing.probe import Probe
-from lowtri.auditing.running import run_probes
+from lowtri.auditing.content import CHANGE, PREFIX
+from lowtri.auditing.context import Condition, Context, Need
+from lowtri.auditing.finding import Finding
+from lowtri.auditing.gradient import GRADIENT
+from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.pads import PADDING, pad, pad_keyword
+from lowtri.auditing.rows import BATCH_ROWS, PACKING
+from lowtri.auditing.running import run_under
+from lowtri.auditing.trial import Trial
 from lowtri.compat.transformers_private import attention_name
 
-__all__ = ["Condition", "Outcome", "mode_set", "probe_under"]
+__all__ = ["CODE_PATHS", "TRAINING", "same_in_training"]
+
+_KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
+_TRAINING = "training mode"
+_SAME = "its answers are eval mode's to the last bit: to 4 inputs, in float64 too, and to shorter and padded ones"
 
 
-@dataclass(frozen=True)
-class Condition:
-    """What is set before the probes run, and restored after them."""
-
-    name: str
-    under: str  # the same in a sentence: "in training mode"
-    probes: tuple[Probe, ...]
-    context: Context
-    attention: str | None = None  # the implementation that is set
-    without: Context | None = None  # the context without the condition, where the answers have to be equal
-
-    @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
-        module = self.context.adapter.module
-        before = attention_name(module)
-        with mode_set(self.context):
-            try:
-                if self.attention:
-                    module.set_attn_implementation(self.attention)
-                    if attention_name(module) != self.attention:
-                        raise LookupError("the model kept its attention implementation")
-                yield
-            finally:
-                if self.attention:
-                    module.set_attn_implementation(before)
+def _code_paths(context: Context) -> Finding:
+    """The mask must hold on each; another output under an unbroken mask is a warning."""
+    outcome = run_under(_other_paths(context), (CHANGE, GRADIENT), without=context)
+    measured = {"opened": list(outcome.tried), "not_offered": outcome.refused}
+    return outcome.finding(f"the mask holds ({', '.join(outcome.tried)})", measured, "no other code path is known")
 
 
-def mode_set(context: Context) -> contextlib.AbstractContextManager[None]:
-    """Training mode where the context's adapter has it, else the mode that is set."""
-    return in_mode(context.adapter.module, True if context.adapter.training else None)
+def _other_paths(context: Context) -> Iterator[Context]:
+    system = context.system
+    for name in _KEYWORDS:
+        if system.accepts(name) or (name.startswith("output_") and hasattr(system.model, "config")):
+            for value in (True, False) if name == "need_weights" else (True,):
+                yield context.under(Condition(keyword=(name, value), name=f"{name}={value}"))
+    if hasattr(system.model, "set_attn_implementation"):
+        current = attention_name(system.model)
+        for name in ("eager", "sdpa"):
+            if name != current:
+                yield context.under(Condition(attention=name, name=f"attn_implementation={name}"))
+    if context.options.compile:
+        yield context.under(Condition(compiled=True, name="torch.compile"))
 
 
-@dataclass
-class Outcome:
-    """The results of the probes under each condition."""
-
-    leaks: list[Leak] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    tried: dict[str, list[str]] = field(default_factory=dict)  # condition: the probes that ran
-    refused: dict[str, str] = field(default_factory=dict)  # condition: why it could not be tried
-    differ: dict[str, float] = field(default_factory=dict)  # condition: how far its answer is from the one without it
-
-    def finding(self, clean: str, measured: dict[str, Any], nothing: str = "") -> Finding:
-        """All of it as one finding; `clean` and `nothing` are its message where no leak was found and where nothing ran."""
-        measured = {"tried": self.tried, "refused": self.refused, "differ": self.differ, **measured}
-        if self.leaks:
-            return Finding("leak", f"the mask is broken: {self.leaks[0].what}", tuple(self.leaks), measured)
-        if self.undecided:
-            return Finding("undecided", self.undecided[0], (), measured)
-        if self.differ:
-            text = "; ".join(f"{name}, {by(size, '')}" for name, size in self.differ.items())
-            return Finding("warning", f"another answer with {text}", (), measured)
-        if not self.tried:
-            return Finding("skipped", next(iter(self.refused.values()), nothing), (), measured)
-        without = "".join(f"; not tried: {name} ({why})" for name, why in self.refused.items())
-        return Finding("clean", clean + without, (), measured)
+def _not_compiled(finding: Finding, value: object) -> str | None:
+    reason = finding.measured.get("not_offered", {}).get("torch.compile")
+    return None if finding.status == "leak" else reason
 
 
-def probe_under(conditions: Iterable[Condition], *, first: bool = False) -> Outcome:
-    """Run each condition's probes; one that fails, or under which the model does not repeat itself, is refused.
+def _training(context: Context) -> Finding:
+    """Every trial that does not decode, in training mode, as sensitive as in eval mode."""
+    if same_in_training(context):
+        return Finding("clean", _SAME, (), {"tried": {_TRAINING: ["answers"]}}, mode=_TRAINING)
+    trials = (CHANGE, GRADIENT, PREFIX, BATCH_ROWS, PADDING, PACKING)
+    outcome = run_under([_in_training(context)], trials)
+    finding = outcome.finding(f"the mask holds ({', '.join(outcome.tried.get(_TRAINING, []))})", {})
+    return replace(finding, mode=_TRAINING if outcome.tried else "")
 
-    With `first`, nothing is run after the first leak.
+
+def _no_training(context: Context) -> str | None:
+    if context.options.train is False:
+        return "train=False leaves it out"
+    return {"": "the model has no training mode", _TRAINING: "the whole audit is in training mode"}.get(context.mode)
+
+
+def _in_training(context: Context) -> Context:
+    return context.under(replace(context.condition, training=True, name=_TRAINING))
+
+
+def same_in_training(context: Context) -> bool:
+    """Whether training mode gives bitwise the same outputs: for several inputs, in float64 as well, and for other shapes.
+
+    Rounding cannot hide a leak of training mode alone from both precisions: what is left is below 1e-16 of the answer.
     """
-    outcome = Outcome()
-    for condition in conditions:
-        try:
-            if condition.without is not None:
-                condition.without.base  # noqa: B018 (measured before anything is set)
-            with condition.set():
-                context = replace(condition.context, by_pair=False)
-                if context.noise.broken is not None:
-                    outcome.refused[condition.name] = context.noise.broken
-                    continue
-                size = 0.0 if condition.without is None else _difference(condition.without, context)
-                findings, _ = run_probes(context, condition.probes, first=first)
-        except Exception as error:
-            outcome.refused[condition.name] = first_line(error)
-            continue
-        if size:
-            outcome.differ[condition.name] = size
-        outcome.tried[condition.name] = [f.probe for f in findings if f.status not in ("skipped", "undecided")]
-        for finding in findings:
-            outcome.leaks += [replace(leak, under=condition.under, found_by=leak.probe) for leak in finding.leaks]
-            if finding.status == "undecided":
-                outcome.undecided.append(f"{condition.under}, {finding.probe}: {finding.message}")
-        if first and outcome.leaks:
-            break
-    return outcome
+    if context.system.module is not context.system.model:
+        return False  # no float64 copy of what a function closes over
+    inputs, n = context.inputs, context.n
+    same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.echoed(n - 1)]
+    other = [inputs.span(0, t) for t in context.chosen or context.sample(16) if 0 < t < n] + [inputs.span(n // 2, n)]
+    other += [inputs.rows([0])] if context.system.signature.batch_axis is not None else []
+    keyword = pad_keyword(context)
+    try:
+        other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))] if keyword else []
+        copy64 = replace(context, system=context.system.in_float64())
+        return _alike(context, [*same, *other]) and _alike(copy64, same)
+    except Exception:
+        return False
 
 
-def _difference(without: Context, context: Context) -> float:
-    """How far the answer is from the one without the condition, where that is more than rounding."""
-    if context.base.shape != without.base.shape:
-        return 0.0
-    difference = without.difference(without.base, context.base, where=~np.asarray(without.ignored))
-    return difference.greatest if difference.status == "leak" else 0.0
+def _alike(context: Context, examples: list[Inputs]) -> bool:
+    answers: list[list[Any]] = []
+    for mode in (context, _in_training(context)):
+        with mode.set():
+            answers.append([_answer(mode, inputs) for inputs in examples])
+    return all(
+        a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        for a, b in zip(*answers, strict=True)
+    )
+
+
+def _answer(context: Context, inputs: Inputs) -> Any:
+    """The rows, or the type of the error: a model may refuse a shape, in either mode."""
+    try:
+        return context.system(inputs)
+    except Exception as error:
+        return type(error)
+
+
+CODE_PATHS = Trial(
+    name="code_paths",
+    does="runs change and gradient with weights or hidden states returned, other attention implementations, "
+    "`compile=True`",
+    finds="code paths that do not apply the mask",
+    function=_code_paths,
+    argument="compile",
+    not_run=_not_compiled,
+)
+TRAINING = Trial(
+    name="training",
+    does="runs change, gradient, prefix, batch, padding and packing in training mode",
+    finds="leaks that occur in training mode only",
+    function=_training,
+    needs=(Need("a training mode", _no_training),),
+    skipped_after=("change", "gradient", "prefix"),
+)

@@ -1,42 +1,70 @@
-"""The state that every probe receives: the adapter, its inputs, the pairs that the mask allows, the noise, and random inputs."""
+"""What trials work on: a system under one condition, its inputs, the pairs that the mask allows, the noise, and random inputs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.adapter import ModelAdapter, Rows
-from lowtri.auditing.finding import first_line
-from lowtri.auditing.inputs import Array, Inputs
-from lowtri.auditing.noise import Difference, Noise, magnitude, measure_noise, movement
+from lowtri.auditing.finding import Difference, Noise, compare, measure_noise, movement
+from lowtri.auditing.inputs import Array, Inputs, first_line
 from lowtri.auditing.options import Bools, Options
+from lowtri.auditing.system import Rows, System, in_mode
+from lowtri.compat.transformers_private import attention_name
 
-__all__ = ["Context"]
+__all__ = ["BATCH", "REPEATABLE", "TORCH", "Condition", "Context", "Need"]
 
 _LONG = 48  # positions looked at when the input is too long for all of them
 
 
+@dataclass(frozen=True)
+class Condition:
+    """What trials run under. The example as it is has none of these."""
+
+    training: bool = False  # else the mode that is set
+    keyword: tuple[str, Any] | None = None  # added to the call
+    attention: str = ""  # the implementation that is set
+    compiled: bool = False
+    length: int | None = None  # of a longer example
+    name: str = ""
+
+    @property
+    def words(self) -> str:
+        """As the start of a sentence."""
+        keyword = "" if self.keyword is None else "with {}={}".format(*self.keyword)
+        attention = f"with attn_implementation={self.attention}" if self.attention else ""
+        parts = [
+            "in training mode" if self.training else "",
+            keyword or attention or ("with torch.compile" if self.compiled else ""),
+            f"in an example of {self.length} positions" if self.length else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
 @dataclass
 class Context:
-    """What an audit works on. Probes read it, and write to `seen` alone.
+    """A system under one condition. Trials read it, and write to `seen` alone.
 
     `base`, `noise` and `float64` are measured when they are first read, and anew in every copy that `replace` makes.
     """
 
-    adapter: ModelAdapter
+    system: System
     inputs: Inputs
-    allowed: Bools  # (1 or B, N, N)
+    allowed: Bools  # (1 or B, N, N): the declared mask, without the pads
+    declared: Bools  # (1 or B, N, N): the mask alone
+    real: Bools  # (B, N): False at pads, whose own output means nothing
     options: Options
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
     show_progress: Callable[[str, int, int], None]
-    by_pair: bool = True  # whether each key is changed alone as well, and not only all that is hidden from a query
+    condition: Condition = field(default_factory=Condition)
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
-    probe: str = ""  # the one that runs
+    pristine: Any = None  # a copy of the model that has never been called
+    trial: str = ""  # the one that runs
     seen: npt.NDArray[np.float64] = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
 
     def __post_init__(self) -> None:
@@ -47,36 +75,72 @@ class Context:
         return self.inputs.n
 
     @property
+    def by_pair(self) -> bool:
+        """Whether each key is changed alone as well, and not only all that is hidden from a query."""
+        return self.condition == Condition()
+
+    @property
     def mode(self) -> str:
         """The mode that a torch module is in, as its flags say; empty for anything else."""
-        module = self.adapter.module
+        module = self.system.module
         if module is None:
             return ""
         return "training mode" if all(part.training for part in module.modules()) else "eval mode"
 
+    def under(self, condition: Condition) -> Context:
+        """The same under a condition (of which `set` sets the mode and the attention)."""
+        system, inputs = self.system, self.inputs
+        if condition.training:
+            system = replace(system, training=True)
+        if condition.compiled:
+            import torch
+
+            system = replace(system, model=torch.compile(system.model))
+        if condition.keyword is not None:
+            inputs = replace(inputs, options={**inputs.options, condition.keyword[0]: condition.keyword[1]})
+        return replace(self, system=system, inputs=inputs, condition=condition)
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """The condition's mode and attention, and what was set before afterwards."""
+        module, attention = self.system.module, self.condition.attention
+        before = attention_name(module)
+        with in_mode(module, True if self.system.training else None):
+            try:
+                if attention:
+                    module.set_attn_implementation(attention)
+                    if attention_name(module) != attention:
+                        raise LookupError("the model kept its attention implementation")
+                yield
+            finally:
+                if attention:
+                    module.set_attn_implementation(before)
+
     @functools.cached_property
     def base(self) -> Rows:
         """The rows of the example itself."""
-        return self.adapter(self.inputs)
+        return self.system(self.inputs)
 
     @functools.cached_property
     def noise(self) -> Noise:
         """How far the example's outputs move when nothing that matters changes."""
-        return measure_noise(self.adapter, self.inputs, self.ignored)
+        return measure_noise(self.system, self.inputs, self.ignored)
 
     @functools.cached_property
     def float64(self) -> Context | str:
         """The same on the float64 copy, or the reason why there is none."""
-        if self.adapter.signature.dtypes[0] == np.dtype(np.float64):
+        if self.system.signature.dtypes[0] == np.dtype(np.float64):
             return "it is float64 already"
         try:
-            adapter = self.adapter.in_float64()
-            step, alone = (
-                _of_copy(value, self.adapter.model, adapter.model) for value in (self.options.step, self.options.alone)
+            system = self.system.in_float64()
+            step, prefill, alone = (
+                _of_copy(value, self.system.model, system.model)
+                for value in (self.options.step, self.options.prefill, self.options.alone)
             )
-            copy64 = replace(self, adapter=adapter, options=replace(self.options, step=step, alone=alone))
+            options = replace(self.options, step=step, prefill=prefill, alone=alone)
+            copy64 = replace(self, system=system, options=options)
             broken = copy64.noise.broken
-            apart = float(np.nanmax(movement(self.base, copy64.base)))
+            apart = float(np.nanmax(np.where(self.ignored, 0.0, movement(self.base, copy64.base))))
         except Exception as error:
             return first_line(error, typed=False)
         if copy64.base.dtype.kind != "f" or broken:
@@ -91,34 +155,25 @@ class Context:
 
     @property
     def ignored(self) -> Bools:
-        """Positions (B, N) that no query sees: pads, whose own output means nothing."""
-        return np.broadcast_to(~self.allowed.any(axis=1), (self.inputs.batch, self.n))
+        """Positions (B, N) of pads, whose own output means nothing."""
+        return np.broadcast_to(~self.real, (self.inputs.batch, self.n))
 
     def independent_of(self, where: Bools) -> Bools:
         """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
         sees = np.any(self.allowed & np.atleast_2d(where)[:, None, :], axis=-1)  # (1 or B, N)
         return ~np.broadcast_to(sees, (self.inputs.batch, self.n)) & ~self.ignored
 
-    def difference(
-        self,
-        before: Rows,
-        after: Rows,
-        *,
-        where: Bools | bool = True,
-        same_order: bool = False,
-        non_finite: float = np.inf,
-    ) -> Difference:
-        """Compare two answers, (B, N, F), at the positions `where`, (B, N); `non_finite` stands for what turned NaN."""
-        sizes = np.where(where, np.nan_to_num(movement(before, after), nan=non_finite), 0.0)
-        return Difference(sizes, magnitude(before, after), self.noise, same_order)
+    def compare(self, after: Rows, where: Bools | bool = True, **more: Any) -> Difference:
+        """Another run against the example's own rows."""
+        return compare(self.base, after, self.noise, where, **more)
 
     def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
         """Record how far each output, (N,), moved with one key."""
         self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
 
     def tick(self, done: int, of: int) -> None:
-        """Show how far the probe that runs has come."""
-        self.show_progress(self.probe, done, of)
+        """Show how far the trial that runs has come."""
+        self.show_progress(self.trial, done, of)
 
     def fresh(self, salt: int, kind: str = "random", inputs: Inputs | None = None) -> Inputs:
         """Other values for every position of the example (or of `inputs`): `random` ones, or `extreme` ones."""
@@ -184,3 +239,27 @@ def _drawn(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Gene
         other = vocabulary[index]
         other = np.where(other == values, vocabulary[(index + 1) % len(vocabulary)], other)
     return np.asarray(other.astype(values.dtype))
+
+
+class Need(NamedTuple):
+    """What a trial requires; where it is missing, the trial is skipped."""
+
+    what: str  # as the documentation lists it
+    why_not: Callable[[Context], str | None]  # the reason why it is missing; None where it is not
+
+
+def _batch(context: Context) -> str | None:
+    return None if context.system.signature.batch_axis is not None else "the example has no batch"
+
+
+def _torch(context: Context) -> str | None:
+    return None if context.system.in_torch else "the model does not compute in torch"
+
+
+def _repeatable(context: Context) -> str | None:
+    return "the model draws random numbers, and another length draws others" if context.noise.random else None
+
+
+BATCH = Need("a batch", _batch)
+TORCH = Need("gradients", _torch)
+REPEATABLE = Need("no random numbers", _repeatable)

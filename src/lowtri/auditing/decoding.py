@@ -1,93 +1,154 @@
-"""Ways to decode: one position after another, or in chunks, with a state between them.
+"""Ways to decode: parts of a sequence appended one after another, with a state between them.
 
-Models with `make_cache(batch)` and `model(ids, cache=...)`, and the caches of transformers models, are recognised. Others need
-`step(state, x) -> (output, state)`, where x is one position: ids (B,) or vectors (B, D).
+Models with `make_cache(batch)` and `model(ids, cache=...)` are recognised, and those with `model(ids, past_key_values=...)` as
+transformers has it. Others need `step(state, x) -> (output, state)`, where x is one position, ids (B,) or vectors (B, D), or any
+number of them, (B, n) or (B, n, D).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.adapter import Rows, without_gradients
 from lowtri.auditing.context import Context
 from lowtri.auditing.inputs import Inputs
+from lowtri.auditing.pads import pad_keyword
+from lowtri.auditing.system import Rows, without_gradients
 from lowtri.compat.transformers_private import is_stateful
 from lowtri.generation.models import stepwise_cache
 
-__all__ = ["decoder_for"]
-
-Decode = Callable[[Inputs, Sequence[int]], Rows]
+__all__ = ["Decoder", "decoder_of"]
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
+_DRAFT = 2  # tokens that are appended and cropped again
 
 
-def decoder_for(context: Context) -> tuple[Decode, bool] | None:
-    """How this model decodes, and whether it can take several positions at a time; None if that is not known."""
-    model = context.adapter.model
+@dataclass(frozen=True)
+class Decoder:
+    """How a model decodes."""
+
+    run: Callable[
+        ..., Rows
+    ]  # (inputs, sizes, draft=None): the rows, with each part of `sizes` positions appended at once
+    several: bool  # whether a part may have several positions
+    prompt: bool = True  # whether the first part may
+    crops: bool = False
+    masked: bool = False  # whether the padding mask of the example is passed on
+
+
+def decoder_of(context: Context) -> Decoder | None:
+    """How this model decodes; None if that is not known."""
+    model, system = context.system.model, context.system
     if context.options.step is not None:
-        return partial(_by_step, context), False
-    if hasattr(model, "make_cache") and context.adapter.accepts("cache"):
-        return partial(_with_own_cache, context), True
+        slices = _takes_slices(context)
+        several = context.options.prefill is not None or slices
+        return Decoder(partial(_by_step, context, slices), slices, several)
+    if hasattr(model, "make_cache") and system.accepts("cache"):
+        return Decoder(partial(_with_own_cache, context), True, crops=True)
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
-        whole = getattr(config, "is_encoder_decoder", False) and not context.adapter.signature.prefix
+        whole = getattr(config, "is_encoder_decoder", False) and not system.signature.prefix
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
-        return partial(_with_transformers_cache, context), not is_stateful(model)
+        stateful = is_stateful(model)
+        return Decoder(partial(_with_past, context), not stateful, crops=not stateful, masked=True)
+    if system.accepts("past_key_values") and system.accepts("use_cache"):
+        return Decoder(partial(_with_past, context), True, crops=True, masked=True)
     return None
 
 
-def _by_step(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
+def _takes_slices(context: Context) -> bool:
+    """Whether `step` takes several positions at once: where all at once, from nothing, equal the whole, or where it takes no single
+    one."""
+    try:
+        rows = _by_step(context, True, context.inputs, [context.n])
+        if context.compare(rows, ~context.ignored).status != "leak":
+            return True
+    except Exception:
+        pass
+    first = context.inputs.span(0, 1)
+    try:
+        _by_step(context, False, first, [1])
+        return False
+    except Exception:
+        try:
+            return len(_by_step(context, True, first, [1])) > 0
+        except Exception:
+            return False
+
+
+def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
     step: Any = context.options.step
-    signature, rows, state = context.adapter.signature, [], None
+    prefill: Any = context.options.prefill
+    signature, rows, state = context.system.signature, [], None
     width = context.base.shape[-1]
     with without_gradients():
-        for t in range(inputs.n):
-            value, axis = signature.sequence(inputs.sequences[0][:, t : t + 1]), signature.position_axes[0]
-            token = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
-            result = step(state, token)
+        for start, stop in pairwise(accumulate(sizes, initial=0)):
+            value, axis = signature.sequence(inputs.sequences[0][:, start:stop]), signature.position_axes[0]
+            if prefill is not None and start == 0:
+                name, result = "prefill", prefill(value)
+            else:
+                if not slices:
+                    value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
+                name, result = "step", step(state, value)
             if not isinstance(result, (tuple, list)) or len(result) != 2:
-                raise TypeError(f"step returned a {type(result).__name__}, expected (output, state)")
+                raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
             answer, state = result
             answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
-            if answer.size != inputs.batch * width:
-                raise ValueError(
-                    f"step answers {answer.shape}, expected {inputs.batch} x {width} numbers at each position"
-                )
-            rows.append(answer.reshape(inputs.batch, 1, -1))
+            if answer.size != inputs.batch * (stop - start) * width:
+                each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
+                raise ValueError(f"{name} answers {answer.shape}, expected {inputs.batch} x {width} numbers {each}")
+            rows.append(answer.reshape(inputs.batch, stop - start, -1))
     return np.concatenate(rows, axis=1).astype(context.base.dtype)
 
 
-def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    cache = stepwise_cache(context.adapter.model, inputs.batch)
-    parts = (inputs.span(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
-    rows = [context.adapter(replace(part, options={"cache": cache})) for part in parts]
-    return np.concatenate(rows, axis=1)
-
-
-def _with_transformers_cache(context: Context, inputs: Inputs, sizes: Sequence[int]) -> Rows:
-    adapter, rows = context.adapter, []
-    cache: dict[str, Any] = {}
+def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    cache, rows = stepwise_cache(context.system.model, inputs.batch), []
     for start, stop in pairwise(accumulate(sizes, initial=0)):
-        options: dict[str, Any] = {"use_cache": True, **cache}
-        masked = False
-        for name, value in inputs.options.items():  # a padding mask covers all that came, positions only what comes
-            is_mask = name.endswith("attention_mask")
-            options[name] = value[:, 0 if is_mask else start : stop]
-            masked |= is_mask
-        part = replace(inputs.span(start, stop), options=options, settings={})
-        answer = adapter.answer(part)
-        kind = next((name for name in _CACHES if getattr(answer, name, None) is not None), None)
-        if kind is None:
-            raise LookupError("the model returned no cache")
-        if kind != "past_key_values" and masked and start:
-            raise LookupError("how this state is decoded together with a padding mask is not known")
-        cache = {kind: getattr(answer, kind)}
-        rows.append(adapter.rows(answer, part))
+        options = {**inputs.options, "cache": cache}
+        if draft is not None and start:
+            context.system(replace(draft.span(start, min(start + _DRAFT, inputs.n)), options=options))
+            cache.crop(start)
+        rows.append(context.system(replace(inputs.part(start, stop, ()), options=options)))
     return np.concatenate(rows, axis=1)
+
+
+def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    system, rows = context.system, []
+    cache: dict[str, Any] = {}
+    keyword = pad_keyword(context)
+
+    def appended(source: Inputs, start: int, stop: int) -> Rows:
+        nonlocal cache
+        # A cache of keys needs the padding mask of all that came; a recurrent state that of what comes.
+        whole = () if cache and "past_key_values" not in cache else (keyword,)
+        part = source.part(start, stop, whole)
+        part = replace(part, options={**part.options, "use_cache": True, **cache})
+        answer = system.answer(part)
+        cache = _cache_of(answer)
+        return system.rows(answer, part)
+
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
+        if draft is not None and start:
+            end = min(start + _DRAFT, inputs.n)
+            appended(draft, start, end)
+            kept = next(iter(cache.values()))
+            # transformers counts what to remove, below zero; others say how many stay.
+            kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
+        rows.append(appended(inputs, start, stop))
+    return np.concatenate(rows, axis=1)
+
+
+def _cache_of(answer: Any) -> dict[str, Any]:
+    for name in _CACHES:
+        value = answer.get(name) if isinstance(answer, dict) else getattr(answer, name, None)
+        if value is not None:
+            return {name: value}
+    if isinstance(answer, (tuple, list)) and len(answer) > 1 and answer[1] is not None:
+        return {"past_key_values": answer[1]}
+    raise LookupError("the model returned no cache")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lowtri.auditing.inputs import Array, CallSignature, Inputs, positions_first
+from lowtri.auditing.system import System
 from lowtri.errors import CallError
 
-__all__ = ["read_example"]
+__all__ = ["check_axes", "read_example"]
 
 _SEQUENCE_NAMES = ("input_ids", "inputs_embeds", "ids", "tokens", "x", "input", "inputs", "query")
 
@@ -140,6 +142,30 @@ def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | N
         return int(requested) % array.ndim
     without_batch = 2 if _holds_vectors(array) else 1  # (N, D) and (N,)
     return None if array.ndim <= without_batch else next(i for i in range(array.ndim) if i != axis)
+
+
+def check_axes(system: System, inputs: Inputs, seed: int) -> None:
+    """Ask back where there are more rows than positions, and only the first axis behaves as positions do."""
+    batch, n = inputs.batch, inputs.n
+    if batch <= n or system.signature.position_axes[0] != 1:
+        return
+    rng = np.random.default_rng([seed, 11])
+    before = system(inputs)
+    across_rows = across_positions = False
+    for row, position in ((0, 0), (batch - 1, n - 1), (batch // 2, 0), (0, n - 1)):
+        where = np.zeros((batch, n), bool)
+        where[row, position] = True
+        other = replace(inputs, sequences=tuple(values[rng.permutation(batch)][:, ::-1] for values in inputs.sequences))
+        moved = (before != system(inputs.change(where, other))).any(axis=-1)
+        across_positions |= bool(np.delete(moved[row], position).any())
+        across_rows |= bool(np.delete(moved, row, axis=0).any())
+    if across_rows and not across_positions:
+        shape = (batch, n, *inputs.sequences[0].shape[2:])
+        raise CallError(
+            f"audit: example of shape {shape} is either {batch} rows of {n} positions or {n} rows of {batch} positions,\n"
+            "and changes move outputs along the first axis alone.\n"
+            "Fix: position_axis=1 for the first reading, position_axis=0 for the second."
+        )
 
 
 def _as_array(value: Any, name: str) -> Array:

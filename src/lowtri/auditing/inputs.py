@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "CallSignature", "Inputs", "positions_first"]
+__all__ = ["Array", "CallSignature", "Inputs", "first_line", "positions_first"]
 
 Array = npt.NDArray[Any]
 
@@ -60,6 +60,30 @@ class Inputs:
                 value = np.take(value, np.arange(start, stop), axis=axis)
             cut[key] = value
         return replace(self, sequences=tuple(a[:, start:stop] for a in self.sequences), settings=cut)
+
+    def part(self, start: int, stop: int, whole: Sequence[Any]) -> Inputs:
+        """The positions `start .. stop - 1` as they are appended to those before; of the names `whole`, all up to `stop`.
+
+        Of a table of pairs, these queries and all keys up to `stop`.
+        """
+
+        def cut(key: Any, value: Any) -> Any:
+            if not isinstance(value, np.ndarray):
+                return value
+            axes = [axis for axis, size in enumerate(value.shape) if size == self.n]
+            if self.batch == self.n and value.ndim > 1 and 0 in axes and len(axes) > 1:
+                axes.remove(0)
+            for axis in axes:
+                all_keys = key in whole or (len(axes) > 1 and axis == axes[-1])
+                value = np.take(value, np.arange(0 if all_keys else start, stop), axis=axis)
+            return value
+
+        return replace(
+            self,
+            sequences=tuple(a[:, start:stop] for a in self.sequences),
+            settings={key: cut(key, value) for key, value in self.settings.items()},
+            options={key: cut(key, value) for key, value in self.options.items()},
+        )
 
     def rows(self, index: Sequence[int]) -> Inputs:
         """The given rows of the batch, in the given order."""
@@ -142,3 +166,9 @@ def positions_first(array: Any, batch_axis: int | None, position_axis: int) -> A
     if batch_axis is None:
         return move(array, position_axis, 0)[None]
     return move(array, (batch_axis, position_axis), (0, 1))
+
+
+def first_line(error: Exception, *, typed: bool = True) -> str:
+    """An error in one line: its message, with its type in front where `0` or `x` alone would mean little."""
+    kind, message = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:120]
+    return f"{kind}: {message}" if typed and message else message or kind

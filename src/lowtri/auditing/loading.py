@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.declared_mask import declared_mask
-from lowtri.auditing.finding import first_line
-from lowtri.auditing.setup import vocabulary_size
+from lowtri.auditing.inputs import first_line
+from lowtri.auditing.options import vocabulary_size
 from lowtri.errors import DataError
 from lowtri.nn.files import read_json
 

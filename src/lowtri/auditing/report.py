@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.drawing import cells, draw_svg, draw_text
-from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.noise import Noise
+from lowtri.auditing.finding import Finding, Leak, Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
 from lowtri.masks.labels import shortened, spelled_out

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import MaskError
-from lowtri.masks.mask import Mask, field_text
+from lowtri.masks.mask import CONSTRUCTORS, Mask, called, field_text
 from lowtri.masks.positions import Positions, shown
 from lowtri.masks.tile import Answer
 
@@ -151,6 +151,11 @@ def _sub(self: Mask, other: object) -> Mask:
 def _operand(other: object, sign: str) -> Mask:
     if isinstance(other, Mask):
         return other
+    name = getattr(other, "__name__", None)
+    if name in CONSTRUCTORS:
+        raise MaskError(
+            f"mask {sign} {name}: {name} is a function; the parentheses were forgotten.\nFix: {called(name)}."
+        )
     raise MaskError(
         f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
         "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."

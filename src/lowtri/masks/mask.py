@@ -18,7 +18,7 @@ from lowtri.masks.tile import TileLaw, default_positions
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONSTRUCTORS", "Constructor", "Mask", "constructor", "field_text"]
+__all__ = ["CONSTRUCTORS", "Constructor", "Mask", "called", "constructor", "field_text"]
 
 _PAIRS_AT_ONCE = 2**22  # of a table: about 32 MB of intermediate numbers
 _Make = TypeVar("_Make", bound=Callable[..., Any])
@@ -47,6 +47,11 @@ def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
         return make
 
     return register
+
+
+def called(name: str) -> str:
+    """The call of a constructor: `causal()`, `window(...)`."""
+    return f"{name}({'...' if CONSTRUCTORS[name].make.__code__.co_argcount else ''})"
 
 
 class Mask(TileLaw):

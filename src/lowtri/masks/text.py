@@ -16,7 +16,7 @@ from lowtri.compat.torch_marks import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.grammar import read
-from lowtri.masks.mask import Mask
+from lowtri.masks.mask import CONSTRUCTORS, Mask, called
 from lowtri.masks.positions import shown
 
 __all__ = ["as_mask", "mask"]
@@ -98,6 +98,9 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
         raise MaskError(
             f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
         )
+    function = getattr(value, "__name__", None)
+    if function in CONSTRUCTORS:
+        raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
     given = f"{name}: a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
         raise MaskError(f'{given} came. Fix: the mask "causal".')

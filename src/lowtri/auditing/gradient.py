@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, Leak, first_line
-from lowtri.auditing.inputs import positions_first
-from lowtri.auditing.probe import TORCH, Probe
+from lowtri.auditing.context import TORCH, Context
+from lowtri.auditing.finding import Finding, Leak
+from lowtri.auditing.inputs import first_line, positions_first
+from lowtri.auditing.trial import Trial
 
-__all__ = ["PROBE"]
+__all__ = ["GRADIENT"]
 
 Sizes = npt.NDArray[np.float64]
-Reach = Callable[[list[int]], Sizes]
+Reach = Callable[..., Sizes]
 
 
 def _gradient(context: Context) -> Finding:
@@ -26,12 +26,12 @@ def _gradient(context: Context) -> Finding:
     """
     import torch
 
-    from lowtri.auditing.leaves import run_with_leaves
+    from lowtri.auditing.torch_hooks import run_with_leaves
 
     try:
         with torch.enable_grad():
             rows, leaves = run_with_leaves(
-                context.adapter, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
+                context.system, context.inputs, lambda value: value.detach().clone().requires_grad_(True)
             )
     except Exception as error:
         return _not_differentiable(error)
@@ -43,9 +43,12 @@ def _gradient(context: Context) -> Finding:
     cotangents = np.random.default_rng([context.options.seed, 7]).standard_normal(rows.shape)
     sizes = np.zeros((context.inputs.batch, len(queries), context.n))
 
-    def reach(positions: list[int]) -> Sizes:
-        """How far each input, (B, N), reaches any of these outputs."""
-        cotangent = torch.as_tensor(cotangents[:, positions], dtype=rows.dtype, device=rows.device)
+    def reach(positions: list[int], row: int | None = None) -> Sizes:
+        """How far each input, (B, N), reaches any of these outputs (of one row)."""
+        chosen = cotangents[:, positions]
+        if row is not None:
+            chosen = chosen * (np.arange(len(chosen)) == row)[:, None, None]
+        cotangent = torch.as_tensor(chosen, dtype=rows.dtype, device=rows.device)
         grads = torch.autograd.grad(rows[:, positions], leaves, cotangent, retain_graph=True, allow_unused=True)
         by_leaf = [_by_position(context, grad, number) for number, grad in enumerate(grads) if grad is not None]
         return np.max(by_leaf, axis=0) if by_leaf else np.zeros((context.inputs.batch, context.n))
@@ -60,7 +63,7 @@ def _gradient(context: Context) -> Finding:
             context.tick(done + 1, len(queries))
     except Exception as error:
         return _not_differentiable(error)
-    return _judge(context, sizes, queries)
+    return _judge(context, sizes, queries, reach)
 
 
 def _reached(context: Context, query: int, reach: Reach) -> int | None:
@@ -75,13 +78,17 @@ def _reached(context: Context, query: int, reach: Reach) -> int | None:
     return int(outputs[0])
 
 
-def _judge(context: Context, sizes: Sizes, queries: list[int]) -> Finding:
+def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> Finding:
     """The finding from the gradients (B, queries, N)."""
     finite = np.isfinite(sizes)
     context.seen[queries] = np.fmax(context.seen[queries], np.where(finite, sizes, 0).max(axis=0))
     hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & ~context.ignored[:, queries, None]
     scale = float(sizes[finite].max(initial=0.0))
     wrong = np.where(hidden & finite, sizes, 0.0)
+    if len(sizes) > 1 and context.noise.classify(float(wrong.max()), scale) != "clean":
+        # An output of another row may have the gradient; what is left is each row's own.
+        for row, index in np.argwhere(wrong.any(axis=-1)).tolist():
+            wrong[row, index] = np.minimum(wrong[row, index], np.nan_to_num(reach([queries[index]], row)[row]))
     greatest = float(wrong.max())
     measured = {
         "queries": len(queries),
@@ -108,7 +115,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int]) -> Finding:
 
 def _by_position(context: Context, grad: Any, number: int) -> Sizes:
     """The greatest gradient at each position, (B, N)."""
-    signature = context.adapter.signature
+    signature = context.system.signature
     axis = signature.position_axes[0 if context.inputs.discrete else number]
     values = positions_first(grad.detach().abs().double().cpu().numpy(), signature.batch_axis, axis)
     largest = values.reshape(values.shape[0], values.shape[1], -1).max(axis=-1)
@@ -119,7 +126,7 @@ def _not_differentiable(error: Exception) -> Finding:
     return Finding("skipped", f"the model cannot be differentiated: {first_line(error, typed=False)}")
 
 
-PROBE = Probe(
+GRADIENT = Trial(
     name="gradient",
     does="runs one backward pass for each query, from a random output gradient",
     finds="leaks too small to move a float32 output, but not leaks through discrete choices",

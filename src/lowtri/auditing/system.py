@@ -1,4 +1,4 @@
-"""The model adapter: inputs in, one row of numbers for each position out, (B, N, F).
+"""The system under audit: inputs in, one row of numbers for each position out, (B, N, F).
 
 The model is run unmodified. Random states, training flags and buffers are restored after a run.
 """
@@ -6,6 +6,8 @@ The model is run unmodified. Random states, training flags and buffers are resto
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import random
@@ -20,13 +22,13 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
-__all__ = ["ModelAdapter", "Rows", "in_mode", "module_behind", "without_gradients"]
+__all__ = ["Rows", "System", "in_mode", "module_behind", "redrawn", "without_gradients"]
 
 Rows = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class ModelAdapter:
+class System:
     """A model, the signature of its call, and how to read its answer."""
 
     model: Any
@@ -64,14 +66,14 @@ class ModelAdapter:
         """The rows of a whole answer."""
         return _in_numpy(self._rows(answer, inputs))
 
-    def in_float64(self) -> ModelAdapter:
+    def in_float64(self) -> System:
         """The same model computing in float64; raises whatever the copy raises."""
         signature = self.signature
         if not self.in_torch:
             if signature.dtypes[0].kind != "f" or signature.dtypes[0] == np.float64:
                 raise CallError("a callable on NumPy arrays computes in its own precision")
             return replace(self, signature=replace(signature, dtypes=(np.dtype(np.float64),) * len(signature.dtypes)))
-        from lowtri.auditing.float64 import float64_copy
+        from lowtri.auditing.torch_hooks import float64_copy
 
         return replace(self, model=float64_copy(self.model), signature=replace(signature, float64=True))
 
@@ -98,14 +100,14 @@ class ModelAdapter:
         """The conditions of one run: the seed, the precision, and in training mode the same running statistics."""
         precision: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.signature.float64:
-            from lowtri.auditing.float64 import computing_in_float64
+            from lowtri.auditing.torch_hooks import computing_in_float64
 
             precision = computing_in_float64()
         with _seeded(seed), _buffers_restored(self.module if self.training else None), precision:
             yield
 
     def _rows(self, answer: Any, inputs: Inputs) -> Any:
-        answer = self._picked(answer)
+        answer = self._picked(answer, inputs)
         if not hasattr(answer, "movedim"):
             answer = np.asarray(answer)
         rows = positions_first(answer, *self._axes(tuple(answer.shape), inputs))
@@ -117,7 +119,7 @@ class ModelAdapter:
             rows = torch.view_as_real(rows)
         return rows.reshape(rows.shape[0], rows.shape[1], -1)
 
-    def _picked(self, answer: Any) -> Any:
+    def _picked(self, answer: Any, inputs: Inputs) -> Any:
         """The tensor or array with one row for each position."""
         if self.output is not None:
             return self.output(answer)
@@ -127,9 +129,23 @@ class ModelAdapter:
                 return value
         if isinstance(answer, Mapping):
             return answer["logits"] if "logits" in answer else next(iter(answer.values()))
+        if dataclasses.is_dataclass(answer):
+            return self._field(answer, inputs)
         if isinstance(answer, (tuple, list)) and not all(isinstance(value, (int, float)) for value in answer):
             return answer[0]
         return answer
+
+    def _field(self, answer: Any, inputs: Inputs) -> Any:
+        """The one field of a dataclass that has a row for each position."""
+        shapes = {f.name: getattr(getattr(answer, f.name), "shape", ()) for f in dataclasses.fields(answer)}
+        fitting = [name for name, shape in shapes.items() if inputs.n in shape]
+        if len(fitting) == 1:
+            return getattr(answer, fitting[0])
+        given = ", ".join(f"{name} {tuple(shape)}" if len(shape) else name for name, shape in shapes.items())
+        raise CallError(
+            f"audit: the model returns a {type(answer).__name__} of {given}; {len(fitting)} of them have a row for each of "
+            f"the {inputs.n} positions.\nFix: pick one with output=lambda answer: answer.{next(iter(fitting or shapes), 'name')}."
+        )
 
     def _axes(self, shape: tuple[int, ...], inputs: Inputs) -> tuple[int | None, int]:
         """The axes of the batch and of the positions."""
@@ -171,6 +187,22 @@ def module_behind(model: Any) -> Any:
             if hasattr(cell.cell_contents, "named_modules"):
                 return cell.cell_contents
     return None
+
+
+def redrawn(model: Any, std: float, seed: int) -> Any:
+    """A copy whose matrices are drawn anew; vectors (norms, biases) stay."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
+    redrawn_copy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in redrawn_copy.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                fresh = torch.randn(parameter.shape, generator=generator) * std
+                parameter.copy_(fresh.to(parameter))
+    return redrawn_copy
 
 
 def without_gradients() -> contextlib.AbstractContextManager[Any]:

@@ -1,29 +1,28 @@
-"""A longer example: faults that begin at a position, a length or an edge that the example does not reach."""
+"""The same trials in a longer example: faults that begin at a position, a length or an edge that the example does not reach."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.conditions import Condition, probe_under
-from lowtri.auditing.context import Context
-from lowtri.auditing.finding import Finding, first_line
-from lowtri.auditing.inputs import Array
+from lowtri.auditing.conditions import same_in_training
+from lowtri.auditing.content import CHANGE, PREFIX
+from lowtri.auditing.context import Condition, Context
+from lowtri.auditing.finding import Finding
+from lowtri.auditing.gradient import GRADIENT
+from lowtri.auditing.inputs import Array, first_line
 from lowtri.auditing.options import Bools
-from lowtri.auditing.probe import Probe
-from lowtri.auditing.probes.change import PROBE as CHANGE
-from lowtri.auditing.probes.gradient import PROBE as GRADIENT
-from lowtri.auditing.probes.prefix import PROBE as PREFIX
-from lowtri.auditing.probes.training import PROBE as TRAINING
-from lowtri.auditing.probes.training import in_training, same_in_training
+from lowtri.auditing.pads import pad_keyword
+from lowtri.auditing.running import run_under
+from lowtri.auditing.trial import Trial
 from lowtri.errors import CallError
 
-__all__ = ["PROBE"]
+__all__ = ["LONGER", "extended"]
 
 _LENGTH = 256
-_PROBES = (CHANGE, GRADIENT, PREFIX)
 _LIMITS = (
     "max_position_embeddings",
     "n_positions",
@@ -46,7 +45,7 @@ def _longer(context: Context) -> Finding:
     if wanted <= n:
         why = "length=0 leaves it out" if requested == 0 else f"the example's {n} positions are as many"
         return Finding("skipped", why, (), {"length": n})
-    device = getattr(context.adapter.signature.device, "type", "cpu")
+    device = getattr(context.system.signature.device, "type", "cpu")
     if requested is None and limit is None and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
         return Finding("skipped", f"how many positions the model takes on {device} is not known (say length=)")
@@ -56,17 +55,17 @@ def _longer(context: Context) -> Finding:
         return Finding("skipped", str(error).removeprefix("audit: "))
     if longer is None:
         return Finding("skipped", f"the model takes no longer example: {why}")
-    outcome = probe_under(_conditions(longer), first=True)
+    outcome = run_under(_modes(longer), (CHANGE, GRADIENT, PREFIX), first=True)
     positions = list(longer.chosen or ())
     measured = {"length": longer.n if outcome.tried else -1, "places": positions}
     clean = f"the mask holds at {longer.n} positions ({len(positions)} of them looked at, {', '.join(outcome.tried)})"
-    outcome.leaks = [replace(leak, drawn=False) for leak in outcome.leaks]
     finding = outcome.finding(clean + (f"; {wanted} were not taken: {why}" if why else ""), measured)
     if finding.status == "undecided" and requested is None:
         # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
         message = f"at {longer.n} positions the numbers are too near the noise to decide: {finding.message}"
         return Finding("skipped", f"{message} (length={longer.n} makes it part of the verdict)")
-    return replace(finding, length=longer.n if outcome.tried else None)
+    leaks = tuple(replace(leak, drawn=False) for leak in finding.leaks)
+    return replace(finding, leaks=leaks, length=longer.n if outcome.tried else None)
 
 
 def _too_short(finding: Finding, length: int) -> str | None:
@@ -76,11 +75,11 @@ def _too_short(finding: Finding, length: int) -> str | None:
     return finding.message if tried < 0 else f"the model takes no more than {tried} positions"
 
 
-def _conditions(longer: Context) -> Iterator[Condition]:
-    example = f"in an example of {longer.n} positions"
-    yield Condition(longer.mode or "as it is", example, _PROBES, longer)
-    if longer.mode == "eval mode" and not same_in_training(longer):
-        yield Condition("training mode", f"in training mode, {example}", _PROBES, in_training(longer))
+def _modes(longer: Context) -> Iterator[Context]:
+    yield longer.under(Condition(length=longer.n, name=longer.mode or "as it is"))
+    both = longer.mode == "eval mode" and longer.options.train is None
+    if both and not same_in_training(longer):
+        yield longer.under(Condition(length=longer.n, training=True, name="training mode"))
 
 
 def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
@@ -88,9 +87,9 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
     reasons: list[str] = []
 
     def tried(length: int) -> Context | None:
-        longer = _extended(context, length)
+        longer = extended(context, length)
         try:
-            longer.adapter(longer.inputs)
+            longer.system(longer.inputs)
         except Exception as error:
             reasons.append(first_line(error))
             return None
@@ -110,20 +109,42 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
     return best, next(iter(reasons), "")
 
 
-def _extended(context: Context, length: int) -> Context:
-    """The first row with inputs drawn at random behind it."""
-    n, inputs = context.n, context.inputs.rows([0])
-    allowed = context.options.allowed(length, context.inputs.batch)[:1]
-    settings = {key: _continued(value, context, length, allowed[0]) for key, value in inputs.settings.items()}
+def extended(context: Context, length: int) -> Context:
+    """The real tokens of the first row with inputs drawn at random behind them."""
+    inputs = context.inputs.rows([0])
+    keyword = pad_keyword(context)
+    marks = inputs.settings.get(keyword) if keyword else None
+    if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
+        tokens = np.flatnonzero(context.real[0])
+        cut = {key: _taken(value, tokens, context.n) for key, value in inputs.settings.items()}
+        inputs = replace(inputs, sequences=tuple(a[:, tokens] for a in inputs.sequences), settings=cut)
+    n = inputs.n
+    declared, _ = context.options.declared(length, context.inputs.batch)
+    allowed = declared[:1]
+    before = context.declared[0][:n, :n]
+    settings = {key: _continued(value, before, length, allowed[0]) for key, value in inputs.settings.items()}
     repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
     inputs = replace(inputs, sequences=repeated, settings=settings)
     inputs = inputs.change(np.arange(length) >= n, context.fresh(600, inputs=inputs))
-    return replace(context, inputs=inputs, allowed=allowed, chosen=_chosen(n, length))
+    real = (
+        np.ones((1, length), bool)
+        if keyword in settings
+        else np.pad(context.real[:1], ((0, 0), (0, length - n)), constant_values=True)
+    )
+    places = _chosen(min(n, context.n), length)
+    return replace(context, inputs=inputs, allowed=allowed, declared=allowed, real=real, chosen=places)
 
 
-def _continued(value: Array, context: Context, length: int, allowed: Bools) -> Array:
+def _taken(value: Array, positions: Any, n: int) -> Array:
+    for axis, size in enumerate(value.shape):
+        if size == n:
+            value = np.take(value, positions, axis=axis)
+    return value
+
+
+def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Array:
     """An array along the positions, continued to more of them: a table that says what the mask says, a constant, a count."""
-    n, before = context.n, context.allowed[0]
+    n = len(before)
     if value.shape[-2:] == (n, n):
         shown, hidden = value[..., before], value[..., ~before]
         if all(len(np.unique(part)) <= 1 for part in (shown, hidden)) and shown.size:
@@ -133,7 +154,7 @@ def _continued(value: Array, context: Context, length: int, allowed: Bools) -> A
         axis = value.shape.index(n)
         first = np.take(value, [0], axis)
         continued = np.repeat(first, length, axis)
-        if value.dtype != bool:
+        if value.dtype != bool and n > 1:
             count = np.arange(length).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
             continued = np.asarray(first + (np.take(value, [1], axis) - first) * count, value.dtype)
         if np.array_equal(np.take(continued, np.arange(n), axis), value):
@@ -150,18 +171,18 @@ def _chosen(n: int, length: int) -> tuple[int, ...]:
 
 def _limit(context: Context) -> int | None:
     """The limit on positions in the model's config."""
-    config = getattr(context.adapter.module, "config", None)
+    config = getattr(context.system.module, "config", None)
     sizes = [size for size in (getattr(config, name, None) for name in _LIMITS) if isinstance(size, int) and size > 1]
     return min(sizes, default=None)
 
 
-PROBE = Probe(
+LONGER = Trial(
     name="longer",
     does="runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and "
     "training mode",
     finds="leaks that begin past the end of the example",
     function=_longer,
-    skipped_after=(CHANGE, GRADIENT, PREFIX, TRAINING),
+    skipped_after=("change", "gradient", "prefix", "training"),
     argument="length",
     not_run=_too_short,
 )
