@@ -181,8 +181,9 @@ def _events(watch: Watch, axis: int) -> list[_Event]:
     """Every part's calls in one call of the module, in the order in which they finish."""
     calls: list[list[_Event]] = []
 
-    def at_position(values: Iterable[Any]) -> list[torch.Tensor]:
-        return [cut for value in values if (cut := _cut(value, watch, axis)) is not None]
+    def at_position(values: Iterable[Any], part: Any) -> list[torch.Tensor]:
+        along = 2 if hasattr(part, "kernel_size") else axis  # convolutions and pools have the channels first
+        return [cut for value in values if (cut := _cut(value, watch, along)) is not None]
 
     def record(name: str, part: Any, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -191,7 +192,7 @@ def _events(watch: Watch, axis: int) -> list[_Event]:
             values = getattr(output, "values", None)
             output = values() if callable(values) else []
         if calls:
-            calls[-1].append(_Event(name, at_position([*args, *kwargs.values()]), at_position(output)))
+            calls[-1].append(_Event(name, at_position([*args, *kwargs.values()], part), at_position(output, part)))
 
     hooks = [
         part.register_forward_hook(functools.partial(record, name), with_kwargs=True)
