@@ -21,7 +21,8 @@ from lowtri.nn import Decoder, DecoderConfig, GPT2Config, RecurrentConfig, Recur
 from lowtri.nn.checkpoint import save
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.pretrained import load_named
-from lowtri.nn.quantized import WEIGHTS, QuantizedLinear
+from lowtri.nn.products import WEIGHTS, Choices
+from lowtri.nn.quantized import QuantizedLinear, quantize
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -44,17 +45,25 @@ def bound(linear: nn.Linear, x: torch.Tensor, weights: str) -> torch.Tensor:
     return x @ of_w.T + of_x @ w.T + of_x @ of_w.T + sums + output + denormal
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+def preferring(way: str) -> Choices:
+    """This way, as if it had been the fastest; the first one of a kind of weights is "torch" where there are two."""
+    return Choices(lambda ways: [[float((i == 0) != (way == "torch"))] * len(runs) for i, runs in enumerate(ways)])
+
+
+FORMS = [(weights, way.name) for weights, form in WEIGHTS.items() for way in form.ways]
+
+
+@pytest.mark.parametrize(("weights", "way"), FORMS)
 @pytest.mark.parametrize(("rows", "size", "width", "bias"), [(1, 24, 40, True), (37, 577, 33, False), (5, 1, 1, True)])
 @pytest.mark.parametrize("largest", [1.0, 1e3])
-def test_errors_are_within_the_bound_of_rounding(weights, rows, size, width, bias, largest):
+def test_errors_are_within_the_bound_of_rounding(weights, way, rows, size, width, bias, largest):
     generator = torch.Generator().manual_seed(rows)
     linear = nn.Linear(size, width, bias=bias)
     x = torch.randn(2, rows, size, generator=generator)
     x[..., 0] *= largest  # language models have a few large inputs
     with torch.no_grad():
         expected = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
-        output = QuantizedLinear(linear, weights)(x)
+        output = QuantizedLinear(linear, weights, preferring(way))(x)
     assert output.shape == (2, rows, width)
     assert output.dtype == x.dtype
     error = (output.double() - expected).abs()
@@ -72,7 +81,8 @@ def test_two_float16_numbers_hold_a_float32_weight(largest):
         )
         linear.weight.mul_(largest / linear.weight.abs().max())
         unit = torch.eye(64)  # the outputs are the weights themselves
-        output = torch.cat([QuantizedLinear(linear, "float32")(row[None]) for row in unit]).T
+        layer = QuantizedLinear(linear, "float32", preferring("two_float16"))
+        output = torch.cat([layer(row[None]) for row in unit]).T
     error, weight = (output.double() - linear.weight.double()).abs(), linear.weight.double().abs()
     assert (error <= 2.0**-22 * weight + 2.0**-48 * largest + 2.0**-149).all()
 
@@ -290,3 +300,74 @@ def test_the_layer_owns_its_weight_and_refuses_what_it_cannot_compute(weights: s
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
         with pytest.raises(CallError, match=r"forward mode.* Fix: the original model"):
             torch.func.jvp(layer, (x,), (x,))
+
+
+# Which way runs is measured.
+
+
+def test_the_fastest_way_runs_for_each_number_of_rows_and_each_shape():
+    """Times of three models with two shapes: the second way has to save a tenth of the sum over the matrices of a shape."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 8), nn.Linear(8, 16))
+    asked: list[int] = []
+
+    def measure(ways: Any) -> list[list[float]]:
+        torch_runs, other_runs = ways
+        assert len(torch_runs) == len(other_runs) == 4
+        for run in (*torch_runs, *other_runs):  # equal products
+            asked.append(run().shape[0])
+        assert all((a() - b()).abs().max() < 1e-4 for a, b in zip(torch_runs, other_runs, strict=True))
+        return [[1.0, 1.0, 1.0, 1.0], [0.5, 0.95, 0.89, 0.5]]
+
+    choices = Choices(measure)
+    quantize(model, "float32", choices)
+    plain, packed = ("torch",) * 4, ("two_float16", "two_float16", "torch", "torch")
+    assert [layer.products for layer in model] == [packed, plain, packed, packed]
+    assert set(asked) == {1, 4}, "two products for each weight are no candidate for many rows"
+    x, calls = torch.randn(64, 8), len(asked)
+    with torch.no_grad():
+        for rows in (0, 1, 3, 4, 5, 64):  # whatever runs, a row gives the same numbers up to rounding
+            torch.testing.assert_close(model[0](x[:rows]), model[0](x)[:rows], rtol=1e-5, atol=1e-5)
+        assert model[0](x[0]).shape == (16,)
+    quantize(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), "float32", choices)
+    assert len(asked) == calls, "known shapes are not measured again, so equal models get equal products"
+
+
+def test_the_rows_of_a_product_choose_the_way():
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append(self.name)
+            return x
+
+    ran: list[str] = []
+    layer = QuantizedLinear(nn.Linear(8, 8, bias=False), "int8")
+    layer._products = tuple(map(Named, "abcd"))  # type: ignore[assignment]
+    for rows in (0, 1, 2, 4, 5, 16, 17, 64, 1000):
+        layer(torch.zeros(rows, 8))
+    assert "".join(ran) == "aabbccddd"
+    layer(torch.zeros(3, 5, 8))
+    assert ran[-1] == "c"
+
+
+def test_bf16_prompts_run_on_torchs_product_where_it_is_faster():
+    for way, many in (("torch", "torch"), ("widened", "widened")):
+        layer = QuantizedLinear(nn.Linear(8, 4), "bf16", preferring(way))
+        assert layer.products == ("torch", "torch", many, many)
+        assert f"weights=bf16, torch/torch/{many}/{many}" in repr(layer)
+
+
+def test_a_large_matrix_is_timed_in_part():
+    shapes: list[Any] = []
+    large = torch.zeros(2**12, 2**10)
+    choices = Choices(lambda ways: [[shapes.append(run().shape) or 1.0 for run in runs] for runs in ways])
+    choices.learn("bf16", [large] * 9 + [torch.zeros(3, 5)])
+    assert set(shapes) == {(16, 2**11), (64, 2**11), (16, 3), (64, 3)}
+    assert len(shapes) == 2 * 2 * 4, "32 MB of the model are timed, and one matrix of each shape"
+
+
+def test_without_fbgemm_float32_is_as_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_quantized, "why_missing", lambda: "this build of torch has no FBGEMM")
+    layer = QuantizedLinear(nn.Linear(8, 4), "float32", preferring("two_float16"))
+    assert layer.products == ("torch",) * 4

@@ -9,7 +9,8 @@ llama, gpt2        the layers of a Decoder
 decoder            Decoder: a decoder-only language model
 recurrent          RecurrentLM: LSTM, GRU or plain RNN
 joined             several linear layers with the same input as one
-quantized          linear layers with weights of 8 or 16 bits
+products           products with stored weights, and the choice among them by measurement
+quantized          linear layers with weights stored for generating
 fixed              attributes that are set only once, when a module is built
 cache              the interface of a key/value cache
 files              the files of a checkpoint folder, checked before they are read

@@ -163,8 +163,9 @@ class Decoder(nn.Module):
         Args:
             weights: ``"int8"`` (8-bit weights with a scale per output, activations of two 7-bit numbers with a scale per token),
                 ``"float16"`` (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or
-                ``"float32"`` (each weight as the sum of two float16 numbers, exact to 2**-22, and as it was, for prompts: twice
-                the memory). All but bf16 need an x86 CPU.
+                ``"float32"`` (as loaded; where that is faster, also each weight as the sum of two float16 numbers, exact to
+                2**-22, for few tokens: twice the memory). ``"int8"`` and ``"float16"`` need an x86 CPU. Where there are several
+                ways to compute a product, they are timed here, once in a process, for some hundredths of a second.
 
         Returns:
             The model itself.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FewTokensNorm", "passes"]
 
-_MOST = 2**15  # numbers
+_MOST = 2**15  # numbers: the grain size of torch's operators, which compute larger arrays on several threads
 
 
 def passes(x: Tensor) -> TokenRows | None:

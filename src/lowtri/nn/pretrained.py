@@ -14,7 +14,7 @@ from lowtri.nn.checkpoint import load
 from lowtri.nn.checkpoint_reader import as_dtype
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.names import folder_of
-from lowtri.nn.quantized import WEIGHTS
+from lowtri.nn.products import WEIGHTS
 from lowtri.nn.recurrent import RecurrentLM
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Linear layers whose weights are stored for generating, which reads every weight once per token.
 
-    float32   each weight as the sum of two float16 numbers, exact to 2**-22, by FBGEMM (x86); and as it was, for prompts
-    bf16      weights and inputs rounded to bf16, torch's own matrix product
+    float32   as loaded; and, where that is faster, each weight as the sum of two float16 numbers, exact to 2**-22, by FBGEMM (x86)
+    bf16      weights and inputs rounded to bf16; torch's own product, or that of float32 where it is faster
     float16   weights rounded to float16, inputs and sums in float32, by FBGEMM (x86)
     int8      weights rounded to 8 bits with a scale per output, inputs as two 7-bit numbers with a scale per token, by FBGEMM (x86)
 
@@ -11,9 +11,8 @@ Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +20,10 @@ from torch import Tensor, nn
 from lowtri.compat import torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError
-from lowtri.nn.few_tokens import FewTokensNorm, passes
+from lowtri.nn.few_tokens import FewTokensNorm
+from lowtri.nn.products import MEASURED, WEIGHTS, Choices, Product, rows_index
 
-__all__ = ["WEIGHTS", "QuantizedLinear", "quantize"]
-
-Product: TypeAlias = Callable[[Tensor], Tensor]  # (..., in) to (..., out), both float32
-
-# AVX2 multiplies unsigned by signed bytes and adds two products in 16 bits: 8-bit weights leave 7 bits for an input. In
-# language models a few inputs are so large that 7 bits lose the others, so each input is the sum of two such numbers.
-_FEW_ROWS = 4
-_LEVELS = 63  # of a 7-bit number, on either side of zero
-_STEPS = 128  # between two of them; the second number reaches from -64 to 64, and 2 * 128 * 127 is a number of 16 bits
-_LEAST = 1e-30  # the unit of a row of zeros
+__all__ = ["QuantizedLinear", "quantize"]
 
 
 class QuantizedLinear(nn.Module):
@@ -41,17 +32,27 @@ class QuantizedLinear(nn.Module):
     Args:
         linear: the layer to copy.
         weights: ``"float32"``, ``"bf16"``, ``"float16"`` or ``"int8"``.
+        choices: which product runs for how many rows; by default as measured in this process.
+
+    Attributes:
+        products: the name of the product for 1, up to 4, up to 16, and more rows.
     """
 
     bias: Tensor | None
-    _product: Product
+    products: tuple[str, ...]
+    _products: tuple[Product, ...]
 
-    def __init__(self, linear: nn.Linear, weights: str) -> None:
+    def __init__(self, linear: nn.Linear, weights: str, choices: Choices = MEASURED) -> None:
         super().__init__()
         self.in_features, self.out_features, self.weights = linear.in_features, linear.out_features, weights
         weight = linear.weight.detach()  # (out, in)
         _check(weight, weights)
-        self._product = WEIGHTS[weights](weight)
+        form = WEIGHTS[weights]
+        stored = form.store(weight)
+        ways = choices.ways(weights, weight)
+        self.products = tuple(way.name for way in ways)
+        made = {way: way.make(stored) for way in set(ways)}
+        self._products = tuple(made[way] for way in ways)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float(), persistent=False)
         self.register_state_dict_pre_hook(_no_state)
         self.register_load_state_dict_pre_hook(_no_state)
@@ -73,21 +74,27 @@ class QuantizedLinear(nn.Module):
             raise CallError(
                 f"QuantizedLinear: x is {tuple(x.shape)} {x.dtype}; expected (..., {self.in_features}) of floats."
             )
+        if x.ndim == 1:  # FBGEMM multiplies matrices only
+            return self.forward(x[None])[0]
         float32 = x.dtype is torch.float32
-        y = self._product(x if float32 else x.float())
+        y = self._products[rows_index(x)](x if float32 else x.float())
         if self.bias is not None:
             y = y + self.bias
         return y if float32 else y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.weights}"
+        products = "/".join(self.products)
+        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.weights}, {products}"
 
 
-def quantize(model: nn.Module, weights: str) -> None:
-    """Replace every linear layer inside of a model, in place; a model that cannot be quantized is not changed."""
+def quantize(model: nn.Module, weights: str, choices: Choices = MEASURED) -> None:
+    """Replace every linear layer inside of a model, in place; a model that cannot be quantized is not changed.
+
+    Where there are several ways to compute a product, ``choices`` are those that were measured in this process, or are now.
+    """
     if weights not in WEIGHTS:
         raise CallError(f"quantize: weights is {weights!r:.60}; expected one of {', '.join(WEIGHTS)}.")
-    if weights != "bf16":
+    if weights in ("float16", "int8"):
         torch_quantized.require()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -101,10 +108,11 @@ def quantize(model: nn.Module, weights: str) -> None:
         join: Callable[[], None] | None = getattr(module, "join_projections", None)
         if join is not None:
             join()
+    choices.learn(weights, [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)])
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, QuantizedLinear(child, weights))
+                setattr(module, name, QuantizedLinear(child, weights, choices))
             elif type(child) is nn.RMSNorm and not has_hooks(child):
                 setattr(module, name, FewTokensNorm(child))
     model.requires_grad_(False).eval()
@@ -120,73 +128,8 @@ def _check(weight: Tensor, weights: str) -> None:
         raise CallError(f"quantize: a weight is {largest:.3g}, beyond float16's range. Fix: weights='bf16'")
 
 
-def _float32(weight: Tensor) -> Product:
-    weight = weight.to(torch.float32, copy=True)  # a tied embedding may be changed in place
-    exponent = math.frexp(weight.abs().max().item())[1]
-    unit = 2.0 ** max(exponent - 15, -126)  # the greatest weight is then near float16's greatest number
-    scaled = weight / unit  # exact
-    high = scaled.half().float()
-    packed = torch_quantized.pack_float16(torch.cat([high, (scaled - high) * 2**11]))
-
-    def product(x: Tensor) -> Tensor:
-        if x.shape[:-1].numel() > _FEW_ROWS:  # a product of matrices, which is faster with the weight as it was
-            return nn.functional.linear(x, weight)
-        high, low = torch_quantized.linear_float16(x, packed).chunk(2, -1)
-        return torch.add(high, low, alpha=2**-11).mul_(unit)
-
-    return product
-
-
-def _bf16(weight: Tensor) -> Product:
-    rounded = weight.bfloat16()
-
-    def product(x: Tensor) -> Tensor:
-        x = x.bfloat16()
-        if x.shape[:-1].numel() > _FEW_ROWS:  # many CPUs have no fast bf16 product of matrices
-            return nn.functional.linear(x.float(), rounded.float()).bfloat16().float()
-        return nn.functional.linear(x, rounded).float()
-
-    return product
-
-
-def _float16(weight: Tensor) -> Product:
-    packed = torch_quantized.pack_float16(weight)
-    return lambda x: torch_quantized.linear_float16(x, packed)
-
-
-def _int8(weight: Tensor) -> Product:
-    scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127  # (out,)
-    packed = torch_quantized.pack_int8(weight, scales)
-
-    def product(x: Tensor) -> Tensor:
-        few = passes(x)
-        if few is not None:
-            parts, unit, rows = x.new_empty(2, *x.shape), x.new_empty(*x.shape[:-1], 1), x.shape[:-1].numel()
-            x_at, unit_at = x.data_ptr(), unit.data_ptr()
-            few.split(x_at, x_at, parts.data_ptr(), unit_at, unit_at, rows, x.shape[-1], _LEVELS, _STEPS, _LEAST)
-            parts = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)  # (2, ..., out)
-            few.join(parts.data_ptr(), unit_at, rows, parts.shape[-1], 1 / _STEPS)
-            return parts[0]
-        unit = (x.abs().amax(-1, keepdim=True) / _LEVELS).clamp_min(_LEAST)  # (..., 1)
-        x = x / unit  # from -_LEVELS to _LEVELS
-        rounded = x.round()
-        parts = torch.stack([rounded, (x - rounded).mul_(_STEPS)])
-        high, low = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)
-        return torch.add(high, low, alpha=1 / _STEPS).mul_(unit)
-
-    return product
-
-
 def _no_state(*_: Any) -> None:
     raise CallError(
         "state_dict: quantized weights cannot be saved or loaded.\n"
         "Fix: save the original model, and quantize it after loading; it takes seconds."
     )
-
-
-WEIGHTS: dict[str, Callable[[Tensor], Product]] = {
-    "float32": _float32,
-    "bf16": _bf16,
-    "float16": _float16,
-    "int8": _int8,
-}

@@ -10,8 +10,9 @@ from lowtri.ops.call import ArrayInfo, Call
 
 __all__ = ["FEW_QUERIES", "is_decoded", "kernel_name", "kernel_spec", "pack", "spec_for", "spec_of"]
 
-FEW_QUERIES = 16  # below, reading the keys and values takes most of the time
-# The same with products on tile registers, estimated from the times of their pieces; to be measured on a CPU with AMX.
+FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole
+# With products on tile registers a group takes less time than 16 queries one by one: half of it, estimated from the numbers of
+# instructions; not measured on a CPU with AMX yet.
 FEW_QUERIES_TILES = 8
 
 

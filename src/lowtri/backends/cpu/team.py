@@ -11,11 +11,14 @@ from lowtri.ops.call import Call
 
 __all__ = ["decode_threads", "tile_threads"]
 
-# Multiplications for each thread, 7 to 20 microseconds. With both cores of an AMD EPYC (Zen 4, AVX-512 BF16) free, 22 November 2026,
-# two threads take 0.6 to 0.75 of the time where the work is worth them by this number, and 0.75 to 1.2 of it where it is not.
+# Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of
+# two in it matters little. On an AMD EPYC (Zen 4) two threads take 0.6 to 0.75 of the time where the work is worth them by this number,
+# and 0.75 to 1.2 of it where it is not. It chooses no algorithm.
 GRAIN = 2**20
 _READ = 2  # a byte of keys and values takes as long as so many multiplications
-_STARTED = 16  # NumPy arrays: without torch each run starts its threads, which takes 120 microseconds
+_STARTED = (
+    16  # NumPy arrays: without torch each run starts its threads, which takes some ten times as long as to wake them
+)
 
 _PRODUCTS = {"forward": 2, "backward": 5}  # of matrices
 
