@@ -213,3 +213,21 @@ def test_outputs_and_gradients_lie_in_memory_as_their_inputs(dtype: str) -> None
         packed = dtype == "bfloat16" and target.ISA.has_tiles
         pairs = list(zip((output, *grads), (leaves[0], *leaves), strict=True))[: 2 if packed else 4]
         assert [x.stride() for x, _ in pairs] == [like.stride() for _, like in pairs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_whose_scores_are_all_minus_infinity_has_no_gradients(dtype: str) -> None:
+    """By its bias: it counts as one that sees nothing, whatever the gradient of its output is."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v, d_output = (torch.randn(1, 2, 70, 64, generator=source).to(DTYPES[dtype]) for _ in range(4))
+    bias = torch.zeros(1, 2, 70, 70, dtype=torch.promote_types(DTYPES[dtype], torch.float32))
+    bias[:, :, 5], q[:, :, 5, 2] = -INF, 1.0
+    gradients = []
+    for value in (0.0, NAN, INF):
+        d_output[:, :, 5, 3] = value
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        output = lowtri.attention(*leaves, "causal", bias=bias, engine="cpu")
+        gradients.append(torch.autograd.grad(output, leaves, d_output))
+    assert (gradients[0][0][:, :, 5] == 0).all()
+    for others in gradients[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients[0], others, strict=True))

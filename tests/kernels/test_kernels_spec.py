@@ -24,7 +24,7 @@ from lowtri.kernels import abi, compilation, select, target, threads
 from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
-RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE, abi.FORWARD_TILES, abi.BACKWARD_TILES]
+RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
 FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16"})
 
 

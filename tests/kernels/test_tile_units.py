@@ -13,6 +13,7 @@ import torch
 
 import lowtri
 from attention_cases import EPS
+from lowtri.backends.cpu import launch
 from tile_cases import compare, inputs, results
 
 HEAD_SIZES = [(64, 64), (128, 128), (192, 64), (64, 256), (256, 32), (33, 17)]
@@ -123,3 +124,19 @@ def test_two_threads_give_the_same_bits(tiles: None, d: int, dv: int, mask: str)
         torch.set_num_threads(before)
     for run in runs[1:]:
         assert all(torch.equal(a.view(torch.int64), b.view(torch.int64)) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("fill", [0xFF, 0x3F])
+def test_scratch_memory_is_written_before_it_is_read(tiles: None, fill: int) -> None:
+    """Its bytes, those of a NaN or of a number, change no bit, also where one half of the queries sees nothing."""
+    for mask, shape in (
+        ("causal & window(40)", (130, 130, 64, 48)),
+        (lowtri.causal() & lowtri.keys(torch.arange(130) >= 40), (130, 130, 128, 96)),
+        ("documents(lengths=(33, 40, 57))", (20, 130, 16, 16)),
+    ):
+        x = inputs(shape)
+        before = results(x, mask, "cpu")
+        for scratch in launch._scratch:
+            scratch._memory[:] = fill
+        after = results(x, mask, "cpu")
+        assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))

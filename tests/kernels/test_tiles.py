@@ -15,7 +15,14 @@ from lowtri.errors import EngineError
 from lowtri.kernels import compilation, select, target, threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.isa import PERMISSION
-from lowtri.kernels.tiles import configure_tiles, restore_tiles, tile_product, tile_product_add
+from lowtri.kernels.tiles import (
+    configure_tiles,
+    held_product,
+    held_product_add,
+    restore_tiles,
+    tile_product,
+    tile_product_add,
+)
 from lowtri.ops.describe import describe
 from tile_cases import bf16, compare, inputs, results
 
@@ -43,7 +50,12 @@ PRODUCT = Abi(
 def multiply(call: Any) -> None:
     configure_tiles(call.memory, call.spec)
     row = 4 * call.columns
-    if call.add:
+    if call.steps == 2 and call.columns == 32:
+        if call.add:
+            held_product_add(call.a, call.a_row, call.b, call.c, row, row, call.rows, call.spec)
+        else:
+            held_product(call.a, call.a_row, call.b, call.c, row, row, call.rows, call.spec)
+    elif call.add:
         tile_product_add(
             call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec
         )
@@ -53,7 +65,11 @@ def multiply(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "columns", "add"), [(16, 1, 32, 0), (40, 2, 64, 0), (31, 1, 64, 0), (80, 3, 32, 1)]
+    ("rows", "steps", "columns", "add"),
+    [
+        *((16, 1, 32, 0), (40, 2, 64, 0), (31, 1, 64, 0), (80, 3, 32, 1)),
+        *((16, 2, 32, 0), (45, 2, 32, 0), (48, 2, 32, 1)),  # B in registers
+    ],
 )
 def test_the_product_meets_the_same_pairs_in_the_same_order_as_the_instruction(rows, steps, columns, add) -> None:
     a, b = bf16((rows, 32 * steps + 8)), bf16((16 * steps, columns, 2), 1)  # rows of a lie apart

@@ -23,20 +23,19 @@ cache_rows       rows of the cache, for few queries
 dot_products     few queries times keys
 gemv             weights times values, for few queries
 plan_walk        the key tiles of a query tile
-rows             rows of arrays as the operands of a product
+rows             rows of arrays and tiles, filled, transposed, widened, rounded
 tile_operands    rows of arrays as the operands of a product on tiles
+operands         rows of arrays as the operands of a product, for each spec
+shared_pack      transposed tiles of keys and values that all threads share
+kept_tiles       operands of key tiles, converted once for several tiles of queries
+tile_products    the products of one tile, each for the keys that its queries see
 scores           passes over a tile: softcap, bias, mask
 softmax          online softmax
-tile_softmax     the same, with weights rounded to pairs of bf16
+tile_softmax     the softmax of a unit of work, in place or as pairs of bf16
 non_finite       the path for NaN and inf
 ds               passes of the backward
 forward          attention, tile by tile of the plan
 backward         the gradients of attention
-tile_ds          passes of the backward on tiles
-backward_tiles   the gradients of attention in bf16 on tile registers
-shared_pack      transposed tiles of keys and values that all threads share
-tile_halves      the products on tiles, for each half of a tile's queries
-forward_tiles    attention in bf16 on tile registers
 decode           few queries against a cache
 compilation      compiling kernels, and the cache of compiled code
 threads          running a kernel on a team of threads

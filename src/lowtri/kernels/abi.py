@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BACKWARD", "BACKWARD_TILES", "DECODE", "FORWARD", "FORWARD_TILES", "Abi", "COUNTER", "aligned"]
+__all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
@@ -139,16 +139,7 @@ FORWARD = Abi(
         "rows",
         "kept_keys",
         "kept_values",
-    ),
-)
-
-FORWARD_TILES = Abi(
-    "forward_tiles",
-    FORWARD.addresses,
-    FORWARD.fields,
-    (
-        *("queries", "scores", "pairs", "output", "shift", "total", "rows", "keys", "finite_values"),
-        *("weights", "packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
+        "tile_configuration",
     ),
     ("packed", "packed_states"),
 )
@@ -180,31 +171,8 @@ BACKWARD = Abi(
             "q_rows",
             "d_output_rows",
         ),
-        *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros"),
-    ),
-)
-
-# dk and dv_sums are here packed, with Nk rounded up to whole tiles of 16.
-BACKWARD_TILES = Abi(
-    "backward_tiles",
-    BACKWARD.addresses,
-    BACKWARD.fields,
-    (
-        *(
-            "queries",
-            "d_output",
-            "dq",
-            "scores",
-            "ds",
-            "ds_pairs",
-            "d_softcap",
-            "shift",
-            "delta",
-            "q_rows",
-            "d_output_rows",
-        ),
-        *("q_pairs", "d_output_pairs", "finite_rows", "finite_q_pairs", "finite_d_output_pairs", "wide_rows"),
-        *("keys", "values", "packed_tile", "copy", "row_pairs", "zeros", "tile_configuration"),
+        *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros", "packed_keys"),
+        "tile_configuration",
     ),
     ("packed", "packed_states"),
 )

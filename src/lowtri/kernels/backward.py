@@ -19,71 +19,80 @@ from __future__ import annotations
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.ds import (
     add_d_bias,
-    add_to_rows,
     apply_softcap_derivative,
+    ds_operands,
     first_row,
     load_lse_and_delta,
     pack_query_rows,
     scale_rows,
     softcap_derivative,
     weights_and_ds,
+    weights_and_ds_operands,
     zero_rows,
 )
-from lowtri.kernels.forward import pv_tile, score_tile
 from lowtri.kernels.non_finite import (
     add_non_finite_keys,
     add_non_finite_queries,
     input_rows_finite,
     zero_non_finite_rows,
 )
-from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, visible_tiles
+from lowtri.kernels.operands import finite_rows_operand, head_operand, key_operand, row_operand, transposed_queries
+from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
     fill_columns,
-    head_operand,
-    in_place_operand,
-    key_operand,
     multiply_by,
     multiply_columns,
-    row_operand,
+    round_up,
     transpose_in,
     transpose_out,
-    whole_groups,
     word_count,
 )
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
 from lowtri.kernels.scratch import KEYS
+from lowtri.kernels.shared_pack import transposed_tile
 from lowtri.kernels.simd import as_number
 from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.tile_operands import product_rows
+from lowtri.kernels.tile_products import add_to_rows, product_keys, pv_tile, score_tile, tile_spans
+from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
 __all__ = ["backward"]
 
 
 @by_spec
 def transposed_rows(spec):
-    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from its packed copy."""
+    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from ``packed``, their copy."""
 
-    def from_copy(source, row_step, step, n, size, rows, row, target, spec):
-        transpose_in(rows, row, 1, n, size, whole_groups(n), target, spec)
+    def from_copy(source, row_step, step, n, size, packed, row, scratch, target, spec):
+        transpose_in(packed, row, 1, n, size, round_up(n, 16), target, spec)
 
-    def from_array(source, row_step, step, n, size, rows, row, target, spec):
-        transpose_in(source, row_step // 2, step, n, size // 2, whole_groups(n), target, spec)
+    def from_array(source, row_step, step, n, size, packed, row, scratch, target, spec):
+        transposed_queries(source, row_step, step, n, size, scratch, target, spec)
 
-    return from_array if spec.rows == "pairs" else from_copy
+    return from_array if spec.per_word > 1 else from_copy
 
 
 @by_spec
 def keys_for_dq(spec):
-    """K as an operand with words along the keys; widened rows are still in scratch memory from the scores."""
+    """K as an operand with words along the keys; widened rows are still in scratch memory, ``rows``, from the scores.
 
-    def as_they_are(source, row_step, step, n, size, zeros, target, spec):
-        return key_operand(source, row_step, step, n, size, zeros, target, spec)
+    ``head`` is the number of the key/value head; ``keys_of_head`` the address of its first key.
+    """
 
-    def widened(source, row_step, step, n, size, zeros, target, spec):
-        return target, size, 1
+    def as_they_are(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
+        step = call.k_strides
+        source = keys_of_head + spec.input_bytes * key0 * step.n
+        return key_operand(source, step.n, step.d, keys, call.d, zeros, rows, spec)
 
-    return widened if spec.rows == "widened" else as_they_are
+    def widened(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
+        return rows, call.d, 1
+
+    def transposed(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
+        return transposed_tile(call, keys_of_head, call.k_strides, call.d, head, key0, packed, rows, zeros, spec), 0, 0
+
+    return {"widened": widened, "tiles": transposed}.get(spec.rows, as_they_are)
 
 
 @device_function
@@ -99,7 +108,8 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
     shift, shift_low, delta = memory + offsets.shift, memory + offsets.shift_low, memory + offsets.delta
     zeros = memory + offsets.zeros
     q_rows, do_rows = memory + offsets.q_rows, memory + offsets.d_output_rows
-    k_rows, v_rows = memory + offsets.keys, memory + offsets.values
+    k_rows, v_rows, k_packed = memory + offsets.keys, memory + offsets.values, memory + offsets.packed_keys
+    finite_q, finite_do = memory + offsets.finite_q, memory + offsets.finite_d_output
     n = min(QUERIES, call.nq - r * QUERIES)
     scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
     query0 = (b * call.heads + h) * call.nq + r * QUERIES
@@ -108,26 +118,28 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
     do = call.d_output + input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
     finite = pack_query_rows(q, q_step.n, q_step.d, n, d, lse, q_rows, d_row, spec)
     finite = pack_query_rows(do, do_step.n, do_step.d, n, dv, lse, do_rows, dv_row, spec) and finite
-    transposed_rows(q, q_step.n, q_step.d, n, d, q_rows, d_row, queries, spec)
-    transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, d_output, spec)
+    transposed_rows(q, q_step.n, q_step.d, n, d, q_rows, d_row, finite_q, queries, spec)
+    transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, finite_do, d_output, spec)
     q_words = row_operand(q_rows, n, d_row, memory + offsets.q_pairs, spec)
     do_words = row_operand(do_rows, n, dv_row, memory + offsets.d_output_pairs, spec)
-    load_lse_and_delta(call, b, h, r, n, shift, shift_low, delta, spec)
+    seeing = load_lse_and_delta(call, b, h, r, n, shift, shift_low, delta, spec)
     if spec.per_word > 1:
-        fill(zeros, d, 0.0, spec)
-    fill_columns(dq, d, whole_groups(n), 0.0, spec)
-    for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-        k_tile = call.k + input_bytes * (b * k_step.b + kv * k_step.h + key0 * k_step.n)
+        fill(zeros, round_up(d, 32), 0.0, spec)
+    fill_columns(dq, product_rows(d, spec), round_up(n, spec.query_group), 0.0, spec)
+    head, head_k = b * (call.heads // call.group) + kv, call.k + input_bytes * (b * k_step.b + kv * k_step.h)
+    for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
+        key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
+        k_tile = head_k + input_bytes * key0 * k_step.n
         v_tile = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
         k, k_n, k_d = head_operand(k_tile, k_step.n, k_step.d, keys, d, k_rows, spec)
-        spans, groups = key_spans(mask_bits, keys, n)
-        score_tile(k, k_n, k_d, queries, scores, word_count(d, spec), spans, groups, spec)
+        spans, groups = tile_spans(mask_bits, keys, n, spec)
+        score_tile(k, k_n, k_d, queries, scores, spec.row_bytes, word_count(d, spec), spans, groups, spec)
         v, v_n, v_d = head_operand(v_tile, v_step.n, v_step.d, keys, dv, v_rows, spec)
-        score_tile(v, v_n, v_d, d_output, ds, word_count(dv, spec), spans, groups, spec)
-        unit = scale * as_number(LOG2E, spec)
+        score_tile(v, v_n, v_d, d_output, ds, spec.row_bytes, word_count(dv, spec), spans, groups, spec)
+        scale_log2 = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
-            multiply_by(scores, QUERIES * keys, unit, spec)
-            unit = as_number(1.0, spec)
+            multiply_by(scores, QUERIES * keys, scale_log2, spec)
+            scale_log2 = as_number(1.0, spec)
         if softcap > 0:
             apply_softcap(scores, QUERIES * keys, softcap, spec)
             softcap_derivative(scores, d_softcap, keys, softcap, spec)
@@ -135,36 +147,43 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
             step = call.bias_strides
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
             add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
-        weights_and_ds(scores, ds, unit, mask_bits, keys, n, shift, shift_low, delta, spec)
-        if call.d_bias:
-            step = call.d_bias_strides
-            index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            add_d_bias(ds, call.d_bias + number_bytes * index, step.q, step.k, n, keys, spec)
-        if softcap > 0:
-            apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec)
+        # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
+        non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
         tile_dk = dk + number_bytes * key0 * call.dk_layout.n
         tile_dv = dv_sums + number_bytes * key0 * call.dv_layout.n
-        q_operand, do_operand = q_words, do_words
-        if mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec)):
-            # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
-            add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec)
-            add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
-            finite_q, finite_do = memory + offsets.finite_q, memory + offsets.finite_d_output
-            zero_non_finite_rows(q_rows, n, d_row, finite_q, spec)
-            zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
-            q_operand = row_operand(finite_q, n, d_row, finite_q, spec)
-            do_operand = row_operand(finite_do, n, dv_row, finite_do, spec)
-            add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, ALL_QUERIES, keys, dq, d, k_rows, spec)
-            k, k_n, k_d = row_operand(k_rows, keys, d, k_rows, spec), d, 1
+        q_operand, do_operand, ds_operand = q_words, do_words, d_softcap
+        if (
+            non_finite
+            or softcap > 0
+            or call.d_bias
+            or not weights_and_ds_operands(
+                scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, d_softcap, spec
+            )
+        ):
+            weights_and_ds(scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, spec)
+            if call.d_bias:
+                step = call.d_bias_strides
+                index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
+                add_d_bias(ds, call.d_bias + number_bytes * index, step.q, step.k, n, keys, spec)
+            if softcap > 0:
+                apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec)
+            if non_finite:
+                add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec)
+                add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
+                zero_non_finite_rows(q_rows, n, d_row, finite_q, spec)
+                zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
+                q_operand = row_operand(finite_q, n, d_row, finite_q, spec)
+                do_operand = row_operand(finite_do, n, dv_row, finite_do, spec)
+                add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, 0, QUERIES, keys, dq, d, k_rows, spec)
+            ds_operand = ds_operands(scores, ds, keys, d_softcap, spec)
+        if non_finite:
+            k, k_n, k_d = finite_rows_operand(k_rows, keys, d, v_rows, zeros, k_packed, spec)
         else:
-            k, k_n, k_d = keys_for_dq(k_tile, k_step.n, k_step.d, keys, d, zeros, k_rows, spec)
-        ds_operand = row_operand(ds, keys, QUERIES, d_softcap, spec)
-        in_place_operand(scores, keys, spec)
-        in_place_operand(ds, keys, spec)
+            k, k_n, k_d = keys_for_dq(call, head_k, head, key0, keys, zeros, k_rows, k_packed, spec)
         add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
         add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
-        pv_tile(k, k_d, k_n, ds_operand, dq, d, spans, groups, spec)
-    multiply_columns(dq, d, whole_groups(n), scale, spec)
+        pv_tile(k, k_d, k_n, ds_operand, dq, d, keys, spans, groups, spec)
+    multiply_columns(dq, d, round_up(n, 16), scale, spec)
     step = call.dq_strides
     transpose_out(dq, n, d, call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n), step.n, spec)
 
@@ -172,11 +191,12 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
 def backward(call):
     """The kernel: takes tasks until none is left. Sums, and the gradients that it writes, have the compute dtype."""
     memory = call.scratch + call.thread_bytes * take(call.next_thread)
-    kv_heads = call.heads // call.group
+    configuration, kv_heads = memory + call.offsets.tile_configuration, call.heads // call.group
+    configure_tiles(configuration, call.spec)
     while True:
         task = take(call.next_task)
         if task >= call.tasks:
-            return
+            break
         part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
         dk = call.dk + first_row(call.dk_layout, part, b, kv, call.spec)
@@ -187,3 +207,4 @@ def backward(call):
             for r in range(part, call.plan.rows, call.parts):
                 backward_tile(call, memory, part, b, h, r, dk, dv_sums, call.spec)
         scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)
+    restore_tiles(configuration, call.spec)

@@ -9,17 +9,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels.lanes import shuffled
-from lowtri.kernels.operations.baseline import constant, integers
+from lowtri.kernels.operations.baseline import interleaved
 from lowtri.kernels.simd import I16, I64, pointer
 
 __all__ = ["interleave", "interleave_loaded", "interleaved_rows"]
-
-
-def _interleaved(builder: Any, low: Any, high: Any, kind: Any) -> Any:
-    """Two vectors of 16-bit integers as one vector of pairs."""
-    words = integers(kind)
-    high = builder.shl(builder.zext(high, words), constant(words, 16))
-    return builder.bitcast(builder.or_(builder.zext(low, words), high), kind)
 
 
 def interleaved_rows(builder: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
@@ -40,7 +33,7 @@ def interleave(typing, low, high, spec):
     """16 pairs from two vectors of floats, rounded."""
 
     def emit(c, b, s, a):
-        return _interleaved(b, *(spec.value.operations.narrow(b, x, "bfloat16") for x in a[:2]), low.ir)
+        return spec.value.operations.pair(b, *a[:2])
 
     return low(low, high, spec), emit
 
@@ -52,6 +45,6 @@ def interleave_loaded(typing, low, high, spec):
 
     def emit(c, b, s, a):
         row = ir.VectorType(I16, kind.lanes)
-        return _interleaved(b, *(b.load(pointer(b, address, row), align=2) for address in a[:2]), kind.ir)
+        return interleaved(b, *(b.load(pointer(b, address, row), align=2) for address in a[:2]), kind.ir)
 
     return kind(types.intp, types.intp, spec), emit

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import device_function
+from lowtri.kernels.bf16 import interleave
+from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.lanes import reduce_sum
 from lowtri.kernels.plan_walk import ALL_QUERIES, FIRST_16
-from lowtri.kernels.product import product_add
-from lowtri.kernels.rows import fill, multiply_by, word_count
+from lowtri.kernels.rows import fill, interleave_rows, multiply_by
 from lowtri.kernels.scores import LOG2E, times_log2e
 from lowtri.kernels.simd import (
     all_lanes_finite,
@@ -28,6 +28,7 @@ from lowtri.kernels.simd import (
     select_greater,
     splat,
     store,
+    store_input,
     sub,
     write,
 )
@@ -35,7 +36,6 @@ from lowtri.kernels.spec import QUERIES
 
 __all__ = [
     "add_d_bias",
-    "add_to_rows",
     "first_row",
     "scale_rows",
     "zero_rows",
@@ -43,10 +43,10 @@ __all__ = [
     "load_lse_and_delta",
     "softcap_derivative",
     "apply_softcap_derivative",
+    "ds_operands",
     "weights_and_ds",
+    "weights_and_ds_operands",
 ]
-
-_BLOCK = 24  # keys; a multiple of the rows of every register tile
 
 
 @device_function
@@ -89,18 +89,18 @@ def row_product(one, two, step, size, spec):
 def load_lse_and_delta(call, b, h, r, n, shift, shift_low, tile_delta, spec):
     """The log-sum-exp of 64 queries in units of log 2, what it loses to rounding (0 if there is no lse_low), and their delta.
 
-    ``shift_low`` is 0 for kernels that round weights to bf16, which do not need it.
-
-    A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0.
+    A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0. Returns a word that has
+    the bits of the other queries.
     """
     step, do_step, input_bytes = call.output_strides, call.d_output_strides, spec.input_bytes
     output = call.output + input_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
     d_output = call.d_output + input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
-    query0 = (b * call.heads + h) * call.nq + r * QUERIES
+    query0, seeing = (b * call.heads + h) * call.nq + r * QUERIES, np.uint64(0)
     for i in range(QUERIES):
         offset, number = spec.number_bytes * i, spec.number_bytes * (query0 + i)
         log2_sum, low, delta = as_number(np.inf, spec), as_number(0.0, spec), as_number(0.0, spec)
         if i < n and read(call.lse + number, spec) != -np.inf:
+            seeing |= np.uint64(1) << np.uint64(i)
             log2_sum = times_log2e(read(call.lse + number, spec), spec)
             low = read(call.lse_low + number, spec) if call.lse_low else low
             row, d_row = output + input_bytes * i * step.n, d_output + input_bytes * i * do_step.n
@@ -108,11 +108,11 @@ def load_lse_and_delta(call, b, h, r, n, shift, shift_low, tile_delta, spec):
             if call.d_lse:
                 delta -= read(call.d_lse + number, spec)
         write(shift + offset, log2_sum, spec)
-        if shift_low:
-            write(shift_low + offset, low, spec)
+        write(shift_low + offset, low, spec)
         write(tile_delta + offset, delta, spec)
         if call.delta and i < n:
             write(call.delta + number, delta, spec)
+    return seeing
 
 
 @device_function
@@ -135,56 +135,105 @@ def scale_rows(rows, sums, factor, spec):
         multiply_by(rows + spec.number_bytes * j * sums.n, sums.size, factor, spec)
 
 
-@device_function
-def add_to_rows(weights, operand, target, sums, keys, spans, groups, n, spec):
-    """Target += weights operand, of weights or dS (keys, 64) and rows of n queries: what a tile adds to rows of dV or dK.
+@by_spec
+def less_low(spec):
+    """Powers of 2 less what the log-sum-exp of 16 queries loses to rounding, which weights rounded on the way to tiles do not need."""
 
-    ``spans`` are the keys that each 16 queries see. Where they differ, each block of keys is multiplied by the queries that see any.
+    def less(power, shift_low, spec):
+        return sub(power, load(shift_low, spec))
+
+    def unchanged(power, shift_low, spec):
+        return power
+
+    return unchanged if spec.on_tiles else less
+
+
+@device_function
+def weight_and_ds(score, dp, scale_log2, word, lane, shift, shift_low, delta, spec):
+    """The weight, and dS = weight * (dP - delta), of a key and a vector of queries from ``lane`` on; both are 0 where it is hidden.
+
+    Where none of 16 queries sees the key, its scores need not be computed.
     """
-    block = _BLOCK if groups > 1 else keys
-    for j in range(0, keys, block):
-        rows, first, last = min(block, keys - j), QUERIES, 0
-        for group in range(4):
-            if spans[2 * group] < j + rows and spans[2 * group + 1] > j:
-                first, last = min(first, 16 * group), 16 * group + 16
-        count, start = min(last, n) - first, word_count(first, spec)
-        if count > 0:
-            a, b = (
-                weights + spec.row_bytes * j + spec.number_bytes * start,
-                operand + spec.number_bytes * start * sums.size,
-            )
-            c, depth = target + spec.number_bytes * j * sums.n, word_count(count, spec)
-            product_add(a, QUERIES, 1, b, sums.size, c, sums.n, rows, depth, sums.size, spec)
+    zero, offset = splat(0.0, spec), spec.number_bytes * lane
+    if (word >> np.uint64(lane & -16)) & FIRST_16 == 0:
+        return zero, zero
+    power = fma(load(score + offset, spec), scale_log2, sub(zero, load(shift + offset, spec)), spec)
+    power = less_low(power, shift_low + offset, spec)
+    # At most 1, also for scores so large that rounding would exceed it.
+    weight = exp2(select_greater(power, zero, zero, power), spec)
+    ds = mul(weight, sub(load(dp + offset, spec), load(delta + offset, spec)))
+    if word != ALL_QUERIES:
+        return select_bits(word, np.uint64(lane), weight, zero), select_bits(word, np.uint64(lane), ds, zero)
+    return weight, ds
 
 
 @device_function
-def weights_and_ds(scores, ds, unit, mask_bits, keys, n, shift, shift_low, delta, spec):
+def weights_and_ds(scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, spec):
     """Scores become weights, and dP becomes dS = weights * (dP - delta); both are 0 at hidden pairs.
 
-    ``unit`` is the factor that brings scores to units of log 2, those of the shift. Where none of 16 queries sees a key, the scores
-    need not be computed.
+    Args:
+        scale_log2: the factor that brings scores to units of log 2, those of the shift.
+        seeing: a word of the queries that see any key.
     """
-    zero, unit = splat(0.0, spec), splat(unit, spec)
-    computed = ALL_QUERIES >> np.uint64((QUERIES - n) & -16)
+    factor = splat(scale_log2, spec)
     for j in range(keys):
-        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & computed
+        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
         for lane in range(0, QUERIES, spec.lanes):
-            offset = spec.number_bytes * lane
-            score, d_score_at = scores + spec.row_bytes * j + offset, ds + spec.row_bytes * j + offset
-            if (word >> np.uint64(lane & -16)) & FIRST_16 == 0:
-                store(score, zero)
-                store(d_score_at, zero)
-                continue
-            power = fma(load(score, spec), unit, sub(zero, load(shift + offset, spec)), spec)
-            power = sub(power, load(shift_low + offset, spec))
-            # At most 1, also for scores so large that rounding would exceed it.
-            weight = exp2(select_greater(power, zero, zero, power), spec)
-            d_score = mul(weight, sub(load(d_score_at, spec), load(delta + offset, spec)))
-            if word != ALL_QUERIES:
-                weight = select_bits(word, np.uint64(lane), weight, zero)
-                d_score = select_bits(word, np.uint64(lane), d_score, zero)
-            store(score, weight)
-            store(d_score_at, d_score)
+            row, offset = spec.row_bytes * j, spec.row_bytes * j + spec.number_bytes * lane
+            weight, d_score = weight_and_ds(scores + row, ds + row, factor, word, lane, shift, shift_low, delta, spec)
+            store(scores + offset, weight)
+            store(ds + offset, d_score)
+
+
+@by_spec
+def weights_and_ds_operands(spec):
+    """:func:`weights_and_ds` and :func:`ds_operands` in one pass; whether there is one for this spec."""
+
+    def none(scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, ds_pairs, spec):
+        return False
+
+    def in_pairs(scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, ds_pairs, spec):
+        factor, zero, row = splat(scale_log2, spec), splat(0.0, spec), spec.row_bytes
+        for j in range(0, keys, 2):
+            both = j + 1 < keys
+            word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
+            next_word = (read_word(mask_bits + 8 * j + 8) if mask_bits and both else ALL_QUERIES) & seeing
+            for lane in range(0, QUERIES, 16):
+                score, dp, odd = scores + row * j, ds + row * j, zero
+                weight, even = weight_and_ds(score, dp, factor, word, lane, shift, shift_low, delta, spec)
+                # In place: the bf16 numbers of 16 queries end before the numbers that are still to be read.
+                store_input(score + 2 * lane, weight, spec)
+                store_input(dp + 2 * lane, even, spec)
+                if both:
+                    score, dp = score + row, dp + row
+                    weight, odd = weight_and_ds(score, dp, factor, next_word, lane, shift, shift_low, delta, spec)
+                    store_input(score + 2 * lane, weight, spec)
+                    store_input(dp + 2 * lane, odd, spec)
+                store(ds_pairs + row * (j // 2) + 4 * lane, interleave(even, odd, spec))
+        return True
+
+    return in_pairs if spec.per_word > 1 else none
+
+
+@by_spec
+def ds_operands(spec):
+    """Weights and dS (keys, 64) as operands of dV and dK, in place; returns dS as the operand of dQ.
+
+    In pairs, bf16 numbers fill the first half of each row, and ``ds_pairs`` is the memory of the latter.
+    """
+
+    def numbers(scores, ds, keys, ds_pairs, spec):
+        return ds
+
+    def in_pairs(scores, ds, keys, ds_pairs, spec):
+        interleave_rows(ds, keys, QUERIES, ds_pairs, spec)
+        for row in range(0, spec.row_bytes * keys, spec.row_bytes):
+            for lane in range(0, QUERIES, 16):
+                store_input(scores + row + 2 * lane, load(scores + row + 4 * lane, spec), spec)
+                store_input(ds + row + 2 * lane, load(ds + row + 4 * lane, spec), spec)
+        return ds_pairs
+
+    return in_pairs if spec.per_word > 1 else numbers
 
 
 @device_function

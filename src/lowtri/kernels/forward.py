@@ -4,11 +4,14 @@ A task is one tile of 64 queries of one head. Queries are in lanes: the tile is 
 S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values are read without a copy, with any strides.
 
     for each run of key tiles in the plan's row:
-        scores of the tile               product
+        scores of the tile               score_tile
         softcap, bias                    passes over the tile, if the call has them
         hidden pairs to -inf             apply_mask, if the run is PARTIAL
-        weights, and the running sum     softmax_tile
-        output += weights x values       product_add
+        weights, and the running sum     softmax_unit
+        output += weights x values       pv_unit
+
+With products on tile registers the unit of work is one half of the queries, and its product with the values follows the next unit's
+scores; V is transposed once for each key/value head, in one copy that all threads share.
 
 Source: FlashAttention (Dao et al. 2022), with the operand orientation that was measured to be the fastest on CPUs.
 """
@@ -17,136 +20,149 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import device_function
-from lowtri.kernels.kept_tiles import forget_tiles, kept_keys, kept_values
+from lowtri.kernels.device_function import by_spec, device_function
+from lowtri.kernels.kept_tiles import clear_pack_cache, packed_keys, packed_values
 from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
-from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, tile_count, visible_tiles
-from lowtri.kernels.product import product, product_add
+from lowtri.kernels.operands import finite_rows_operand, store_rows, transposed_queries
+from lowtri.kernels.plan_walk import tile_count, visible_tiles
 from lowtri.kernels.record import take
-from lowtri.kernels.rows import (
-    fill,
-    fill_columns,
-    multiply_by,
-    row_operand,
-    store_rows,
-    transposed_queries,
-    whole_groups,
-    word_count,
-)
+from lowtri.kernels.rows import fill, fill_columns, multiply_by, round_up, word_count
 from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
-from lowtri.kernels.softmax import softmax_tile
 from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.tile_operands import product_rows, store_rounded_block
+from lowtri.kernels.tile_products import finish_pv, passes_over_keys, product_keys, pv_unit, score_tile, unit_spans
+from lowtri.kernels.tile_softmax import softmax_unit, weights_operand, wide_weights
+from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
-__all__ = ["forward", "pv_tile", "score_tile", "store_lse", "store_tile"]
-
-
-@device_function
-def score_tile(keys, k_n, k_d, queries, scores, d, spans, groups, spec):
-    """Scores of one tile: of all 64 queries, or of each 16 with the keys in their span. Steps in words."""
-    for group in range(groups):
-        start, stop, lane = spans[2 * group], spans[2 * group + 1], 16 * spec.number_bytes * group
-        group_keys, group_scores = keys + spec.number_bytes * start * k_n, scores + spec.row_bytes * start + lane
-        n = QUERIES // groups
-        if stop > start:
-            product(group_keys, k_n, k_d, queries + lane, QUERIES, group_scores, QUERIES, stop - start, d, n, spec)
-
-
-@device_function
-def pv_tile(values, v_d, v_n, weights, output, dv, spans, groups, spec):
-    """Output += values^T weights, of all 64 queries or of each 16. Steps in words."""
-    for group in range(groups):
-        start, stop = word_count(spans[2 * group], spec), word_count(spans[2 * group + 1], spec)
-        lane, n = 16 * spec.number_bytes * group, QUERIES // groups
-        group_values, group_weights = values + spec.number_bytes * start * v_n, weights + spec.row_bytes * start + lane
-        if stop > start:
-            product_add(
-                group_values, v_d, v_n, group_weights, QUERIES, output + lane, QUERIES, dv, stop - start, n, spec
-            )
+__all__ = ["forward"]
 
 
 @device_function
 def attend_tile(call, memory, b, h, r, non_finite, spec):
     """One tile of queries of one head: output (Dv, 64) before the division, shift m and sum l, in the thread's scratch memory."""
-    d, dv, nk, kv, input_bytes = call.d, call.dv, call.nk, h // call.group, spec.input_bytes
+    d, dv, nk, kv, input_bytes, number_bytes = (
+        call.d,
+        call.dv,
+        call.nk,
+        h // call.group,
+        spec.input_bytes,
+        spec.number_bytes,
+    )
     offsets, bias_step = call.offsets, call.bias_strides
     q_step, k_step, v_step = call.q_strides, call.k_strides, call.v_strides
-    queries, scores, output = memory + offsets.queries, memory + offsets.scores, memory + offsets.output
-    m, l, values, zeros = (
-        memory + offsets.shift,
-        memory + offsets.total,
-        memory + offsets.values,
-        memory + offsets.zeros,
-    )
+    queries, scores, pairs = memory + offsets.queries, memory + offsets.scores, memory + offsets.weights
+    m, l, output = memory + offsets.shift, memory + offsets.total, memory + offsets.output
+    values, zeros, rows = memory + offsets.values, memory + offsets.zeros, memory + offsets.rows
+    kept_keys, kept_values = memory + offsets.kept_keys, memory + offsets.kept_values
     n = min(QUERIES, call.nq - r * QUERIES)
     scale = as_number(call.options.scale, spec) * as_number(LOG2E, spec)
     softcap = as_number(call.options.softcap, spec)
     q = call.q + input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
-    transposed_queries(q, q_step.n, q_step.d, n, d, memory + offsets.rows, queries, spec)
+    transposed_queries(q, q_step.n, q_step.d, n, d, rows, queries, spec)
     d_words = word_count(d, spec)
     if spec.per_word > 1:
-        fill(zeros, dv, 0.0, spec)
+        fill(zeros, round_up(dv, 32), 0.0, spec)
     # A sink is a key without a value, which is visible before all others.
     start_m, start_l = as_number(-np.inf, spec), as_number(0.0, spec)
     if call.sinks:
-        start_m = read(call.sinks + spec.number_bytes * h, spec) * as_number(LOG2E, spec)
+        start_m = read(call.sinks + number_bytes * h, spec) * as_number(LOG2E, spec)
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
     fill(m, QUERIES, start_m, spec)
     fill(l, QUERIES, start_l, spec)
-    fill_columns(output, dv, whole_groups(n), 0.0, spec)
+    fill_columns(output, product_rows(dv, spec), round_up(n, spec.query_group), 0.0, spec)
     head = b * (call.heads // call.group) + kv
     k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
     v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
     seen = tile_count(call.plan, b, h, r)
-    slots_k, slots_v = memory + offsets.kept_keys, memory + offsets.kept_values
-    for key0, keys, mask_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-        spans, groups = key_spans(mask_bits, keys, n)
-        k_words, k_n, k_d = kept_keys(k, k_step, head, key0, KEYS, nk, d, seen, slots_k, spec)
-        score_tile(k_words, k_n, k_d, queries, scores, d_words, spans, groups, spec)
-        unit = scale
-        if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
-            multiply_by(scores, QUERIES * keys, scale, spec)
-            unit = as_number(1.0, spec)
-        if softcap > 0:
-            apply_softcap(scores, QUERIES * keys, softcap, spec)
-        if call.bias:
-            index = b * bias_step.b + h * bias_step.h + r * QUERIES * bias_step.q + key0 * bias_step.k
-            add_bias(
-                scores, spec.row_bytes, call.bias + spec.number_bytes * index, bias_step.q, bias_step.k, n, keys, spec
-            )
-        if mask_bits:
-            apply_mask(scores, mask_bits, spans, spec)
-        softmax_tile(scores, unit, spans, m, l, output, dv, spec)
-        if non_finite:
-            rows = v + input_bytes * key0 * v_step.n
-            add_non_finite_keys(
-                rows, v_step.n, v_step.d, scores, mask_bits, ALL_QUERIES, keys, output, dv, values, spec
-            )
-            v_words, v_n, v_d = row_operand(values, keys, dv, values, spec), dv, 1
-        else:
-            v_words, v_n, v_d = kept_values(v, v_step, head, key0, KEYS, nk, dv, seen, zeros, slots_v, spec)
-        weights = row_operand(scores, keys, QUERIES, memory + offsets.weights, spec)
-        pv_tile(v_words, v_d, v_n, weights, output, dv, spans, groups, spec)
+    passes, left = passes_over_keys(n, d, dv, spec), (0, 0, 0, 0)
+    for first_query in range(0, n, QUERIES // passes):
+        for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
+            key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
+            for query in range(first_query, min(n, first_query + QUERIES // passes), spec.unit_queries):
+                spans, groups = unit_spans(mask_bits, keys, n, query, spec)
+                if spec.on_tiles and spans[0] == spans[1]:
+                    continue
+                count, lane = min(spec.unit_queries, n - query), number_bytes * query
+                k_words, k_n, k_d = packed_keys(call, k, k_step, head, key0, keys, seen, kept_keys, spec)
+                unit_queries = queries + lane * round_up(d_words, 16) if query else queries
+                score_tile(k_words, k_n, k_d, unit_queries, scores, spec.unit_row, d_words, spans, groups, spec)
+                finish_pv(left, pairs, dv, spec)
+                scale_log2 = scale
+                if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
+                    multiply_by(scores, spec.unit_queries * keys, scale, spec)
+                    scale_log2 = as_number(1.0, spec)
+                if softcap > 0:
+                    apply_softcap(scores, spec.unit_queries * keys, softcap, spec)
+                if call.bias:
+                    index = b * bias_step.b + h * bias_step.h + (r * QUERIES + query) * bias_step.q + key0 * bias_step.k
+                    bias = call.bias + number_bytes * index
+                    add_bias(scores, spec.unit_row, bias, bias_step.q, bias_step.k, count, keys, spec)
+                if mask_bits:
+                    apply_mask(scores, mask_bits, query, spans, spec)
+                softmax_unit(scores, scale_log2, spans, m + lane, l + lane, output + lane, dv, pairs, spec)
+                if non_finite:
+                    wide_weights(scores, pairs, keys, spec)
+                    v_rows, lanes = v + input_bytes * key0 * v_step.n, spec.unit_queries
+                    add_non_finite_keys(
+                        v_rows,
+                        v_step.n,
+                        v_step.d,
+                        scores,
+                        mask_bits,
+                        query,
+                        lanes,
+                        keys,
+                        output + lane,
+                        dv,
+                        values,
+                        spec,
+                    )
+                    v_words, v_n, v_d = finite_rows_operand(values, keys, dv, rows, zeros, kept_values, spec)
+                else:
+                    v_words, v_n, v_d = packed_values(
+                        call, v, v_step, head, key0, seen, zeros, values, kept_values, spec
+                    )
+                weights = weights_operand(scores, keys, pairs, spec)
+                left = pv_unit(v_words, v_d, v_n, weights, output + lane, dv, keys, spans, groups, spec)
+    finish_pv(left, pairs, dv, spec)
     return n
 
 
 @device_function
-def store_tile(call, memory, b, h, r, n, spec):
-    """The output and the log-sum-exp of a tile of n queries, written to the arrays."""
-    dv, offsets, o_step, number_bytes = call.dv, call.offsets, call.o_strides, spec.number_bytes
-    output, l = memory + offsets.output, memory + offsets.total
-    zero, one = splat(0.0, spec), splat(1.0, spec)
-    for lane in range(0, number_bytes * whole_groups(n), 64):
+def divide_and_store(call, memory, n, o, spec):
+    """:func:`store_output` in passes over the output."""
+    dv, offsets = call.dv, call.offsets
+    output, l, zero, one = memory + offsets.output, memory + offsets.total, splat(0.0, spec), splat(1.0, spec)
+    for lane in range(0, spec.number_bytes * round_up(n, 16), 64):
         total = load(l + lane, spec)
-        # 0 for a query that saw no key, NaN if the sum is NaN.
-        factor = select_greater(total, zero, div(one, total), total)
+        factor = select_greater(total, zero, div(one, total), total)  # 0 if no key was seen, NaN if the sum is NaN
         for d in range(dv):
             address = output + spec.row_bytes * d + lane
             store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
-    o = call.o + spec.input_bytes * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
-    store_rows(output, n, dv, memory + offsets.rows, o, o_step.n, spec)
-    store_lse(call, memory, b, h, r, n, spec)
+    store_rows(output, n, dv, memory + offsets.rows, o, call.o_strides.n, spec)
+
+
+@by_spec
+def store_output(spec):
+    """The output of a tile of n queries, divided by the sums of its weights, written to the array from ``o`` on."""
+
+    def any_tile(call, memory, n, o, spec):
+        divide_and_store(call, memory, n, o, spec)
+
+    def blocks(call, memory, n, o, spec):
+        if n < QUERIES or call.dv % 32:
+            divide_and_store(call, memory, n, o, spec)
+        else:
+            offsets, row = call.offsets, 2 * call.o_strides.n
+            for lane in range(0, QUERIES, 16):
+                total = load(memory + offsets.total + 4 * lane, spec)
+                for d in range(0, call.dv, 32):
+                    block = memory + offsets.output + spec.row_bytes * d + 4 * lane
+                    store_rounded_block(block, spec.row_bytes, total, o + lane * row + 2 * d, row, spec)
+
+    return blocks if spec.on_tiles else any_tile
 
 
 @device_function
@@ -169,25 +185,31 @@ def store_lse(call, memory, b, h, r, n, spec):
 @device_function
 def forward_tile(call, memory, b, h, r, spec):
     """One tile of queries: its output and log-sum-exp, written to the arrays."""
-    dv, output = call.dv, memory + call.offsets.output
-    non_finite = False
+    step, non_finite = call.o_strides, False
     while True:
         n = attend_tile(call, memory, b, h, r, non_finite, spec)
-        if non_finite or columns_finite(output, dv, whole_groups(n), spec):
+        if non_finite or columns_finite(memory + call.offsets.output, call.dv, round_up(n, 16), spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True
-    store_tile(call, memory, b, h, r, n, spec)
+    o = call.o + spec.input_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
+    store_output(call, memory, n, o, spec)
+    store_lse(call, memory, b, h, r, n, spec)
 
 
 def forward(call):
-    """The kernel: takes tasks until none is left, the last rows first: under a causal mask they have the most keys."""
+    """The kernel: takes tasks until none is left, the last rows first: under a causal mask they have the most keys.
+
+    The thread's tile configuration is restored when its tasks are done. Kernels raise no exceptions, so there is no other way out.
+    """
     memory = call.scratch + call.thread_bytes * take(call.next_thread)
-    rows = call.plan.rows
-    forget_tiles(memory + call.offsets.kept_keys, memory + call.offsets.kept_values, call.spec)
+    configuration, rows = memory + call.offsets.tile_configuration, call.plan.rows
+    configure_tiles(configuration, call.spec)
+    clear_pack_cache(memory + call.offsets.kept_keys, memory + call.offsets.kept_values, call.spec)
     while True:
         task = take(call.next_task)
         if task >= call.tasks:
-            return
+            break
         head, r = task // rows, rows - 1 - task % rows
         forward_tile(call, memory, head // call.heads, head % call.heads, r, call.spec)
+    restore_tiles(configuration, call.spec)

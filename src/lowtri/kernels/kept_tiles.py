@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from lowtri.kernels import scratch
 from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.rows import head_operand, key_operand
-from lowtri.kernels.scratch import MOST_SLOTS
+from lowtri.kernels.operands import head_operand, key_operand
+from lowtri.kernels.scratch import KEYS, MOST_SLOTS
+from lowtri.kernels.shared_pack import transposed_tile
 from lowtri.kernels.simd import read_int64, write_int64
 
-__all__ = ["forget_tiles", "kept_keys", "kept_values"]
+__all__ = ["clear_pack_cache", "packed_keys", "packed_values"]
 
 key_bytes = device_function(scratch.key_bytes)
 slot_count = device_function(scratch.slot_count)
 
 
 @by_spec
-def forget_tiles(spec):
+def clear_pack_cache(spec):
     """Mark all slots as empty: the scratch memory has the tiles of an earlier run."""
 
     def nothing(keys, values, spec):
@@ -36,7 +37,7 @@ def forget_tiles(spec):
             write_int64(keys + 8 * slot, 0)
             write_int64(values + 8 * slot, 0)
 
-    return {"direct": nothing, "pairs": of_values, "widened": of_both}[spec.rows]
+    return {"pairs": of_values, "widened": of_both}.get(spec.rows, nothing)
 
 
 @device_function
@@ -51,47 +52,52 @@ def slot_of(memory, head, tile, tile_bytes, tiles, seen):
 
 
 @by_spec
-def kept_keys(spec):
-    """The keys from ``key0`` on as an operand with words along the head, its row step and depth step, in words.
+def packed_keys(spec):
+    """``keys`` keys from ``key0`` on as an operand with words along the head, its row step and depth step.
 
     Args:
         rows: address of key 0 of this head.  step: the strides of the array.  head: the number of the key/value head.
-        tile_keys: keys in a tile.  nk, size: keys of the head, numbers in a row.  seen: how many key tiles the queries see.
-        memory: the slots.
+        seen: how many key tiles the queries see.  memory: the slots; on tiles, scratch for a tile's rows.
     """
 
-    def in_place(rows, step, head, key0, tile_keys, nk, size, seen, memory, spec):
-        return head_operand(rows + spec.input_bytes * key0 * step.n, step.n, step.d, tile_keys, size, memory, spec)
+    def in_place(call, rows, step, head, key0, keys, seen, memory, spec):
+        return head_operand(rows + spec.input_bytes * key0 * step.n, step.n, step.d, keys, call.d, memory, spec)
 
-    def kept(rows, step, head, key0, tile_keys, nk, size, seen, memory, spec):
-        tile, tiles = key0 // tile_keys, (nk + tile_keys - 1) // tile_keys
-        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles, seen)
-        first = tile * tile_keys
+    def kept(call, rows, step, head, key0, keys, seen, memory, spec):
+        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, call.d
+        words, is_new = slot_of(memory, head, tile, key_bytes(KEYS, size, spec), tiles, seen)
+        first = tile * KEYS
         if is_new:
-            source, keys = rows + spec.input_bytes * first * step.n, min(tile_keys, nk - first)
-            head_operand(source, step.n, step.d, keys, size, words, spec)
+            source, n = rows + spec.input_bytes * first * step.n, min(KEYS, call.nk - first)
+            head_operand(source, step.n, step.d, n, size, words, spec)
         return words + key_bytes(key0 - first, size, spec), size, 1
 
     return kept if spec.rows == "widened" else in_place
 
 
 @by_spec
-def kept_values(spec):
-    """The values from ``key0`` on as an operand with words along the keys; the rest as in :func:`kept_keys`.
+def packed_values(spec):
+    """The values from ``key0`` on as an operand with words along the keys; the rest as in :func:`packed_keys`.
 
-    In pairs, key0 is an even number of keys after its tile's first. ``zeros``: a row of 0, the neighbour of an odd last key.
+    In pairs, key0 is an even number of keys after its tile's first; on tiles, a multiple of 32.
+
+    Args:
+        zeros: a row of 0, the neighbour of an odd last key.  copy: scratch for a tile's rows.
     """
 
-    def in_place(rows, step, head, key0, tile_keys, nk, size, seen, zeros, memory, spec):
+    def in_place(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
         return rows + spec.input_bytes * key0 * step.n, step.n, step.d
 
-    def kept(rows, step, head, key0, tile_keys, nk, size, seen, zeros, memory, spec):
-        tile, tiles = key0 // tile_keys, (nk + tile_keys - 1) // tile_keys
-        words, is_new = slot_of(memory, head, tile, key_bytes(tile_keys, size, spec), tiles, seen)
-        first = tile * tile_keys
+    def kept(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
+        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, call.dv
+        words, is_new = slot_of(memory, head, tile, key_bytes(KEYS, size, spec), tiles, seen)
+        first = tile * KEYS
         if is_new:
-            source, keys = rows + spec.input_bytes * first * step.n, min(tile_keys, nk - first)
-            key_operand(source, step.n, step.d, keys, size, zeros, words, spec)
+            source, n = rows + spec.input_bytes * first * step.n, min(KEYS, call.nk - first)
+            key_operand(source, step.n, step.d, n, size, zeros, words, spec)
         return words + key_bytes(key0 - first, size, spec), size, 1
 
-    return in_place if spec.rows == "direct" else kept
+    def shared(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
+        return transposed_tile(call, rows, step, call.dv, head, key0, memory, copy, zeros, spec), 0, 0
+
+    return {"direct": in_place, "tiles": shared}.get(spec.rows, kept)

@@ -24,7 +24,6 @@ from lowtri.kernels.simd import (
     store,
     write,
 )
-from lowtri.kernels.spec import QUERIES
 
 __all__ = [
     "add_non_finite_keys",
@@ -70,9 +69,12 @@ def input_rows_finite(rows, row_step, step, n, size, spec):
 
 
 @device_function
-def add_non_finite_keys(rows, row_step, step, weights, mask_bits, queries, keys, output, size, finite_rows, spec):
-    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at those of ``queries`` (a word of bits) that see them.
+def add_non_finite_keys(
+    rows, row_step, step, weights, mask_bits, query, queries, keys, output, size, finite_rows, spec
+):
+    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at the queries that see them.
 
+    ``weights`` (keys, queries) are those of the queries from ``query`` on; ``output`` begins at this query, too.
     ``finite_rows`` becomes a packed copy of the rows (keys, size) with 0 in place of the non-finite ones.
     """
     number_bytes = spec.number_bytes
@@ -80,17 +82,17 @@ def add_non_finite_keys(rows, row_step, step, weights, mask_bits, queries, keys,
         row, finite = rows + spec.input_bytes * j * row_step, True
         for d in range(size):
             finite = finite and np.isfinite(read_input(row + spec.input_bytes * d * step, spec))
-        word = queries & (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES)
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
         for d in range(size):
             x = read_input(row + spec.input_bytes * d * step, spec)
             write(finite_rows + number_bytes * (j * size + d), x if finite else 0.0, spec)
             if not finite:
-                for lane in range(0, QUERIES, spec.lanes):
+                for lane in range(0, queries, spec.lanes):
                     address = output + spec.row_bytes * d + number_bytes * lane
                     before = load(address, spec)
-                    weight = load(weights + spec.row_bytes * j + number_bytes * lane, spec)
+                    weight = load(weights + number_bytes * (queries * j + lane), spec)
                     after = add(before, mul(weight, splat(x, spec)))
-                    store(address, select_bits(word, np.uint64(lane), after, before))
+                    store(address, select_bits(word, np.uint64(query + lane), after, before))
 
 
 @device_function

@@ -11,7 +11,7 @@ import numpy as np
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import read_int32, read_int64, read_word
 
-__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "tile_count", "visible_tiles"]
+__all__ = ["ALL_QUERIES", "FIRST_16", "key_spans", "tile_count", "visible_range", "visible_tiles"]
 
 FULL = 2  # masks.tile.FULL
 ALL_QUERIES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the mask bits of a key that every query sees

@@ -1,14 +1,13 @@
-"""Rows of arrays as operands of a product, and results as rows of arrays: transposed, widened, interleaved, rounded.
+"""Rows of arrays and of tiles: filled, multiplied, transposed, widened, interleaved, rounded.
 
-A tile consists of rows of 64 numbers, one for each query. Operands consist of words (see :mod:`lowtri.kernels.product`). The
-``*_operand`` functions, chosen by the spec, convert rows to words where necessary and return the operand's address; for operands that
-may be strided, they also return the row step and the depth step, in words.
+A tile consists of rows of 64 numbers, one for each query.
 """
 
 from __future__ import annotations
 
+from lowtri.kernels import scratch
 from lowtri.kernels.bf16 import interleave, interleave_loaded
-from lowtri.kernels.device_function import by_spec, device_function
+from lowtri.kernels.device_function import device_function
 from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import (
     load,
@@ -22,26 +21,23 @@ from lowtri.kernels.simd import (
     write,
     write_input,
 )
-from lowtri.kernels.spec import QUERIES
 
 __all__ = [
     "fill",
     "fill_columns",
-    "head_operand",
-    "word_count",
-    "key_operand",
+    "interleave_input_rows",
     "interleave_rows",
-    "in_place_operand",
-    "store_rows",
-    "row_operand",
     "multiply_by",
     "multiply_columns",
+    "round_row",
+    "round_up",
     "transpose_in",
     "transpose_out",
-    "transposed_queries",
-    "whole_groups",
     "widen_rows",
+    "word_count",
 ]
+
+round_up = device_function(scratch.round_up)
 
 
 @device_function
@@ -70,12 +66,6 @@ def multiply_columns(tile, size, columns, factor, spec):
     """Multiply the first ``columns`` of a tile (size, 64), whole vectors, by one factor."""
     for j in range(size):
         multiply_by(tile + spec.row_bytes * j, columns, factor, spec)
-
-
-@device_function
-def whole_groups(n):
-    """The queries of a tile rounded up to whole groups of 16, which are computed together: the columns that are used."""
-    return (n + 15) & -16
 
 
 @device_function
@@ -141,21 +131,6 @@ def round_row(source, size, target, spec):
         write_input(target + spec.input_bytes * d, read(source + spec.number_bytes * d, spec), spec)
 
 
-@by_spec
-def store_rows(spec):
-    """Copy a tile (size, 64) to n rows of an array, ``row_step`` numbers apart; ``rows`` is scratch for (n, size)."""
-
-    def direct(source, n, size, rows, target, row_step, spec):
-        transpose_out(source, n, size, target, row_step, spec)
-
-    def rounded(source, n, size, rows, target, row_step, spec):
-        transpose_out(source, n, size, rows, size, spec)
-        for i in range(n):
-            round_row(rows + spec.number_bytes * i * size, size, target + spec.input_bytes * i * row_step, spec)
-
-    return direct if spec.rows == "direct" else rounded
-
-
 @device_function
 def interleave_rows(rows, n, size, pairs, spec):
     """Packed rows (n, size) as pairs of bf16 (n / 2, size): neighbouring rows interleaved, zero-padded to an even count."""
@@ -174,85 +149,3 @@ def interleave_input_rows(source, row_step, n, size, zeros, pairs, spec):
         high = low + 2 * row_step if j + 1 < n else zeros
         for d in range(0, size, 16):
             store(pairs + 4 * (j // 2 * size + d), interleave_loaded(low + 2 * d, high + 2 * d, spec))
-
-
-@by_spec
-def transposed_queries(spec):
-    """n rows of an array as an operand (words, 64) with queries in lanes; ``rows`` is scratch for (n, size)."""
-
-    def direct(source, row_step, step, n, size, rows, target, spec):
-        transpose_in(source, row_step, step, n, size, whole_groups(n), target, spec)
-
-    def pairs(source, row_step, step, n, size, rows, target, spec):
-        transpose_in(source, row_step // 2, step, n, size // 2, whole_groups(n), target, spec)
-
-    def widened(source, row_step, step, n, size, rows, target, spec):
-        widen_rows(source, row_step, step, n, size, rows, spec)
-        transpose_in(rows, size, 1, n, size, whole_groups(n), target, spec)
-
-    return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
-
-
-@by_spec
-def head_operand(spec):
-    """Rows of keys or values as an operand with words along the head, the A of K Q^T; ``target`` is scratch for (n, size)."""
-
-    def direct(source, row_step, step, n, size, target, spec):
-        return source, row_step, step
-
-    def pairs(source, row_step, step, n, size, target, spec):
-        return source, row_step // 2, step
-
-    def widened(source, row_step, step, n, size, target, spec):
-        widen_rows(source, row_step, step, n, size, target, spec)
-        return target, size, 1
-
-    return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
-
-
-@by_spec
-def key_operand(spec):
-    """Rows of keys or values as an operand with words along the keys, the A of V^T P^T; ``target`` and ``zeros`` are scratch."""
-
-    def direct(source, row_step, step, n, size, zeros, target, spec):
-        return source, row_step, step
-
-    def pairs(source, row_step, step, n, size, zeros, target, spec):
-        interleave_input_rows(source, row_step, n, size, zeros, target, spec)
-        return target, size, 1
-
-    def widened(source, row_step, step, n, size, zeros, target, spec):
-        widen_rows(source, row_step, step, n, size, target, spec)
-        return target, size, 1
-
-    return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
-
-
-@by_spec
-def row_operand(spec):
-    """Packed rows as an operand of a product that sums over rows; ``pairs`` is scratch, and may be ``rows`` itself."""
-
-    def numbers(rows, n, size, pairs, spec):
-        return rows
-
-    def in_pairs(rows, n, size, pairs, spec):
-        interleave_rows(rows, n, size, pairs, spec)
-        return pairs
-
-    return in_pairs if spec.rows == "pairs" else numbers
-
-
-@by_spec
-def in_place_operand(spec):
-    """A tile of n rows as an operand with words along the queries, in place: pairs fill the first half of each row."""
-
-    def numbers(rows, n, spec):
-        pass
-
-    def in_pairs(rows, n, spec):
-        for j in range(n):
-            for lane in range(0, QUERIES, 16):
-                row = rows + spec.row_bytes * j
-                store_input(row + 2 * lane, load(row + 4 * lane, spec), spec)
-
-    return in_pairs if spec.rows == "pairs" else numbers

@@ -22,9 +22,8 @@ from lowtri.kernels.simd import (
     store,
     write,
 )
-from lowtri.kernels.spec import HALF_ROW
 
-__all__ = ["LN2", "LOG2E", "add_bias", "apply_mask", "apply_mask_half", "apply_softcap", "to_log2", "times_log2e"]
+__all__ = ["LN2", "LOG2E", "add_bias", "apply_mask", "apply_softcap", "to_log2", "times_log2e"]
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -68,37 +67,29 @@ def to_log2(x, spec):
 
 
 @device_function
-def add_bias(scores, row_bytes, bias, q_step, k_step, n, keys, spec):
+def add_bias(scores, row, bias, q_step, k_step, n, keys, spec):
     """Add bias[i, j] * log2(e) to the scores; steps in numbers, 0 where bias broadcasts."""
     number_bytes = spec.number_bytes
     for j in range(keys):
-        row = scores + row_bytes * j
+        scores_of_key = scores + row * j
         for i in range(n):
             x = to_log2(read(bias + number_bytes * (i * q_step + j * k_step), spec), spec)
-            write(row + number_bytes * i, read(row + number_bytes * i, spec) + x, spec)
+            address = scores_of_key + number_bytes * i
+            write(address, read(address, spec) + x, spec)
 
 
 @device_function
-def apply_mask_half(scores, mask_bits, half, first, last, spec):
-    """:func:`apply_mask` for the scores (keys, 32) of one half of the queries."""
-    hidden = splat(-np.inf, spec)
-    for part in range(2):
-        bit = np.uint64(32 * half + 16 * part)
-        for j in range(first, last):
-            word = read_word(mask_bits + 8 * j)
-            if (word >> bit) & FIRST_16 != FIRST_16:
-                address = scores + HALF_ROW * j + 64 * part
-                store(address, select_bits(word, bit, load(address, spec), hidden))
+def apply_mask(scores, mask_bits, query, spans, spec):
+    """Set the scores of hidden pairs of a unit, whose first query is ``query``, to -inf.
 
-
-@device_function
-def apply_mask(scores, mask_bits, spans, spec):
-    """Set the scores of hidden pairs to -inf; the mask bits are a word for each key, a bit for each of 64 queries."""
+    The mask bits are a word for each key, a bit for each of 64 queries.
+    """
     hidden, number_bytes = splat(-np.inf, spec), spec.number_bytes
-    for part in range(4):
+    for part in range(spec.unit_queries // 16):
+        first = query + 16 * part
         for j in range(spans[2 * part], spans[2 * part + 1]):
             word = read_word(mask_bits + 8 * j)
-            if (word >> np.uint64(16 * part)) & FIRST_16 != FIRST_16:
-                for lane in range(16 * part, 16 * part + 16, spec.lanes):
-                    address = scores + spec.row_bytes * j + number_bytes * lane
-                    store(address, select_bits(word, np.uint64(lane), load(address, spec), hidden))
+            if (word >> np.uint64(first)) & FIRST_16 != FIRST_16:
+                for lane in range(0, 16, spec.lanes):
+                    address = scores + spec.unit_row * j + number_bytes * (16 * part + lane)
+                    store(address, select_bits(word, np.uint64(first + lane), load(address, spec), hidden))

@@ -1,18 +1,18 @@
 """The scratch memory of each kernel, in bytes, and the sizes that a kernel and its callers must agree on. Plain integers: no compiler.
 
-Kernels use the same functions: ``device_function(whole)`` compiles one.
+Kernels use the same functions: ``device_function(round_up)`` compiles one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lowtri.kernels.spec import HALF_ROW, QUERIES, KernelSpec
+from lowtri.kernels.spec import QUERIES, KernelSpec
 
 __all__ = [
     *("CACHE_KEYS", "KEYS", "MOST_SLOTS", "SCRATCH"),
     *("decode_scratch", "decode_shared_scratch", "header_size", "key_bytes", "key_rows", "padded"),
-    *("packed_shared_scratch", "slot_count", "whole", "whole_16"),
+    *("packed_shared_scratch", "product_rows", "round_up", "slot_count"),
 ]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
@@ -21,14 +21,14 @@ MOST_SLOTS = 64  # of tiles that a thread keeps, see kept_tiles
 _SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
 
 
-def whole(size: int) -> int:
-    """A size rounded up to whole depths of 32."""
-    return (size + 31) & -32
+def round_up(x: int, n: int) -> int:
+    """The least multiple of n that is at least x."""
+    return (x + n - 1) // n * n
 
 
-def whole_16(size: int) -> int:
-    """A size rounded up to whole tiles of 16 rows."""
-    return (size + 15) & -16
+def product_rows(size: int, spec: KernelSpec) -> int:
+    """The rows of the output (head size, queries), or of dQ, that a product writes: on tiles whole registers of 16."""
+    return (size + 15) & -16 if spec.on_tiles else size
 
 
 def key_bytes(keys: int, size: int, spec: KernelSpec) -> int:
@@ -48,29 +48,31 @@ def header_size(rows: int) -> int:
 
 def padded(spec: KernelSpec, size: int) -> int:
     """A head size rounded up to what a packed row of Q, dO, dK or dV takes: whole vectors, or whole blocks of 32 columns."""
-    return whole(size) if spec.rows == "tiles" else -(-size // spec.lanes) * spec.lanes
+    return round_up(size, 32 if spec.on_tiles else spec.lanes)
 
 
 def key_rows(spec: KernelSpec, nk: int) -> int:
     """The rows of dK and dV."""
-    return whole_16(nk) if spec.rows == "tiles" else nk
+    return round_up(nk, 16) if spec.on_tiles else nk
 
 
 def _forward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    row, number = spec.row_bytes, spec.number_bytes
-    direct, pairs = spec.rows == "direct", spec.rows == "pairs"
+    row, number, d_padded, dv_padded = spec.row_bytes, spec.number_bytes, padded(spec, d), padded(spec, dv)
+    in_pairs, widened = spec.per_word == 2, spec.rows == "widened"
+    kept_values = 0 if spec.rows == "direct" else _slots(spec, dv)
     return {
-        "queries": row * d,
-        "scores": row * KEYS,
-        "output": row * dv,
+        "queries": row * d_padded // spec.per_word,
+        "scores": spec.unit_row * KEYS,
+        "output": row * product_rows(dv, spec),
         "shift": row,
         "total": row,
-        "weights": row * KEYS // 2 if pairs else 0,
-        "values": number * KEYS * dv,  # also a copy with 0 in place of non-finite rows
-        "zeros": number * dv if pairs else 0,
-        "rows": 0 if direct else row * max(d, dv),
-        "kept_keys": _slots(spec, d) if spec.rows == "widened" else 0,
-        "kept_values": 0 if direct else _slots(spec, dv),
+        "weights": spec.unit_row * KEYS // 2 if in_pairs else 0,
+        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed on tiles
+        "zeros": number * round_up(dv, 32) if in_pairs else 0,
+        "rows": 0 if spec.rows == "direct" else row * max(d_padded, dv_padded),
+        "kept_keys": 2 * KEYS * d_padded if spec.on_tiles else _slots(spec, d) if widened else 0,
+        "kept_values": 2 * KEYS * product_rows(dv, spec) if spec.on_tiles else kept_values,
+        "tile_configuration": 128 * spec.on_tiles,
     }
 
 
@@ -80,37 +82,14 @@ def _slots(spec: KernelSpec, size: int) -> int:
     return 8 * MOST_SLOTS + slot_bytes * slot_count(slot_bytes)
 
 
-def _forward_tiles(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    row, d_whole, dv_whole = spec.row_bytes, padded(spec, d), padded(spec, dv)
-    return {
-        "queries": row * d_whole // 2,
-        "scores": HALF_ROW * KEYS,
-        "pairs": HALF_ROW * KEYS // 2,
-        "output": row * dv_whole,
-        "shift": row,
-        "total": row,
-        "rows": max(row * dv, 2 * QUERIES * d_whole),  # the output's rows; before that, the queries' copy
-        "keys": 2 * KEYS * d_whole,
-        "finite_values": 4 * KEYS * dv,
-        "weights": row * KEYS,
-        **_packing(dv),
-        "tile_configuration": 128,
-    }
-
-
-def _packing(size: int) -> dict[str, int]:
-    """What :func:`lowtri.kernels.shared_pack.transposed_tile` works in."""
-    row = whole(size)
-    return {"packed_tile": 2 * KEYS * row, "copy": 2 * KEYS * row, "row_pairs": 4 * 16 * row, "zeros": 4 * row}
-
-
 def _backward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    row, number, pairs = spec.row_bytes, spec.number_bytes, spec.rows == "pairs"
+    row, number, pairs = spec.row_bytes, spec.number_bytes, spec.per_word == 2
     d_rows, dv_rows = number * QUERIES * padded(spec, d), number * QUERIES * padded(spec, dv)
+    values = 2 * KEYS * max(padded(spec, d), padded(spec, dv)) if spec.on_tiles else 0
     return {
-        "queries": row * d,
-        "d_output": row * dv,
-        "dq": row * d,
+        "queries": d_rows // spec.per_word,
+        "d_output": dv_rows // spec.per_word,
+        "dq": row * product_rows(d, spec),
         "scores": row * KEYS,
         "ds": row * KEYS,
         "d_softcap": row * KEYS,  # in pairs also dS for dQ
@@ -122,54 +101,23 @@ def _backward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
         "finite_q": d_rows,
         "finite_d_output": dv_rows,
         "keys": number * KEYS * padded(spec, d),
-        "values": number * KEYS * dv if spec.rows == "widened" else 0,
+        "values": number * KEYS * dv if spec.rows == "widened" else values,
         "q_pairs": d_rows // 2 if pairs else 0,
         "d_output_pairs": dv_rows // 2 if pairs else 0,
-        "zeros": number * padded(spec, d) if pairs else 0,
-    }
-
-
-def _backward_tiles(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
-    row, d_whole, dv_whole = spec.row_bytes, padded(spec, d), padded(spec, dv)
-    most = max(d_whole, dv_whole)
-    return {
-        "queries": row * d_whole // 2,
-        "d_output": row * dv_whole // 2,
-        "dq": row * d_whole,
-        "scores": row * KEYS,
-        "ds": row * KEYS,
-        "ds_pairs": row * KEYS // 2,
-        "d_softcap": row * KEYS,
-        "shift": row,
-        "delta": row,
-        "q_rows": 2 * QUERIES * d_whole,
-        "d_output_rows": 2 * QUERIES * dv_whole,
-        "q_pairs": 2 * QUERIES * d_whole,
-        "d_output_pairs": 2 * QUERIES * dv_whole,
-        "finite_rows": 2 * QUERIES * most,
-        "finite_q_pairs": 2 * QUERIES * d_whole,
-        "finite_d_output_pairs": 2 * QUERIES * dv_whole,
-        "wide_rows": 4 * max(KEYS, QUERIES) * most,  # rows in float32, for the non-finite path
-        "keys": 2 * KEYS * d_whole,
-        "values": 2 * KEYS * dv_whole,
-        **_packing(max(d, dv)),
-        "tile_configuration": 128,
+        "zeros": number * round_up(d, 32) if pairs else 0,
+        "packed_keys": 2 * KEYS * product_rows(d, spec) * spec.on_tiles,
+        "tile_configuration": 128 * spec.on_tiles,
     }
 
 
 # By kernel: bytes of each part of the memory that one thread works in, from (spec, d, dv).
-SCRATCH: Mapping[str, Callable[[KernelSpec, int, int], dict[str, int]]] = {
-    "forward": _forward,
-    "forward_tiles": _forward_tiles,
-    "backward": _backward,
-    "backward_tiles": _backward_tiles,
-}
+SCRATCH: Mapping[str, Callable[[KernelSpec, int, int], dict[str, int]]] = {"forward": _forward, "backward": _backward}
 
 
-def packed_shared_scratch(heads: int, nk: int, size: int) -> dict[str, int]:
+def packed_shared_scratch(spec: KernelSpec, heads: int, nk: int, size: int) -> dict[str, int]:
     """Bytes that the threads share on tiles, for all key/value heads: the transposed rows, and the states of their tiles."""
-    tiles = heads * -(-nk // KEYS)
-    return {"packed": 2 * tiles * KEYS * whole_16(size), "packed_states": 8 * tiles}
+    tiles = heads * -(-nk // KEYS) * spec.on_tiles
+    return {"packed": 2 * tiles * KEYS * product_rows(size, spec), "packed_states": 8 * tiles}
 
 
 def decode_scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:

@@ -75,10 +75,7 @@ _FAMILIES = {"forward": ("forward", "backward"), "decode": ("decode",)}
 
 # The kernels that calls may use on this CPU: family (a kernel's name) and spec.
 KERNELS = tuple(
-    (f"{family}_tiles" if variant.rows == "tiles" else family, SPECS[variant[:3]])
-    for variant in _VARIANTS
-    if variant.enabled
-    for family in _FAMILIES[variant.family]
+    (family, SPECS[variant[:3]]) for variant in _VARIANTS if variant.enabled for family in _FAMILIES[variant.family]
 )
 
 

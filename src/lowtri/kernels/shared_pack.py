@@ -13,9 +13,9 @@ from numba.extending import intrinsic
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import I64, pointer
-from lowtri.kernels.tile_operands import copy_rows, pack_transposed, whole, whole_16, zero_non_finite
+from lowtri.kernels.tile_operands import pack_transposed, product_rows
 
-__all__ = ["tile_places", "transposed_tile"]
+__all__ = ["transposed_tile"]
 
 _PACKING, _PACKED = ir.Constant(I64, 1), ir.Constant(I64, 2)
 
@@ -53,41 +53,23 @@ def publish(typing, state):
 
 
 @device_function
-def tile_places(call, memory, head, columns):
-    """The memory that :func:`transposed_tile` works in, for one key/value head."""
-    offsets, first_tile = call.offsets, head * ((call.nk + KEYS - 1) // KEYS)
-    states, packed = offsets.packed_states + 8 * first_tile, offsets.packed + 2 * KEYS * columns * first_tile
-    own, copy = memory + offsets.packed_tile, memory + offsets.copy
-    return call.scratch + states, call.scratch + packed, own, copy, memory + offsets.row_pairs, memory + offsets.zeros
-
-
-@device_function
-def transposed_tile(rows, step, size, nk, key0, keys, places, non_finite, spec):
-    """The transposed rows from key0 on, in blocks of 32 keys: (keys / 32, whole_16(size), 32).
+def transposed_tile(call, rows, step, size, head, key0, own, copy, zeros, spec):
+    """The address of the transposed rows from ``key0`` on, in blocks of 32 keys: (keys / 32, product_rows(size), 32).
 
     Args:
-        rows: address of key 0 of this head.  step: the strides of the array.
-        places: addresses of this head's states and packed tiles, and of the thread's own memory: a tile, a copy of its rows,
-            16 rows of pairs, a row of zeros.
-        non_finite: pack only these keys, in the thread's own memory, with 0 in place of the rows that are not finite.
+        rows: address of key 0 of this head.  step: the strides of the array.  head: the number of the key/value head.
+        own, copy: this thread's memory for a tile, and for a copy of its rows.  zeros: address of 32 zeros.
     """
-    states, shared, own, copy, pairs, zeros = places
-    tile, columns = key0 // KEYS, whole_16(size)
-    state, packed = states + 8 * tile, shared + 2 * KEYS * columns * tile
-    first, n = tile * KEYS, min(KEYS, nk - tile * KEYS)
-    packs, claimed = non_finite or not is_packed(state), False
-    if non_finite:
-        first, n = key0, keys
-    source, row, number, row_size = rows + 2 * first * step.n, step.n, step.d, size
-    if non_finite:
-        copy_rows(source, row, number, keys, size, copy, keys, spec)
-        zero_non_finite(copy, keys, size, spec)
-        source, row, number, row_size = copy, whole(size), 1, columns
-    elif packs:
+    tile, tiles, columns = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, product_rows(size, spec)
+    state = call.scratch + call.offsets.packed_states + 8 * (head * tiles + tile)
+    packed = call.scratch + call.offsets.packed + 2 * KEYS * columns * (head * tiles + tile)
+    first = tile * KEYS
+    if not is_packed(state):
         claimed = claim(state)
-    if packs:
-        packed = packed if claimed else own
-        pack_transposed(source, row, number, n, row_size, copy, pairs, zeros, packed, spec)
+        if not claimed:
+            packed = own
+        source, n = rows + 2 * first * step.n, min(KEYS, call.nk - first)
+        pack_transposed(source, step.n, step.d, n, size, copy, zeros, packed, spec)
         if claimed:
             publish(state)
     return packed + 2 * (key0 - first) * columns

@@ -17,7 +17,7 @@ from lowtri.kernels.operations.baseline import constant, integers
 __all__ = [
     *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer"),  # for intrinsics
     *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
-    *("store", "store_input", "write", "write_input", "write_int64", "fetch_add", "as_number", "splat"),
+    *("store", "store_input", "write", "write_input", "write_int64", "fetch_add", "element", "as_number", "splat"),
     *("add", "sub", "mul", "div", "fma", "maximum", "select_bits", "select_greater", "any_greater", "all_lanes_finite"),
 ]
 
@@ -161,6 +161,19 @@ def write_int64(typing, address, x):
         return c.get_dummy_value()
 
     return types.void(types.intp, types.int64), emit
+
+
+@intrinsic
+def element(typing, values, index):
+    """``values[index]`` of a tuple of integers, unchecked: Numba's own access can raise, so that callers would return early."""
+
+    def emit(c, b, s, a):
+        result = b.extract_value(a[0], 0)
+        for n in range(1, values.count):
+            result = b.select(b.icmp_signed("==", a[1], ir.Constant(I64, n)), b.extract_value(a[0], n), result)
+        return result
+
+    return values.dtype(values, types.intp), emit
 
 
 @intrinsic

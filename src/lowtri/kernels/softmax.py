@@ -1,7 +1,7 @@
 """One tile of online softmax, with queries in lanes.
 
-A tile of scores is (keys, 64): a row for each key, a lane for each query. One factor, ``unit``, brings scores to units of log 2,
-so that exp is 2 ** x. Per query there is a running shift ``m`` and a running sum ``l`` of 2 ** (unit * score - m). Maximum, sum
+A tile of scores is (keys, 64): a row for each key, a lane for each query. One factor, ``scale_log2``, brings scores to units of log 2,
+so that exp is 2 ** x. Per query there is a running shift ``m`` and a running sum ``l`` of 2 ** (scale_log2 * score - m). Maximum, sum
 and rescaling go lane by lane; nothing is added up across lanes.
 
 Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's description (2025), here with a limit of 2 ** 8.
@@ -83,18 +83,18 @@ def shifts_large_scores(scores, step, factors, shift, first, last, spec):
 
 
 @device_function
-def softmax_tile(scores, unit, spans, m, l, output, size, spec):
-    """Scores become weights 2 ** (unit * score - m); m, l and the output so far (size, 64) are rescaled to the new shift.
+def softmax_tile(scores, scale_log2, spans, m, l, output, size, spec):
+    """Scores become weights 2 ** (scale_log2 * score - m); m, l and the output so far (size, 64) are rescaled to the new shift.
 
     Args:
-        scores: address of (keys, 64).  unit: factor > 0, rounded together with the shift.
+        scores: address of (keys, 64).  scale_log2: factor > 0, rounded together with the shift.
         spans: the first key and one past the last for each 16 queries; other scores are not touched.
         m, l: addresses of 64 numbers.  output: address of (size, 64).
     """
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
-        first, last, factors = spans[2 * part], spans[2 * part + 1], splat(unit, spec)
+        first, last, factors = spans[2 * part], spans[2 * part + 1], splat(scale_log2, spec)
         column = scores + lane
         shift = new_shift(column, step, factors, first, last, m + lane, l + lane, output + lane, size, spec)
         if shifts_large_scores(column, step, factors, shift, first, last, spec):

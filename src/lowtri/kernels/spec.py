@@ -7,7 +7,7 @@ function chooses during type inference, so that machine code has no branch for i
     direct      read from the array
     pairs       read from the array, two neighbours in a 32-bit word; accumulated in float32
     widened     a tile's rows are converted to float32 in scratch memory
-    tiles       pairs in tile registers, in kernel families of their own; accumulated in float32
+    tiles       pairs in tile registers; accumulated in float32
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from lowtri.kernels.isa import Baseline
 
-__all__ = ["BYTES", "HALF", "HALF_ROW", "QUERIES", "KernelSpec"]
+__all__ = ["BYTES", "QUERIES", "KernelSpec"]
 
 QUERIES = 64  # queries in a tile: one machine word of bits
-HALF = QUERIES // 2  # queries in a unit of work of the forward pass on tile registers
-HALF_ROW = 4 * HALF  # bytes of a row of its scores, and of its pairs
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}  # of a number
 
 
@@ -63,7 +61,27 @@ class KernelSpec:
     @property
     def per_word(self) -> int:
         """Numbers in a word of a product."""
-        return 2 if self.rows == "pairs" else 1
+        return 2 if self.rows in ("pairs", "tiles") else 1
+
+    @property
+    def on_tiles(self) -> int:
+        """1 if products use tile registers, else 0."""
+        return int(self.rows == "tiles")
+
+    @property
+    def unit_queries(self) -> int:
+        """Queries in a unit of work of the forward pass, which has the keys of one tile."""
+        return QUERIES // 2 if self.on_tiles else QUERIES
+
+    @property
+    def unit_row(self) -> int:
+        """Bytes of a row of a unit's scores: a number for each query."""
+        return self.unit_queries * self.number_bytes
+
+    @property
+    def query_group(self) -> int:
+        """Queries that are computed together: columns of a product are a multiple of these."""
+        return 32 if self.on_tiles else 16
 
     @property
     def tile(self) -> tuple[int, int, int]:

@@ -34,7 +34,17 @@ class TypedSpec(KernelSpec):
 
 
 # The properties of a spec that kernels read, as constants.
-_CONSTANTS = ("input_bytes", "number_bytes", "row_bytes", "lanes", "per_word")
+_CONSTANTS = (
+    "input_bytes",
+    "number_bytes",
+    "row_bytes",
+    "lanes",
+    "per_word",
+    "on_tiles",
+    "unit_queries",
+    "unit_row",
+    "query_group",
+)
 
 
 class SpecType(types.Type):

@@ -12,22 +12,15 @@ from numba.extending import intrinsic
 
 from lowtri.kernels import scratch
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.lanes import transpose, transposed
+from lowtri.kernels.lanes import shuffled, transpose, transposed
 from lowtri.kernels.operations.baseline import constant
-from lowtri.kernels.rows import fill, interleave_input_rows
-from lowtri.kernels.simd import I16, I64, all_lanes_finite, load, load_input, pointer, store
-from lowtri.kernels.spec import HALF, HALF_ROW, QUERIES
+from lowtri.kernels.rows import fill, round_row, round_up
+from lowtri.kernels.simd import I16, I64, load, pointer, store
+from lowtri.kernels.spec import QUERIES
 
-__all__ = [
-    "copy_rows",
-    "pack_transposed",
-    "queries_in_pairs",
-    "rows_for_a",
-    "store_rounded_block",
-    "whole",
-    "whole_16",
-    "zero_non_finite",
-]
+__all__ = ["pack_rounded", "pack_transposed", "product_rows", "queries_in_pairs", "rows_for_a", "store_rounded_block"]
+
+product_rows = device_function(scratch.product_rows)
 
 
 @intrinsic
@@ -41,14 +34,10 @@ def copy_number(typing, source, target):
     return types.void(types.intp, types.intp), emit
 
 
-whole = device_function(scratch.whole)
-whole_16 = device_function(scratch.whole_16)
-
-
 @device_function
 def copy_rows(source, row_step, step, n, size, target, rows, spec):
-    """Copy n rows of an array of bf16 to rows of ``whole(size)`` numbers; zeros fill them, and ``rows`` rows in all."""
-    row = 2 * whole(size)
+    """Copy n rows of an array of bf16 to rows of a multiple of 32 numbers; zeros fill them, and ``rows`` rows in all."""
+    row = 2 * round_up(size, 32)
     fill(target, rows * row // 4, 0.0, spec)
     for i in range(n):
         from_row, to_row, d = source + 2 * i * row_step, target + i * row, 0
@@ -67,58 +56,93 @@ def rows_for_a(source, row_step, step, n, size, target, spec):
     if step == 1 and size % 32 == 0 and n >= 16:
         return source, 2 * row_step
     copy_rows(source, row_step, step, n, size, target, max(n, 16), spec)
-    return target, 2 * whole(size)
+    return target, 2 * round_up(size, 32)
 
 
 @device_function
 def queries_in_pairs(source, row_step, step, n, size, rows, target, spec):
-    """n <= 64 rows of queries as operand B, for each half (whole(size) / 2, 32), pairs along the head; ``rows`` is scratch for 64 rows.
+    """n <= 64 rows of queries as operand B, for each 32 of them (words, 32), pairs along the head; ``rows`` is scratch for 64 rows.
 
     Lanes past n repeat the last row.
     """
     words, row = source, row_step
     if step != 1 or size % 32 or row_step % 2:
         copy_rows(source, row_step, step, n, size, rows, n, spec)
-        words, row = rows, whole(size)
-    size = whole(size) // 2
+        words, row = rows, round_up(size, 32)
+    size = round_up(size, 32) // 2
     for first in range(0, QUERIES, 16):
         top = min(first, n - 1)
-        last, lanes = min(n - 1 - top, 15), HALF_ROW * size * (first // HALF) + 4 * (first % HALF)
+        last, lanes = min(n - 1 - top, 15), spec.unit_row * size * (first // 32) + 4 * (first % 32)
         for pair in range(0, size, 16):
             block = words + 2 * top * row + 4 * pair
-            transpose(block, 2 * row, last, target + HALF_ROW * pair + lanes, HALF_ROW, spec)
+            transpose(block, 2 * row, last, target + spec.unit_row * pair + lanes, spec.unit_row, spec)
+
+
+@intrinsic
+def transpose_block(typing, source, source_row, count, zeros, target, target_row, spec):
+    """Transpose 32 rows of 32 numbers of bf16. Rows from ``count`` on are read from ``zeros``; row steps in bytes.
+
+    The numbers of two rows are interleaved in each quarter of a vector, which gives the pairs of 16 columns in two vectors; blocks of
+    16 x 16 pairs are then transposed.
+    """
+    kind, quarters = spec.value.vector, (0, 8, 16, 24)
+
+    def emit(c, b, s, a):
+        source, source_row, count, zeros, target, target_row, _ = a
+        rows = []
+        for i in range(32):
+            n = ir.Constant(I64, i)
+            address = b.select(b.icmp_signed("<", n, count), b.add(source, b.mul(n, source_row)), zeros)
+            rows.append(b.load(pointer(b, address, ir.VectorType(I16, 32)), align=2))
+        for first in (0, 4):
+            columns = [quarter + first + n for quarter in quarters for n in range(4)]
+            order = [lane for column in columns for lane in (column, column + 32)]
+            pairs = [b.bitcast(shuffled(b, *rows[i : i + 2], order), kind.ir) for i in range(0, 32, 2)]
+            for column, vector in zip(columns, transposed(b, pairs), strict=True):
+                address = b.add(target, b.mul(target_row, ir.Constant(I64, column)))
+                b.store(vector, pointer(b, address, kind.ir), align=4)
+        return c.get_dummy_value()
+
+    return types.void(*[types.intp] * 6, spec), emit
 
 
 @device_function
-def pack_transposed(source, row_step, step, n, size, copy, pairs, zeros, target, spec):
-    """n rows of keys or values, transposed: for each 32 of them a block (whole_16(size), 32), zeros past n.
+def pack_blocks(rows, row, n, columns, zeros, target, spec):
+    """n rows of at least ``columns`` numbers, transposed: for each 32 of them a block (columns, 32), zeros past n."""
+    if columns < 32:
+        fill(target, round_up(n, 32) * columns // 2, 0.0, spec)
+        for i in range(n):
+            for d in range(columns):
+                copy_number(rows + 2 * (i * row + d), target + 64 * (i // 32 * columns + d) + 2 * (i % 32))
+        return
+    for j in range(0, n, 32):
+        for d in range(0, columns, 32):
+            column = min(d, columns - 32)  # the last block overlaps the one before
+            block = target + 64 * (j // 32 * columns + column)
+            transpose_block(rows + 2 * (j * row + column), 2 * row, n - j, zeros, block, 64, spec)
 
-    ``copy`` is scratch for the rows, ``pairs`` for 16 rows of ``whole_16(size)`` pairs; ``zeros`` is a row of 0.
+
+@device_function
+def pack_transposed(source, row_step, step, n, size, copy, zeros, target, spec):
+    """n rows of keys or values, transposed: for each 32 of them a block (product_rows(size), 32), zeros past n.
+
+    ``copy`` is scratch for the rows; ``zeros`` are 32 zeros.
     """
     rows, row = source, row_step
-    if step != 1 or size % 16:
+    if step != 1 or size % 16 or size < 32:
         copy_rows(source, row_step, step, n, size, copy, n, spec)
-        rows, row = copy, whole(size)
-    columns = whole_16(size)
-    for j in range(0, n, 32):
-        count = min(32, n - j)
-        interleave_input_rows(rows + 2 * j * row, row, count, columns, zeros, pairs, spec)
-        have = (count + 1) // 2
-        fill(pairs + 4 * have * columns, (16 - have) * columns, 0.0, spec)
-        for d in range(0, columns, 16):
-            transpose(pairs + 4 * d, 4 * columns, 15, target + 64 * (j // 32 * columns + d), 64, spec)
+        rows, row = copy, round_up(size, 32)
+    pack_blocks(rows, row, n, product_rows(size, spec), zeros, target, spec)
 
 
 @device_function
-def zero_non_finite(rows, n, size, spec):
-    """Set to 0 those of n rows of ``whole(size)`` numbers that are not all finite."""
-    row = 2 * whole(size)
-    for address in range(rows, rows + n * row, row):
-        finite = True
-        for offset in range(0, row, 32):
-            finite = finite and all_lanes_finite(load_input(address + offset, spec))
-        if not finite:
-            fill(address, row // 4, 0.0, spec)
+def pack_rounded(source, n, size, copy, zeros, target, spec):
+    """:func:`pack_transposed` for packed rows (n, size) of float32."""
+    row = round_up(size, 32)
+    fill(copy, n * row // 2, 0.0, spec)
+    for i in range(n):
+        round_row(source + 4 * i * size, size, copy + 2 * i * row, spec)
+    pack_blocks(copy, row, n, product_rows(size, spec), zeros, target, spec)
 
 
 @intrinsic

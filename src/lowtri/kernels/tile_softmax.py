@@ -1,7 +1,6 @@
-"""One tile of online softmax for products on tile registers: weights are rounded to pairs of bf16 in the pass that computes them.
+"""Online softmax of one unit; for products on tile registers, weights are rounded to pairs of bf16 in the pass that computes them.
 
-Scores and the running shift and sum are those of :mod:`lowtri.kernels.softmax`. On AVX-512 one
-instruction of 2 ** x takes the fraction, a polynomial of degree 4 its power, and one instruction scales.
+Scores and the running shift and sum are those of :mod:`lowtri.kernels.softmax`.
 """
 
 from __future__ import annotations
@@ -10,26 +9,21 @@ from typing import Any
 
 from numba.extending import intrinsic
 
-from lowtri.kernels.device_function import device_function
+from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.exponent import exp2_saturated
+from lowtri.kernels.operands import row_operand
 from lowtri.kernels.operations.baseline import halves_of_pairs
 from lowtri.kernels.simd import add, any_greater, fma, load, maximum, splat, store, sub
-from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores
-from lowtri.kernels.spec import HALF_ROW
+from lowtri.kernels.softmax import LARGE, MAX_RISE, new_shift, shifts_large_scores, softmax_tile
+from lowtri.kernels.spec import QUERIES
 
-__all__ = ["pair", "softmax_vector", "unpack_pairs"]
+__all__ = ["softmax_unit", "weights_operand", "wide_weights"]
 
 
 @intrinsic
 def pair_weights(typing, low, high, spec):
     """16 pairs of bf16 from two vectors of weights, rounded."""
     return low(low, high, spec), lambda c, b, s, a: spec.value.operations.pair_weights(b, *a[:2])
-
-
-@intrinsic
-def pair(typing, low, high, spec):
-    """16 pairs of bf16 from two vectors, rounded."""
-    return low(low, high, spec), lambda c, b, s, a: spec.value.operations.pair(b, *a[:2])
 
 
 def _half(index: int) -> Any:
@@ -46,7 +40,7 @@ low_numbers, high_numbers = _half(0), _half(1)
 @device_function
 def weights_in_pairs(column, factors, shift, first, last, target, spec):
     """Weights 2 ** (factors * score + shift) of 16 queries as pairs of keys; returns their sum."""
-    zero, step = splat(0.0, spec), HALF_ROW
+    zero, step = splat(0.0, spec), spec.unit_row
     a = b = c = d = zero
     j = first
     while j + 4 <= last:
@@ -73,21 +67,21 @@ def weights_in_pairs(column, factors, shift, first, last, target, spec):
 
 
 @device_function
-def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, spec):
-    """Weights 2 ** (unit * score - m) of 16 queries as pairs of keys (keys / 2, 32); m, l and the output so far are rescaled.
+def softmax_vector(lane, scores, scale_log2, first, last, m, l, output, size, pairs, spec):
+    """Weights 2 ** (scale_log2 * score - m) of 16 queries as pairs of keys (keys / 2, 32); m, l and the output so far are rescaled.
 
     The weights are computed with the shift so far; their sum tells whether one may exceed the limit, beyond which the shift is
     raised. Only then, and while a query has seen no key, is the greatest score looked for.
 
     Args:
         lane: the first of the 16 queries among the 32 of ``scores`` and ``pairs``, in bytes.
-        scores: address of (keys, 32).  unit: factor > 0, rounded together with the shift.
+        scores: address of (keys, 32).  scale_log2: factor > 0, rounded together with the shift.
         first, last: the first key, a multiple of 32, and one past the last. Pairs are written from the first key on, with zeros
             up to a multiple of 32.
         m, l: addresses of 16 numbers.  output: address of (size, 64).
     """
     if last > first:
-        column, to, factors, zero = scores + lane, pairs + lane, splat(unit, spec), splat(0.0, spec)
+        column, to, factors, zero = scores + lane, pairs + lane, splat(scale_log2, spec), splat(0.0, spec)
         old = load(m, spec)
         # A maximum that rose by more than MAX_RISE has a weight of 2 ** MAX_RISE, less the error of exp2. The limit is lower, so that
         # no query's shift depends on whether another query of the vector exceeds it.
@@ -96,8 +90,8 @@ def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, s
         careful = any_greater(maximum(shift, old), splat(LARGE, spec))
         while True:
             if careful:
-                shift = new_shift(column, HALF_ROW, factors, first, last, m, l, output, size, spec)
-                if shifts_large_scores(column, HALF_ROW, factors, shift, first, last, spec):
+                shift = new_shift(column, spec.unit_row, factors, first, last, m, l, output, size, spec)
+                if shifts_large_scores(column, spec.unit_row, factors, shift, first, last, spec):
                     factors, shift = splat(1.0, spec), zero
             total = weights_in_pairs(column, factors, shift, first, last, to, spec)
             if careful or not any_greater(total, limit):
@@ -106,13 +100,47 @@ def softmax_vector(lane, scores, unit, first, last, m, l, output, size, pairs, s
         store(l, add(load(l, spec), total))
 
 
-@device_function
-def unpack_pairs(pairs, half, keys, weights, spec):
-    """Pairs of keys (keys / 2, 32) of one half of the queries, as its weights in (keys, 64) in float32."""
-    for j in range(0, keys, 2):
-        for lane in range(0, HALF_ROW, 64):
-            both = load(pairs + HALF_ROW * (j // 2) + lane, spec)
-            target = weights + spec.row_bytes * j + HALF_ROW * half + lane
-            store(target, low_numbers(both))
-            if j + 1 < keys:
-                store(target + spec.row_bytes, high_numbers(both))
+@by_spec
+def softmax_unit(spec):
+    """:func:`lowtri.kernels.softmax.softmax_tile` for a unit; on tiles the weights become ``pairs``, and scores remain."""
+
+    def in_pairs(scores, scale_log2, spans, m, l, output, size, pairs, spec):
+        first, last = spans[0], spans[1]
+        for lane in range(0, spec.unit_row, 64):
+            softmax_vector(lane, scores, scale_log2, first, last, m + lane, l + lane, output + lane, size, pairs, spec)
+
+    def in_place(scores, scale_log2, spans, m, l, output, size, pairs, spec):
+        softmax_tile(scores, scale_log2, spans, m, l, output, size, spec)
+
+    return in_pairs if spec.on_tiles else in_place
+
+
+@by_spec
+def wide_weights(spec):
+    """Set the scores of a unit to the weights, of which ``pairs`` has the pairs of keys; elsewhere they are the weights."""
+
+    def unpacked(scores, pairs, keys, spec):
+        for j in range(0, keys, 2):
+            for lane in range(0, spec.unit_row, 64):
+                both, target = load(pairs + spec.unit_row * (j // 2) + lane, spec), scores + spec.unit_row * j + lane
+                store(target, low_numbers(both))
+                if j + 1 < keys:
+                    store(target + spec.unit_row, high_numbers(both))
+
+    def in_place(scores, pairs, keys, spec):
+        pass
+
+    return unpacked if spec.on_tiles else in_place
+
+
+@by_spec
+def weights_operand(spec):
+    """The weights of a unit as an operand with words along the keys; ``pairs`` is scratch, which on tiles has them."""
+
+    def from_scores(scores, keys, pairs, spec):
+        return row_operand(scores, keys, QUERIES, pairs, spec)
+
+    def from_pairs(scores, keys, pairs, spec):
+        return pairs
+
+    return from_pairs if spec.on_tiles else from_scores

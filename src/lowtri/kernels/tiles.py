@@ -20,15 +20,16 @@ from lowtri.compat.numba_private import for_range
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.simd import I64
 
-__all__ = ["configure_tiles", "held_product", "restore_tiles", "tile_product", "tile_product_add"]
+__all__ = ["configure_tiles", "held_product", "held_product_add", "restore_tiles", "tile_product", "tile_product_add"]
 
 
 @intrinsic
 def configure_tiles(typing, memory, spec):
-    """Save this thread's tile configuration in 128 bytes of memory, and load that of the kernels."""
+    """Save this thread's tile configuration in 128 bytes of memory, and load that of the kernels; nothing without tiles."""
 
     def emit(c, b, s, a):
-        spec.value.operations.tile_configure(b, a[0])
+        if spec.value.on_tiles:
+            spec.value.operations.tile_configure(b, a[0])
         return c.get_dummy_value()
 
     return types.void(types.intp, spec), emit
@@ -39,7 +40,8 @@ def restore_tiles(typing, memory, spec):
     """Restore the configuration that :func:`configure_tiles` saved."""
 
     def emit(c, b, s, a):
-        spec.value.operations.tile_restore(b, a[0])
+        if spec.value.on_tiles:
+            spec.value.operations.tile_restore(b, a[0])
         return c.get_dummy_value()
 
     return types.void(types.intp, spec), emit
@@ -89,38 +91,49 @@ def _block(rows: int, accumulate: bool) -> Any:
 _two, _one, _two_add, _one_add = _block(2, False), _block(1, False), _block(2, True), _block(1, True)
 
 
-@intrinsic
-def held_product(typing, a, a_row, a_step, b, c, row, rows, spec):
-    """C = A B for at least 16 rows, 32 columns and a depth of 64, whose B stays in four tile registers.
+def _held_product(accumulate: bool) -> Any:
+    @intrinsic
+    def held_product(typing, a, a_row, b, c, row, c_row, rows, spec):
+        """32 columns of C, at least 16 rows, for a depth of 64: B stays in four tile registers, and each tile of C is stored as soon as
+        it is summed. Arguments as in :func:`tile_product`; 32 numbers of the depth follow 64 bytes after the first.
+        """
 
-    Each tile of C is stored as soon as it is summed. Arguments as in :func:`tile_product`.
-    """
+        def emit(context, builder, signature, args):
+            _emit_held_product(builder, args[:-1], accumulate, spec.value.operations)
+            return context.get_dummy_value()
 
-    def emit(context, builder, signature, args):
-        a, a_row, a_step, b_first, c, row, rows, _ = args
-        b, operations = builder, spec.value.operations
-        tiles = operations.tile_registers(b, 8)
-        sums, a_tiles, b_tiles = tiles[:2], tiles[2:4], (tiles[4:6], tiles[6:8])
-        number = lambda n: ir.Constant(I64, n)  # noqa: E731
-        for depth, pair in enumerate(b_tiles):
-            for column, tile in enumerate(pair):
-                address = b.add(b_first, b.add(b.mul(row, number(16 * depth)), number(64 * column)))
-                operations.tile_load(b, tile, address, row)
-        last = b.sub(rows, number(16))
-        with for_range(b, b.lshr(b.add(rows, number(15)), number(4))) as loop:
-            r = b.mul(loop.index, number(16))
-            r = b.select(b.icmp_signed("<", r, last), r, last)  # the last 16 rows overlap those before
-            a_first, c_first = b.add(a, b.mul(r, a_row)), b.add(c, b.mul(r, row))
-            for tile, address in zip(a_tiles, (a_first, b.add(a_first, a_step)), strict=True):
-                operations.tile_load(b, tile, address, a_row)
-            for column, total in enumerate(sums):
+        return types.void(*[types.intp] * 7, spec), emit
+
+    return held_product
+
+
+def _emit_held_product(b: Any, args: Any, accumulate: bool, operations: Any) -> None:
+    a, a_row, b_first, c, row, c_row, rows = args
+    tiles = operations.tile_registers(b, 8)
+    sums, a_tiles, b_tiles = tiles[:2], tiles[2:4], (tiles[4:6], tiles[6:8])
+    next_tile, sixteen = ir.Constant(I64, 64), ir.Constant(I64, 16)
+    b_second = b.add(b_first, b.mul(row, sixteen))
+    for (left, right), address in zip(b_tiles, (b_first, b_second), strict=True):
+        operations.tile_load(b, left, address, row)
+        operations.tile_load(b, right, b.add(address, next_tile), row)
+    last = b.sub(rows, sixteen)
+    with for_range(b, b.lshr(b.add(rows, ir.Constant(I64, 15)), ir.Constant(I64, 4))) as loop:
+        r = b.mul(loop.index, sixteen)
+        r = b.select(b.icmp_signed("<", r, last), r, last)  # the last 16 rows overlap those before
+        a_first, c_first = b.add(a, b.mul(r, a_row)), b.add(c, b.mul(r, c_row))
+        for tile, address in zip(a_tiles, (a_first, b.add(a_first, next_tile)), strict=True):
+            operations.tile_load(b, tile, address, a_row)
+        for total, column, address in zip(sums, (0, 1), (c_first, b.add(c_first, next_tile)), strict=True):
+            if accumulate:
+                operations.tile_load(b, total, address, c_row)
+            else:
                 operations.tile_zero(b, total)
-                for a_tile, pair in zip(a_tiles, b_tiles, strict=True):
-                    operations.tile_dot(b, total, a_tile, pair[column])
-                operations.tile_store(b, total, b.add(c_first, number(64 * column)), row)
-        return context.get_dummy_value()
+            for a_tile, pair in zip(a_tiles, b_tiles, strict=True):
+                operations.tile_dot(b, total, a_tile, pair[column])
+            operations.tile_store(b, total, address, c_row)
 
-    return types.void(*[types.intp] * 7, spec), emit
+
+held_product, held_product_add = _held_product(False), _held_product(True)
 
 
 @device_function

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.backends.cpu.ready import compiled_before
-from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_name, kernel_spec
+from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_spec
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
 
@@ -68,7 +68,7 @@ def _is_ready(call: Call) -> bool:
         return False
     families = ("forward", "backward") if call.needs_grad else ("decode",) if is_decoded(call) else ("forward",)
     spec = kernel_spec(families[0], call)
-    return all((kernel_name(family, spec), spec.name) in before for family in families)
+    return all((family, spec.name) in before for family in families)
 
 
 def prepare(call: Call) -> Prepared:

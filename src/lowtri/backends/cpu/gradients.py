@@ -35,10 +35,7 @@ class PreparedGradients:
         self.q_shape, self.q_strides = call.q.shape, like_array(reading.arrays[0], d)
         if self.is_exact:
             self.shapes = [call.k.shape, call.v.shape]
-            # Products on tile registers write packed rows.
-            self.strides = [
-                packed(x.shape) if spec.rows == "tiles" else like_array(x, x.shape[3]) for x in reading.arrays[1:]
-            ]
+            self.strides = [like_array(x, x.shape[3]) for x in reading.arrays[1:]]
         else:
             self.shapes = [(self.parts, batch, kv_heads, rows, size) for size in sizes]
             self.strides = [packed(shape) for shape in self.shapes]

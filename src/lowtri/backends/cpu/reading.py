@@ -10,7 +10,7 @@ import numpy as np
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Fields, address, of_call, packed
 from lowtri.backends.cpu.launch import PreparedLaunch
-from lowtri.backends.cpu.specs import kernel_name, pack, spec_for, spec_of
+from lowtri.backends.cpu.specs import pack, spec_for, spec_of
 from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels import abi
 from lowtri.kernels.scratch import SCRATCH, packed_shared_scratch
@@ -73,15 +73,14 @@ class Reading:
 
     def launch(self, family: str, fields: Fields, plan: Any) -> PreparedLaunch:
         """The launch of the forward kernel or of its gradients."""
-        call, spec, kernel = self.call, self.spec, kernel_name(family, self.spec)
+        call, spec = self.call, self.spec
         batch, _, kv_heads, _, nk, d, dv = call.sizes
-        scratch, record = SCRATCH[kernel](spec, d, dv), getattr(abi, kernel.upper())
+        scratch, record = SCRATCH[family](spec, d, dv), getattr(abi, family.upper())
         threads = tile_threads(family, call, plan)
-        if spec.rows != "tiles":
-            return PreparedLaunch(record, spec, fields, threads, scratch, keep=plan)
-        # The forward transposes V, the backward K.
-        shared = packed_shared_scratch(batch * kv_heads, nk, dv if family == "forward" else d)
-        return PreparedLaunch(record, spec, fields, threads, scratch, shared, zeros="packed_states", keep=plan)
+        # On tiles the forward transposes V, the backward K.
+        shared = packed_shared_scratch(spec, batch * kv_heads, nk, dv if family == "forward" else d)
+        zeros = "packed_states" if spec.on_tiles else None
+        return PreparedLaunch(record, spec, fields, threads, scratch, shared, zeros=zeros, keep=plan)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype

@@ -8,7 +8,7 @@ from lowtri.backends.cpu.fields import packed
 from lowtri.backends.cpu.launch import kernel_file
 from lowtri.ops.call import ArrayInfo, Call
 
-__all__ = ["FEW_QUERIES", "is_decoded", "kernel_name", "kernel_spec", "pack", "spec_for", "spec_of"]
+__all__ = ["FEW_QUERIES", "is_decoded", "kernel_spec", "pack", "spec_for", "spec_of"]
 
 FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole
 # With products on tile registers a group takes less time than 16 queries one by one: half of it, estimated from the numbers of
@@ -19,7 +19,7 @@ FEW_QUERIES_TILES = 8
 def is_decoded(call: Call) -> bool:
     """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
     spec = spec_of("forward", call)
-    few = FEW_QUERIES_TILES if spec is not None and spec.rows == "tiles" else FEW_QUERIES
+    few = FEW_QUERIES_TILES if spec is not None and spec.on_tiles else FEW_QUERIES
     return call.q.shape[2] < few and kernel_spec("decode", call) is not None
 
 
@@ -35,11 +35,6 @@ def kernel_spec(family: str, call: Call) -> Any:
         return spec or spec_for("forward", "float32", [pack(x) for x in (call.q, call.k, call.v)])
     arrays = [pack(x) if spec is None else x for x in (call.q, call.k, call.v)]
     return spec_for(family, "float32" if spec is None else call.dtype, [pack(arrays[0]), *arrays[1:]])
-
-
-def kernel_name(family: str, spec: Any) -> str:
-    """The file and function of the kernel of a family: products on tile registers have their own."""
-    return f"{family}_tiles" if spec.rows == "tiles" else family
 
 
 def spec_for(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations, BFloat
+from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations
 from lowtri.kernels.operations.baseline import call, constant, integers
 
 __all__ = ["TILE_ROWS", "AmxOperations", "pair_weights"]
@@ -31,13 +31,6 @@ _CONFIGURATION = (1, 0, _ROW_LENGTHS, _ROW_LENGTHS, 0, 0, _ROW_COUNTS, 0)
 
 
 class AmxOperations(Avx512Bf16Operations):
-    def pair(self, b: Any, low: Any, high: Any) -> Any:
-        """16 pairs from two vectors of floats, rounded."""
-        kind, shorts = ir.VectorType(BFloat(), 32), ir.VectorType(_I16, 32)
-        both = b.bitcast(call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [high, low]), shorts)
-        order = [lane for n in range(16) for lane in (n, n + 16)]
-        return b.bitcast(b.shuffle_vector(both, both, ir.Constant(ir.VectorType(_I32, 32), order)), low.type)
-
     def pair_weights(self, b: Any, low: Any, high: Any) -> Any:
         return pair_weights(b, low, high)
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.isa import Baseline
 from lowtri.kernels.operations.amx import TILE_ROWS, pair_weights
-from lowtri.kernels.operations.baseline import Operations, constant, halves_of_pairs, integers
+from lowtri.kernels.operations.baseline import Operations, halves_of_pairs
 
 __all__ = ["AmxEmulatedOperations"]
 
@@ -70,9 +70,7 @@ def _call_once_defined(b: Any, emit: Callable[..., Any], arguments: list[Any], r
 
 
 def _pair(b: Any, low: Any, high: Any) -> Any:
-    kind = integers(low.type)
-    low_bits, high_bits = (b.zext(_BASELINE.narrow(b, x, "bfloat16"), kind) for x in (low, high))
-    return b.bitcast(b.or_(low_bits, b.shl(high_bits, constant(kind, 16))), low.type)
+    return _BASELINE.pair(b, low, high)
 
 
 def _zero(b: Any, tile: Any) -> None:

@@ -37,3 +37,10 @@ class Avx512Bf16Operations(Avx512Operations):
         kind = ir.VectorType(BFloat(), x.type.count)
         rounded = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", kind, [x])
         return b.bitcast(rounded, ir.VectorType(ir.IntType(16), x.type.count))
+
+    def pair(self, b: Any, low: Any, high: Any) -> Any:
+        """16 pairs from two vectors of floats, rounded."""
+        kind, shorts = ir.VectorType(BFloat(), 32), ir.VectorType(ir.IntType(16), 32)
+        both = b.bitcast(call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [high, low]), shorts)
+        order = [lane for n in range(16) for lane in (n, n + 16)]
+        return b.bitcast(b.shuffle_vector(both, both, ir.Constant(ir.VectorType(ir.IntType(32), 32), order)), low.type)

@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from lowtri.kernels.isa import Baseline
 
-__all__ = ["Operations", "call", "constant", "halves_of_pairs", "integers"]
+__all__ = ["Operations", "call", "constant", "halves_of_pairs", "integers", "interleaved"]
 
 
 class Operations:
@@ -45,6 +45,17 @@ class Operations:
         rounded = b.lshr(b.add(b.add(bits, constant(kind, 0x7FFF)), odd), by)
         quiet_nan = b.or_(b.lshr(bits, by), constant(kind, 0x40))
         return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet_nan, rounded), shorts)
+
+    def pair(self, b: Any, low: Any, high: Any) -> Any:
+        """16 pairs of bf16 from two vectors of floats, rounded."""
+        low_bits, high_bits = (self.narrow(b, x, "bfloat16") for x in (low, high))
+        return interleaved(b, low_bits, high_bits, low.type)
+
+
+def interleaved(b: Any, low: Any, high: Any, kind: Any) -> Any:
+    """Two vectors of 16-bit integers as one vector of pairs."""
+    words = integers(kind)
+    return b.bitcast(b.or_(b.zext(low, words), b.shl(b.zext(high, words), constant(words, 16))), kind)
 
 
 def _floats(count: int) -> Any:
