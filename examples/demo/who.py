@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import lowtri
 from demo.context import Context, Result
 
@@ -38,5 +40,11 @@ def run(context: Context) -> Result:
         "a picture is as large as what it shows: 18 positions of three documents", len(blocks[-1].splitlines()) == 19
     )
     result.check("a mask and its text are one: each is read back as it was", all(read))
+    x, error = np.eye(8), ""
+    try:
+        lowtri.attention(x, x, x, "causal & documents(lengths=[3, 9])")
+    except lowtri.MaskError as raised:
+        error = str(raised).splitlines()[0]
+    result.check(f"lengths that do not fit the row raise: {error}", "add up to 12" in error)
     result.text = "\n\n".join(blocks)
     return result

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import numpy as np
 import torch
 
 import lowtri
 from demo.context import Context, Result
 from demo.tables import KIN, as_text
+from lowtri.cli.main import main
 from lowtri.nn.checkpoint import save
 from lowtri.nn.decoder import Decoder
 
@@ -36,6 +40,11 @@ def run(context: Context) -> Result:
     anew = [_written(model, prompt, context, 0.0, cached=False) for prompt in _PROMPTS]
     same = anew == [_written(model, prompt, context, 0.0) for prompt in _PROMPTS]
     result.check("with the cache and without it the masked model writes the same", same)
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main(["generate", str(context.out / "without-it"), _PROMPTS[0]])
+    result.check("lowtri generate rejects the model that saw the future", code == 2 and "mask full" in said.getvalue())
 
     lines += ["", f"what the cache of such a model holds, in {model.config.num_hidden_layers} layers"]
     lines.append(f"  {'':<34}" + "".join(f"{f'after {n:,} tokens':>30}" for n in _AFTER))

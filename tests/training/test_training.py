@@ -18,7 +18,7 @@ from torch import nn
 
 import lowtri
 from lowtri.cli.main import main
-from lowtri.errors import CallError, DataError
+from lowtri.errors import CallError, DataError, MaskError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load
 from lowtri.training import run as runs
@@ -241,13 +241,17 @@ def test_another_plan_is_rejected_in_the_folder_of_a_run(plan: Plan, finished: P
 
 
 @pytest.mark.parametrize(
-    "change", [{"files": ("/nowhere/a.txt",)}, {"heads": 3}, {"vocabulary": 3}, {"context": 10**6}]
+    "change",
+    [
+        *({"files": ("/nowhere/a.txt",)}, {"heads": 3}, {"vocabulary": 3}, {"context": 10**6}),
+        {"mask": "causal & documents(lengths=[5, 9])"},
+    ],
 )
 def test_a_plan_that_cannot_work_leaves_nothing_behind(change: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
     if "context" in change:
         change = {"recipe": Recipe(context=change["context"])}
     folder = tmp_path / "out"
-    with pytest.raises((DataError, CallError)):
+    with pytest.raises((DataError, CallError, MaskError)):
         run(Plan(**{**plan.__dict__, **change}), folder)
     assert not folder.exists()
 

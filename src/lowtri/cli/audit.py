@@ -56,7 +56,10 @@ def command(
     use_threads(threads)
     from lowtri.auditing.audit import audit
     from lowtri.auditing.loading import load_target
+    from lowtri.masks import as_mask
 
+    if mask is not None:
+        as_mask(mask)  # an error in it is reported before the model is loaded
     loaded = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
     arguments = dict(loaded.arguments)
     if mask is not None:

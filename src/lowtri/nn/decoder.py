@@ -211,6 +211,8 @@ class Decoder(nn.Module):
 
     def init_weight(self, name: str, weight: Tensor) -> None:
         """Draw one weight anew. One after the other, in the order of ``named_parameters``, they are those of :meth:`init_weights`."""
+        if weight.is_meta:  # there is nothing to draw
+            return
         if weight.ndim == 2:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * self.config.num_hidden_layers) if residual else 1))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowtri.masks import Mask
 from lowtri.nn.config import DecoderConfig, GPT2Config
-from lowtri.nn.llama import embed
+from lowtri.nn.llama import Embedding, embed
 from lowtri.nn.multi_head import MultiHeadAttention
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ __all__ = ["GPT2Body", "GPT2Config", "from_conv1d", "to_conv1d"]
 class GPT2Body(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -22,7 +22,15 @@ from lowtri.nn.rotary import rotary_tables
 if TYPE_CHECKING:
     from lowtri.nn.cache import Cache
 
-__all__ = ["LlamaBody", "embed"]
+__all__ = ["Embedding", "LlamaBody", "embed"]
+
+
+class Embedding(nn.Embedding):
+    """torch's, which draws no weights on the meta device: for that torch loads its compiler, which takes a second."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class LlamaBody(nn.Module):
@@ -31,7 +39,7 @@ class LlamaBody(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 

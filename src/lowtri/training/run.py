@@ -25,6 +25,7 @@ import torch
 from lowtri.errors import DataError
 from lowtri.files import write_atomically, write_text
 from lowtri.masks import as_mask
+from lowtri.masks.document_masks import check_row_lengths
 from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
@@ -213,6 +214,7 @@ def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitS
         history = content["history"]
         history["validations"] = [(step, loss) for step, loss in history["validations"]]
         return Outcome(folder, content["parameters"], content["tokens"], History(**history))
+    check_row_lengths("train", as_mask(plan.mask), plan.recipe.context)
     documents = read_files(plan.files) if plan.files else python_text(note)
     tokenizer = load_tokenizer(folder) if begun is not None else None
     if tokenizer is None:
