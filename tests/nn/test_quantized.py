@@ -367,6 +367,16 @@ def test_a_large_matrix_is_timed_in_part():
     assert len(shapes) == 2 * 2 * 4, "32 MB of the model are timed, and one matrix of each shape"
 
 
+def test_the_default_dtype_of_a_program_changes_nothing():
+    linear, x = nn.Linear(8, 4), torch.ones(2, 8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = QuantizedLinear(linear, "bf16", Choices())
+        assert layer(x).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_without_fbgemm_float32_is_as_loaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_quantized, "why_missing", lambda: "this build of torch has no FBGEMM")
     layer = QuantizedLinear(nn.Linear(8, 4), "float32", preferring("two_float16"))

@@ -165,7 +165,8 @@ class Decoder(nn.Module):
                 ``"float16"`` (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or
                 ``"float32"`` (as loaded; where that is faster, also each weight as the sum of two float16 numbers, exact to
                 2**-22, for few tokens: twice the memory). ``"int8"`` and ``"float16"`` need an x86 CPU. Where there are several
-                ways to compute a product, they are timed here, once in a process, for some hundredths of a second.
+                ways to compute a product, they are timed here, once in a process, for some tenths of a second; so logits of two
+                processes may differ in their last digits.
 
         Returns:
             The model itself.

@@ -8,6 +8,7 @@ the CPU has instructions for it. So the ways are timed on matrices of the model,
 from __future__ import annotations
 
 import math
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ _ROWS = (1, 4, 16, 64)  # numbers of rows that are timed; others are computed as
 _FEW, _MANY = _ROWS[:2], _ROWS[2:]
 _SAMPLE = 2**23  # weights that are timed: 32 MB in float32, since generating reads its weights from memory
 _MATRIX = 2**21  # of one matrix, at most
-_TURNS = 3
+_TURNS, _SECONDS = 4, 0.2  # no further turn begins after so long
 _GAIN = 0.9  # a way replaces an earlier one if it takes at most so much of its time: noise does not decide
 
 # AVX2 multiplies unsigned by signed bytes and adds two products in 16 bits: 8-bit weights leave 7 bits for an input. In
@@ -60,8 +61,10 @@ def rows_index(x: Tensor) -> int:
     return min(bisect_left(_ROWS, x.shape[:-1].numel()), len(_ROWS) - 1)
 
 
-def seconds(ways: Runs, clock: Callable[[], float] = time.perf_counter) -> list[list[float]]:
+def seconds(ways: Runs, clock: Callable[[], float] | None = None) -> list[list[float]]:
     """The least seconds of each run. A way runs from its first to its last one, by turns with the others.
+
+    One thread is timed in CPU time, which other load on the machine does not lengthen. (On Windows it counts in steps of 16 ms.)
 
     >>> now = [0.0]
     >>> def takes(seconds):
@@ -69,8 +72,12 @@ def seconds(ways: Runs, clock: Callable[[], float] = time.perf_counter) -> list[
     >>> seconds([[takes(1.0), takes(2.0)], [takes(0.5), takes(4.0)]], lambda: now[0])
     [[1.0, 2.0], [0.5, 4.0]]
     """
-    least = [[math.inf] * len(runs) for runs in ways]
-    for _ in range(_TURNS):
+    if clock is None:
+        clock = time.process_time if torch.get_num_threads() == 1 and os.name == "posix" else time.perf_counter
+    least, begun = [[math.inf] * len(runs) for runs in ways], clock()
+    for turn in range(_TURNS):
+        if turn and clock() - begun > _SECONDS:  # threads without a core of their own take a hundred times as long
+            break
         for runs, times in zip(ways, least, strict=True):
             for i, run in enumerate(runs):
                 start = clock()
@@ -116,7 +123,7 @@ class Choices:
             candidates = [way for way in ways if rows in way.rows]
             totals = {shape: [0.0] * len(candidates) for shape in chosen}
             if len(candidates) > 1 and sample:
-                inputs = [torch.ones(rows, part.shape[1]) for part in parts]
+                inputs = [torch.ones(rows, part.shape[1], dtype=torch.float32, device="cpu") for part in parts]
                 runs = [[partial(f, x) for f, x in zip(made[way], inputs, strict=True)] for way in candidates]
                 with torch.no_grad():
                     times = self._measure(runs)
