@@ -353,7 +353,9 @@ def test_the_command_names_a_missing_script(
 
 
 def test_install_is_done_once_and_never_shadows_the_real_package(monkeypatch: pytest.MonkeyPatch):
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
+    from lowtri.integrations.flash_attn.install import _MODULES
+
+    for name in _MODULES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored afterwards
         monkeypatch.delitem(sys.modules, name)
     assert ours.install().startswith("flash_attn is now lowtri's")

@@ -1,13 +1,15 @@
 """The functions of the package flash-attn on lowtri's engines: the same names, signatures and layouts, also on a CPU.
 
-dense         flash_attn_func and its packed forms: (B, N, H, D)
-varlen        flash_attn_varlen_func and its packed forms: sequences packed one after the other, (total, H, D)
-kvcache       flash_attn_with_kvcache: a cache that is written in place
-rotary        rotary embedding of the new tokens, interleaved or in halves
-bert_padding  unpad_input, pad_input, index_first_axis
-arguments     checks, with errors in flash-attn's own names and layout
-settings      the arguments that all functions share, as a mask and options of lowtri.attention
-install       makes ``import flash_attn`` find these functions; ``python -m lowtri.integrations.flash_attn script.py``
+dense          flash_attn_func and its packed forms: (B, N, H, D)
+varlen         flash_attn_varlen_func and its packed forms: sequences packed one after the other, (total, H, D)
+kvcache        flash_attn_with_kvcache: a cache that is written in place
+rotary         rotary embedding of the new tokens, interleaved or in halves
+layers_rotary  flash_attn.layers.rotary: apply_rotary_emb, RotaryEmbedding
+version3       flash_attn_interface, FlashAttention 3's module
+bert_padding   unpad_input, pad_input, index_first_axis
+arguments      checks, with errors in flash-attn's own names and layout
+settings       the arguments that all functions share, as a mask and options of lowtri.attention
+install        makes ``import flash_attn`` find these functions, and names what is missing; ``python -m`` does it for a script
 
 The masks are those of flash-attn: the last query stands at the last key, and a window (left, right) counts the keys before and after
 the query's own position, which it always shows. Any float dtype and head size is accepted. Gradients flow to q, k and v.

@@ -1,11 +1,14 @@
-"""Makes ``import flash_attn`` find lowtri's functions where the real package is missing."""
+"""Makes ``import flash_attn`` and ``import flash_attn_interface`` find lowtri's functions where the real packages are missing."""
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
-from importlib import import_module
+from importlib import import_module, util
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn.real import MARK, is_real_installed
@@ -18,25 +21,33 @@ _MODULES = {
     "flash_attn": ("dense", "varlen", "kvcache"),
     "flash_attn.flash_attn_interface": ("dense", "varlen", "kvcache"),
     "flash_attn.bert_padding": ("bert_padding",),
+    "flash_attn.layers": (),
+    "flash_attn.layers.rotary": ("layers_rotary",),
+    "flash_attn_interface": ("version3",),
 }
+_PACKAGES = ("flash_attn", "flash_attn.layers")
 
 
 def install() -> str:
     """Make ``import flash_attn`` find lowtri's functions, in this process; returns a sentence that says what was done.
 
     >>> from lowtri.integrations import flash_attn as ours
-    >>> print(ours.install())
-    flash_attn is now lowtri's: flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding
+    >>> print(ours.install())  # doctest: +ELLIPSIS
+    flash_attn is now lowtri's: flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, ...
     >>> from flash_attn import flash_attn_func
     >>> flash_attn_func is ours.flash_attn_func
     True
+    >>> import flash_attn.ops.triton  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ModuleNotFoundError: flash_attn.ops is not offered by lowtri, which has flash_attn, ...
 
-    Models that read the package's metadata instead of importing it, as transformers does, do not find it.
+    ``flash_attn_interface``, the module of FlashAttention 3, is left alone where it is installed. Models that read the package's
+    metadata instead of importing it, as transformers does, do not find it.
 
     Raises:
         CallError: if the real package is installed; it is never shadowed.
     """
-    names = ", ".join(_MODULES)
+    names = _names()
     if "flash_attn" in sys.modules and not is_real_installed():
         return f"flash_attn is already lowtri's: {names}"
     if is_real_installed():
@@ -44,17 +55,52 @@ def install() -> str:
             "install: the real package flash_attn is installed, and is not shadowed.\n"
             "Fix: from lowtri.integrations.flash_attn import flash_attn_func, which lowtri runs on CPU tensors."
         )
-    modules = {name: ModuleType(name, "Functions of lowtri.integrations.flash_attn.") for name in _MODULES}
+    modules = {name: _module(name) for name in _MODULES if name != "flash_attn_interface" or not util.find_spec(name)}
     for name, module in modules.items():
-        module.__spec__ = ModuleSpec(name, None, is_package=name == "flash_attn")
-        setattr(module, MARK, True)
-        for file in _MODULES[name]:
-            source = import_module(f"lowtri.integrations.flash_attn.{file}")
-            vars(module).update({public: getattr(source, public) for public in source.__all__})
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)
-    modules["flash_attn"].__path__ = []
     vars(modules["flash_attn"])["__version__"] = VERSION
     sys.modules.update(modules)
+    if _NotOffered not in sys.meta_path:
+        sys.meta_path.append(_NotOffered)
     return f"flash_attn is now lowtri's: {names}"
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name, "Functions of lowtri.integrations.flash_attn.")
+    module.__spec__ = ModuleSpec(name, None, is_package=name in _PACKAGES)
+    if name in _PACKAGES:
+        module.__path__ = []
+    setattr(module, MARK, True)
+    sources = [import_module(f"lowtri.integrations.flash_attn.{file}") for file in _MODULES[name]]
+    offered = {public: getattr(source, public) for source in sources for public in source.__all__}
+    vars(module).update(offered)
+
+    def missing(attribute: str) -> Any:
+        # `from flash_attn import x` would replace the text of an AttributeError; hasattr needs one.
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        imports = caller is not None and caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
+        error: Any = ImportError if imports and not attribute.startswith("__") else AttributeError
+        raise error(_not_offered(f"{name}.{attribute}", ", ".join(offered)))
+
+    module.__getattr__ = missing  # type: ignore[method-assign]
+    return module
+
+
+class _NotOffered:
+    """The last finder of imports: names the modules that lowtri does not offer."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("flash_attn.") and hasattr(sys.modules.get("flash_attn"), MARK):
+            raise ModuleNotFoundError(_not_offered(name, _names()), name=name)
+
+
+def _names() -> str:
+    return ", ".join(name for name, files in _MODULES.items() if files)
+
+
+def _not_offered(name: str, offered: str) -> str:
+    return f"{name} is not offered by lowtri, which has {offered}. Fix: one of these, or the real package on a GPU."
