@@ -36,11 +36,10 @@ def run(context: Context) -> Result:
         lines.append(f"{name:<46}{away:>20.1e}{_median(path) * 1000:>9.1f} ms")
         result.check(f"{name}: {away:.1e} from float64, below {_MOST:.0e}", away < _MOST)
     lines.append(f"{_HEADS} heads, {_N} tokens, head size {_SIZE}, float32, {torch.get_num_threads()} threads")
-    lines += [
-        "",
-        "which_engine: the first engine that answers yes runs",
-        str(lowtri.which_engine(q, k, v, "causal")),
-    ]
+    choice = lowtri.which_engine(q, k, v, "causal")
+    lines += ["", "which_engine: the first engine that answers yes runs", str(choice)]
+    first = next(name for name, answer in choice.answers.items() if answer.startswith("yes: "))
+    result.check(f"{choice.engine} runs, the first engine that answers yes", choice.engine == first)
     result.text = "\n".join(lines)
     return result
 
