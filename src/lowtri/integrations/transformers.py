@@ -28,6 +28,7 @@ from lowtri.compat.transformers_private import has_interface
 from lowtri.errors import EngineError
 from lowtri.integrations.transformers_attend import attend
 from lowtri.integrations.transformers_falcon import is_falcon, switch_layers
+from lowtri.integrations.transformers_switched import unwrapped
 from lowtri.integrations.transformers_traced import attend_or_trace
 from lowtri.integrations.transformers_use import add_hooks, use
 
@@ -100,6 +101,7 @@ def switch(model: Any, name: str = "lowtri") -> Any:
         if name != "lowtri":
             raise EngineError(f'switch: "{name}" is not registered. Fix: register("{name}").')
         register()
+    wrapped, model = model, unwrapped(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     closed = {type(part).__name__ for part in parts if not (is_falcon(type(part)) or has_interface(part))}
     kinds = {type(part) for part in model.modules() if not is_falcon(type(part))}
@@ -115,7 +117,7 @@ def switch(model: Any, name: str = "lowtri") -> Any:
     else:
         model.set_attn_implementation(name)
     add_hooks(model)
-    return model
+    return wrapped
 
 
 def _attends_by_itself(layer: Any) -> bool:

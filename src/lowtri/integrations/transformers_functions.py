@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lowtri.compat.torch_private import mapped_indexing
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Extremes
+from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import Positions, within
 from lowtri.masks.tile import Answer
 
-__all__ = ["FunctionMask", "RemappedMask", "ShiftedMask"]
+__all__ = ["FunctionMask", "RemappedMask", "ShiftedMask", "from_first_tokens"]
 
 _CHUNK = 2**20  # pairs evaluated in one call: 8 MB for each of the two indices
 
@@ -134,3 +136,16 @@ class ShiftedMask(Mask):
 
     def __repr__(self) -> str:
         return f"shifted({self.inner!r}, {list(self.by)})"
+
+
+def from_first_tokens(mask: Mask, valid: Tensor | None, length: int) -> Mask:
+    """A mask at positions that count from the first token of each row.
+
+    Args:
+        valid: (B, N) bools, True = a token, False = padding; None without padding.
+        length: of the longest row, past tokens included.
+    """
+    if valid is None or isinstance(mask, Band) or mask == full():  # which compare distances only
+        return mask
+    pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
+    return RemappedMask(mask, FrozenArray(np.maximum(np.arange(length) - pads, 0))) if pads.any() else mask

@@ -9,6 +9,7 @@ has its own attention code, which does not call the registered attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,7 +45,7 @@ class LazyMask:
     nq: int
     k0: int
     nk: int
-    given: Mask | None = field(default=None, repr=False)  # the mask of a user that it was made from
+    remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
 
     @cached_property
@@ -83,12 +84,12 @@ class LazyMask:
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
         self._require_positions()
-        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0))
+        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
         self._require_positions()
-        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0))
+        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""

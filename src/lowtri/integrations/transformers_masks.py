@@ -22,11 +22,11 @@ from torch import Tensor
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.transformers_caches import check_cache
-from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
+from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask, from_first_tokens
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.integrations.transformers_sharded import mask_of_plan
 from lowtri.integrations.transformers_traced import can_omit_mask
-from lowtri.integrations.transformers_use import given_mask
+from lowtri.integrations.transformers_use import current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Documents
@@ -70,7 +70,7 @@ def make_mask(
         options: when a mask may be left out: here it never is.
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
-    given = None if torch.compiler.is_compiling() else given_mask(config)
+    given = None if torch.compiler.is_compiling() else current_forward(config)
     if numbers and given is not None:
         raise CallError(f"transformers: {config.model_type} writes numbers into its mask. Fix: attention_mask=None.")
     if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
@@ -87,7 +87,7 @@ def make_mask(
     if given is not None:
         given.asked, pattern = True, given.mask
         if pattern is not None and context is None:
-            pattern = given.placed(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
+            pattern = from_first_tokens(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length)
             if given.recomputed:
                 with suppress(MaskError):  # a table may end here
@@ -100,7 +100,8 @@ def make_mask(
         mask = mask_of_plan(mask, context.plan, _and)
     elif attention_mask is not None:
         mask = _and(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, None if given is None else given.mask, context)
+    remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask, use_vmap)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, partial(remake, device, dtype, config), context)
     return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
 
 
@@ -191,9 +192,7 @@ def _sliding_both_ways(closure: dict[str, Any], rows: int) -> Mask:
 
 def _chunked(closure: dict[str, Any], rows: int) -> Mask:
     n, pads = int(closure["chunk_size"]), closure["left_padding"]
-    shifts = tuple(
-        -int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist()
-    )  # chunks count from the first token
+    shifts = tuple(-int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist())  # from the first token
     if len(set(shifts)) == 1:
         shifts = shifts[:1]
     return chunks(n) if shifts == (0,) else ShiftedMask(chunks(n), shifts)

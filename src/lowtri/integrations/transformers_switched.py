@@ -1,13 +1,27 @@
-"""Whether a user's mask can reach every layer of a model of transformers."""
+"""The model inside of its wrappers, and whether a user's mask can reach every layer of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.nn import Module
+
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import EngineError
 
-__all__ = ["check_switched"]
+__all__ = ["check_switched", "unwrapped"]
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside of torch.compile, DistributedDataParallel and FullyShardedDataParallel."""
+    while isinstance(model, Module):
+        inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper has all attributes of the model
+        if inner is None and not hasattr(model, "config"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            break
+        model = inner
+    return model
 
 
 def check_switched(model: Any, where: str) -> None:

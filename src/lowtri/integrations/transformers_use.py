@@ -9,12 +9,12 @@ The mask replaces the model's own pattern (causal, sliding, chunked) in every at
 what they hide; positions count from the first token of a left-padded row, and from the start of each packed document. So a padded or
 packed row gives the same as the row alone.
 
-Hooks around the model's forward say which mask applies; :func:`~lowtri.integrations.transformers_masks.make_mask` asks for it.
+The setting is an attribute of the model and of the models inside it (a language model's decoder). Hooks around their forwards make it
+the mask of the forward that runs, for which :func:`~lowtri.integrations.transformers_masks.make_mask` then makes masks.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -22,20 +22,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lowtri.errors import EngineError
-from lowtri.integrations.transformers_functions import RemappedMask
 from lowtri.integrations.transformers_generating import is_recomputed
 from lowtri.integrations.transformers_lazy import LazyMaskTensor
 from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
-from lowtri.integrations.transformers_switched import check_switched
-from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.formulas import Band, full
+from lowtri.integrations.transformers_switched import check_switched, unwrapped
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.text import as_mask
@@ -43,74 +37,54 @@ from lowtri.masks.text import as_mask
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
 
-__all__ = ["GivenMask", "add_hooks", "given_mask", "use"]
+__all__ = ["Forward", "add_hooks", "current_forward", "use"]
 
 M = TypeVar("M")
 
 
 @dataclass(eq=False)
-class GivenMask:
-    """The mask of the forward that runs, and whether a layer of the model has asked for it."""
+class Setting:
+    """What :func:`use` has set; shared by a model and the models inside it. A deep copy of the model gets its own."""
 
-    mask: Mask | None  # None for the model's own, where the sequence is spread over processes
-    model: Any
-    asked: bool = False
+    mask: Mask | None = None
     context: ContextParallel | None = None
-    recomputed: bool = False  # for the next token, with one more key
+    applied: bool = False  # whether a forward has had a mask; until then torch.compile traces the hooks
 
-    def placed(self, mask: Mask, valid: Tensor | None, length: int) -> Mask:
-        """A mask at positions that count from the first token of each row.
-
-        Args:
-            valid: (B, N) bools, True = a token, False = padding; None without padding.
-            length: of the longest row, past tokens included.
-        """
-        if valid is None or isinstance(mask, Band) or mask == full():  # which compare distances only
-            return mask
-        pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
-        if not pads.any():
-            return mask
-        return RemappedMask(mask, FrozenArray(np.maximum(np.arange(length) - pads, 0)))
+    def __deepcopy__(self, memo: Any) -> Setting:
+        return Setting(self.mask, self.context)  # which has process groups: they cannot be copied
 
 
 @dataclass(eq=False)
-class _Setting:
-    """What :func:`use` has set for a model."""
+class Forward:
+    """A running forward of a switched model: its mask, and whether a mask was made for it."""
 
     model: Any
-    mask: Mask | None = None
-    context: ContextParallel | None = None
-    hooked: bool = (
-        False  # whether any forward has had a mask; until then the hooks do nothing, and torch.compile traces them
-    )
+    mask: Mask | None  # None for the model's own
+    context: ContextParallel | None
+    recomputed: bool  # for the next token, with one more key
+    outer: Forward | None  # the forward that contains this one
+    asked: bool = False
 
-    def __post_init__(self) -> None:
-        _settings.add(self)
-
-    def __deepcopy__(self, memo: Any) -> _Setting:
-        return _Setting(copy.deepcopy(self.model, memo), self.mask, self.context)
-
-
-_settings: WeakSet[_Setting] = WeakSet()
-_running: ContextVar[tuple[GivenMask, ...]] = ContextVar("lowtri_transformers_masks", default=())
+    @property
+    def own(self) -> bool:
+        """Whether it is the model's own, with nothing set."""
+        return self.mask is None and self.context is None
 
 
-def given_mask(config: Any) -> GivenMask | None:
-    """The mask of the forward that runs, or that ``generate`` prepares; None if there is none.
+_current: ContextVar[Forward | None] = ContextVar("lowtri_transformers_forward", default=None)
+
+
+def current_forward(config: Any) -> Forward | None:
+    """The forward that runs, if a mask or a context is set for it.
 
     Args:
-        config: of the part that makes a mask. It is the model's, or that of its text; parts for images keep their own masks.
+        config: of the part of the model that makes a mask. Only masks of its text are replaced: parts for images keep theirs.
     """
-    running = _running.get()
-    if running:
-        return running[-1] if _is_of(config, running[-1].model) else None
-    for setting in _settings:
-        if setting.mask is not None and _is_of(config, setting.model):
-            return GivenMask(setting.mask, setting.model)
-    return None
+    forward = _current.get()
+    return forward if forward is not None and not forward.own and _is_text(config, forward.model) else None
 
 
-def _is_of(config: Any, model: Any) -> bool:
+def _is_text(config: Any, model: Any) -> bool:
     return config is not None and (config is model.config or config is model.config.get_text_config())
 
 
@@ -154,22 +128,28 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
             Whatever one process raises in such a forward, the others raise as a CallError.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
+    inner = unwrapped(model)
     if checked is not None or context_parallel is not None:
-        check_switched(model, "use")
+        check_switched(inner, "use")
     if context_parallel is not None:
-        check_sharded(model, context_parallel, checked)
-    add_hooks(model)
-    setting: _Setting = model.lowtri_setting  # type: ignore[attr-defined]
-    setting.mask, setting.context = checked, context_parallel
+        check_sharded(inner, context_parallel, checked)
+    add_hooks(inner)
+    setting: Setting = inner.lowtri_setting
+    setting.mask, setting.context, setting.applied = checked, context_parallel, False
     return model
 
 
 def add_hooks(model: Any) -> None:
-    """Let a model's forward take masks; once for each model."""
-    if not hasattr(model, "lowtri_setting"):
-        model.lowtri_setting = _Setting(model)
-        model.register_forward_pre_hook(_before, with_kwargs=True)
-        model.register_forward_hook(_after, with_kwargs=True, always_call=True)
+    """Let the forward of a model, and of the models inside it, take masks; once for each."""
+    from transformers import PreTrainedModel
+
+    setting = getattr(model, "lowtri_setting", None) or Setting()
+    inside = [part for part in model.modules() if isinstance(part, PreTrainedModel) and _is_text(part.config, model)]
+    for part in (model, *inside):
+        if not hasattr(part, "lowtri_setting"):
+            part.lowtri_setting = setting
+            part.register_forward_pre_hook(_before, with_kwargs=True)
+            part.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
 
 # The hooks around a model's forward.
@@ -183,25 +163,30 @@ def _place_of_mask(forward: Any) -> int:
 
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the mask of this forward from its arguments."""
+    """Begin a forward, whose mask may be among its arguments."""
     setting = model.lowtri_setting
     own = setting.mask is None and setting.context is None
     own = own and not any(isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args))
-    return None if own else _begin_eagerly(model, args, kwargs)
+    return None if own and torch.compiler.is_compiling() else _begin_eagerly(model, args, kwargs)
 
 
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     """End the forward; it has raised if there is no output."""
-    if model.lowtri_setting.hooked:
+    if model.lowtri_setting.applied or not torch.compiler.is_compiling():
         _end_eagerly(model, output)
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outer = _current.get()
+    if outer is not None and outer.model is model:
+        outer = outer.outer  # KeyboardInterrupt ended that forward without its hook
+    if outer is not None and _is_text(model.config, outer.model) and any(x is model for x in outer.model.modules()):
+        return None  # a part of the model that runs
     context: ContextParallel | None = model.lowtri_setting.context
     if context is None:
-        return _arguments(model, args, kwargs)
+        return _arguments(model, args, kwargs, outer)
     try:
-        begun = _arguments(model, args, kwargs)
+        begun = _arguments(model, args, kwargs, outer)
     except Exception as error:
         context.share_error(type(model).__name__, error)
         raise
@@ -209,9 +194,10 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return begun
 
 
-def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    setting: _Setting = model.lowtri_setting
-    mask, given = setting.mask, kwargs.get("attention_mask")
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Forward | None) -> Any:
+    """Make this forward the current one; its arguments without its mask, and for the tokens of this process."""
+    setting: Setting = model.lowtri_setting
+    mask, given, kwargs = setting.mask, kwargs.get("attention_mask"), dict(kwargs)
     if len(args) > 1:
         place = _place_of_mask(type(model).forward)
         given = args[place] if place < len(args) else given
@@ -219,38 +205,46 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         mask = as_mask(given, "attention_mask")
         check_switched(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
-        kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
     if setting.context is not None:
         args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
-        setting.hooked = True
-        _running.set((*_running.get(), GivenMask(mask, model, context=setting.context)))
-    elif mask is not None:
-        setting.hooked = True
-        made = given.values() if isinstance(given, dict) else [given]  # by generate, for each kind of layer
-        asked = any(isinstance(x, LazyMaskTensor) and x.lazy.given is mask for x in made)
-        _running.set((*_running.get(), GivenMask(mask, model, asked, recomputed=is_recomputed(model, kwargs))))
+    recomputed = mask is not None and setting.context is None and is_recomputed(model, kwargs)
+    forward = Forward(model, mask, setting.context, recomputed, outer)
+    setting.applied |= not forward.own
+    _current.set(forward)
+    if not forward.own and isinstance(made := kwargs.get("attention_mask"), dict | LazyMaskTensor):  # by generate
+        try:
+            kwargs["attention_mask"] = _remade(made)
+        except Exception:
+            _current.set(outer)
+            raise
     return args, kwargs
 
 
+def _remade(made: Any) -> Any:
+    """Masks that were made before the forward began, made for the forward; a dictionary has one for each kind of layer."""
+    if isinstance(made, dict):
+        return {name: _remade(x) for name, x in made.items()}
+    return made.lazy.remake() if isinstance(made, LazyMaskTensor) and made.lazy.remake is not None else made
+
+
 def _end(model: Any, output: Any) -> None:
-    running = _running.get()
-    if not running or running[-1].model is not model:
+    forward = _current.get()
+    if forward is None or forward.model is not model:
         return
-    _running.set(running[:-1])
-    unused, name, context = None, type(model).__name__, running[-1].context
-    if output is not None and not running[-1].asked:
+    _current.set(forward.outer)
+    unused, name = None, type(model).__name__
+    if output is not None and not (forward.own or forward.asked):
+        applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         unused = EngineError(
-            f"transformers: {name} made no mask in this forward, so {_name(running[-1])} was not applied.\n"
+            f"transformers: {name} made no mask in this forward, so {applied} was not applied.\n"
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
         )
-    if context is not None:
-        context.share_error(name, unused if output is not None else sys.exc_info()[1])
+    if forward.context is not None:
+        forward.context.share_error(name, unused if output is not None else sys.exc_info()[1])
     if unused is not None:
         raise unused
-
-
-def _name(given: GivenMask) -> str:
-    return "context_parallel" if given.mask is None else repr(given.mask)
 
 
 # torch.compile does not trace these two: they change a context variable.
