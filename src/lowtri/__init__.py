@@ -38,6 +38,7 @@ from lowtri._version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the same names
     from lowtri import nn as nn, parallel as parallel, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
+    from lowtri.auditing.infer import InferredMask as InferredMask, infer_mask as infer_mask
     from lowtri.auditing.report import AuditReport as AuditReport
     from lowtri.generation.cache import KVCache as KVCache
     from lowtri.generation.generate import generate as generate
@@ -91,6 +92,7 @@ _NAMES = {
     "lowtri.generation.cache": ("KVCache",),
     "lowtri.generation.generate": ("generate",),
     "lowtri.auditing.audit": ("audit", "assert_causal"),
+    "lowtri.auditing.infer": ("infer_mask", "InferredMask"),
     "lowtri.auditing.report": ("AuditReport",),
     "lowtri.explaining.steps": ("explain",),
     "lowtri.showing.show": ("show",),

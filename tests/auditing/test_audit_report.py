@@ -217,7 +217,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
     def run(target: str, **options: object) -> int:
         given = {"mask": None, "layers": None, "length": None, "vocab": None, "train": False, "redraw": False}
-        given |= {"compile": False, "out": None, "seed": 0, "threads": None, "json": False} | options
+        given |= {"compile": False, "out": None, "seed": 0, "threads": None, "json": False, "infer": False} | options
         try:
             command(target, **given)
         except typer.Exit as end:

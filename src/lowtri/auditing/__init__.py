@@ -18,6 +18,7 @@ gradient      the trial that differentiates
 rows, pads    trials of other rows, packed documents and pads
 decoding      ways to decode, with a cache; `caches` is their trial, `state` that of what is kept between calls
 conditions    the conditions that are tried: other code paths, training mode; `longer`, a longer example
+infer         which mask a model has; `fitting`, the simplest formula for a table; `attentions`, the masks of its layers
 report        the verdict: text, JSON, HTML; `drawing`, the pairs as text and as SVG
 loading       a model from `FILE.py:make_model` or from a folder
 plugin        pytest: the `lowtri_audit` fixture and the option `--lowtri-audit`

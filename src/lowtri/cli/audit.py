@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,6 +39,12 @@ def command(
         bool, typer.Option("--redraw", help="Audit a copy with its weights redrawn: fresh ones hide leaks.")
     ] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Also audit under torch.compile.")] = False,
+    infer: Annotated[
+        bool,
+        typer.Option(
+            "--infer", help="Say which mask the model has, and audit nothing. On a copy with redrawn weights: --redraw."
+        ),
+    ] = False,
     out: Out = None,
     seed: Seed = 0,
     threads: Threads = None,
@@ -46,6 +52,7 @@ def command(
 ) -> None:
     """lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
     lowtri audit out/model --out audit.html
+    lowtri audit out/model --infer
 
     Finds what each output depends on and compares it with the mask; names the pair of positions that leaks, and the module
     where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
@@ -61,6 +68,9 @@ def command(
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
     loaded = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
+    if infer:
+        _print_inferred(loaded, vocab, redraw, seed, json)
+        return
     arguments = dict(loaded.arguments)
     if mask is not None:
         arguments.pop("layers", None)  # they belong to the target's own mask
@@ -75,6 +85,18 @@ def command(
         note(f"wrote {report.save(out)}")
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _print_inferred(loaded: Any, vocab: int | None, redraw: bool, seed: int, json: bool) -> None:
+    from lowtri.auditing.infer import infer_mask
+    from lowtri.pages import json_text
+
+    known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
+    arguments = {name: value for name, value in loaded.arguments.items() if name in known}
+    arguments |= {} if vocab is None else {"vocab_size": vocab}
+    found = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed, **arguments)
+    data = {"mask": found.text, "layers": found.layers, "nearest": found.nearest, "differs": found.differs}
+    print(json_text(data) if json else found.message)
 
 
 def _target(name: str) -> str:
