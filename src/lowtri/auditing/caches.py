@@ -96,8 +96,14 @@ class _Run:
             expected = context.system(self.inputs) if whole is None else whole
         except Exception:
             expected = np.zeros((0, 0, 0))  # no rows agree in shape: refused
-        where = self.real & _complete(context, self.sizes)
+        where = self.real & self.told & _complete(context, self.sizes)
         return Case(self.inputs, where, self.leak, expected, self, earliest=True, watch=self.two)
+
+    @property
+    def told(self) -> Bools:
+        """Positions (B, N) before the first pad that a recurrent state would be given alone; it takes pads in a prompt only."""
+        alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0])
+        return ~np.logical_or.accumulate(alone & (not self.decoder.several), axis=1)
 
     def warning(self) -> str:
         """What is said where this way is no one's claim."""
