@@ -58,17 +58,21 @@ def loops(asm: str) -> list[str]:
 def test_amx_code_keeps_its_tiles_in_registers(family: str) -> None:
     """A block of 2 x 2 tiles: four loads and four products for each depth of 32, and no store inside of the loop.
 
-    Where B stays in registers, 16 rows take two loads, four products and the two stores of C."""
+    Where B stays in registers, 16 rows take two loads (four if C is added to), four products and the two stores of C."""
     asm = run("-c", textwrap.dedent(COMPILED), family, NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=FLAGS)
     assert len(re.findall(r"\tsttilecfg", asm)) == 1 and len(re.findall(r"\tldtilecfg", asm)) == 2
     assert len(re.findall(r"\ttilerelease", asm)) == 1
     assert not re.findall(r"\ttile\w+\t.*\(%rsp", asm), "a tile on the stack"
     products = [body for body in loops(asm) if "tdpbf16ps" in body]
-    held = [body for body in products if "tilestored" in body]
-    for body in held:  # where C is added to, its two tiles are loaded, too
-        assert body.count("tdpbf16ps") == 2 * body.count("tilestored")
-        assert body.count("tileloadd") in (body.count("tdpbf16ps") // 2, body.count("tdpbf16ps"))
-    products = [body for body in products if body not in held]
+    stores = [body for body in products if "tilestored" in body]
+    for body in stores:
+        dots, loaded, stored = (body.count(name) for name in ("tdpbf16ps", "tileloadd", "tilestored"))
+        if stored == dots:  # a depth of 32 queries alone: the loop over the depth is unrolled
+            assert family == "backward" and 2 * loaded <= 5 * dots
+        else:
+            assert dots == 2 * stored and loaded in (dots // 2, dots)
+    assert family == "product" or any(body.count("tdpbf16ps") == 2 * body.count("tilestored") for body in stores)
+    products = [body for body in products if body not in stores]
     blocks = [body for body in products if body.count("tdpbf16ps") == body.count("tileloadd")]
     assert blocks and all("tilestored" not in body and "zmm" not in body for body in products)
     assert all(2 * body.count("tileloadd") <= 3 * body.count("tdpbf16ps") for body in products)  # a single row of tiles

@@ -71,12 +71,15 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
     fill(m, QUERIES, start_m, spec)
     fill(l, QUERIES, start_l, spec)
-    fill_columns(output, product_rows(dv, spec), round_up(n, spec.query_group), 0.0, spec)
+    # On tiles the first product of each half of the queries sets the output, one bit of ``written`` for each half.
+    written = 0 if spec.on_tiles and not non_finite else 3
+    if written:
+        fill_columns(output, product_rows(dv, spec), round_up(n, spec.query_group), 0.0, spec)
     head = b * (call.heads // call.group) + kv
     k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
     v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
     seen = tile_count(call.plan, b, h, r)
-    passes, left = passes_over_keys(n, d, dv, spec), (0, 0, 0, 0)
+    passes, left = passes_over_keys(n, d, dv, spec), (0, 0, 0, 0, False)
     for first_query in range(0, n, QUERIES // passes):
         for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
             key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
@@ -101,7 +104,9 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
                     add_bias(scores, spec.unit_row, bias, bias_step.q, bias_step.k, count, keys, spec)
                 if mask_bits:
                     apply_mask(scores, mask_bits, query, spans, spec)
-                softmax_unit(scores, scale_log2, spans, m + lane, l + lane, output + lane, dv, pairs, spec)
+                is_first = not (written >> (query // 32)) & 1
+                rescaled = 0 if is_first else dv
+                softmax_unit(scores, scale_log2, spans, m + lane, l + lane, output + lane, rescaled, pairs, spec)
                 if non_finite:
                     wide_weights(scores, pairs, keys, spec)
                     v_rows, lanes = v + input_bytes * key0 * v_step.n, spec.unit_queries
@@ -125,8 +130,12 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
                         call, v, v_step, head, key0, seen, zeros, values, kept_values, spec
                     )
                 weights = weights_operand(scores, keys, pairs, spec)
-                left = pv_unit(v_words, v_d, v_n, weights, output + lane, dv, keys, spans, groups, spec)
+                left = pv_unit(v_words, v_d, v_n, weights, output + lane, dv, keys, spans, groups, is_first, spec)
+                written |= 1 << (query // 32)
     finish_pv(left, pairs, dv, spec)
+    for half in range(2):  # queries that see nothing
+        if not (written >> half) & 1:
+            fill_columns(output + 128 * half, dv, 32, 0.0, spec)
     return n
 
 

@@ -150,12 +150,18 @@ def score_tile(spec):
 
 
 @device_function
-def pv_half(values, pairs, row, output, size, start, stop, spec):
-    """Output += values^T weights, for one half of the queries and these keys; pairs are ``row`` bytes apart."""
+def pv_half(values, pairs, row, output, size, start, stop, is_first, spec):
+    """Output += values^T weights, for one half of the queries and these keys; pairs are ``row`` bytes apart.
+
+    If ``is_first``, the output is set, and may have been anything before.
+    """
     if start < stop:
         columns, depths = product_rows(size, spec), round_up(stop - start, 32) // 32
         a, b = values + 2 * start * columns, pairs + row * (start // 2)
-        tile_product_add(a, 64, 64 * columns, b, output, row, spec.row_bytes, columns, depths, QUERIES // 2, spec)
+        if is_first:
+            tile_product(a, 64, 64 * columns, b, output, row, spec.row_bytes, columns, depths, QUERIES // 2, spec)
+        else:
+            tile_product_add(a, 64, 64 * columns, b, output, row, spec.row_bytes, columns, depths, QUERIES // 2, spec)
 
 
 @by_spec
@@ -173,8 +179,8 @@ def pv_tile(spec):
     def on_tiles(values, v_d, v_n, weights, output, size, keys, spans, groups, spec):
         row, first = spec.row_bytes, (keys + 1) // 2
         fill(weights + row * first, QUERIES * (round_up(keys, 32) // 2 - first), 0.0, spec)
-        pv_half(values, weights, row, output, size, spans[0], spans[1], spec)
-        pv_half(values, weights + _HALF_ROW, row, output + _HALF_ROW, size, spans[4], spans[5], spec)
+        pv_half(values, weights, row, output, size, spans[0], spans[1], False, spec)
+        pv_half(values, weights + _HALF_ROW, row, output + _HALF_ROW, size, spans[4], spans[5], False, spec)
 
     return on_tiles if spec.on_tiles else on_vectors
 
@@ -183,15 +189,16 @@ def pv_tile(spec):
 def pv_unit(spec):
     """Output += values^T weights of a unit, now or, on tiles, after the next unit's scores: returns what is left to do.
 
-    Tile loads wait for stores that are under way, so the product is separated from the weights that it reads.
+    Tile loads wait for stores that are under way, so the product is separated from the weights that it reads. ``is_first``: the output
+    has not been written yet, which is so on tiles only.
     """
 
-    def now(values, v_d, v_n, weights, output, size, keys, spans, groups, spec):
+    def now(values, v_d, v_n, weights, output, size, keys, spans, groups, is_first, spec):
         pv_tile(values, v_d, v_n, weights, output, size, keys, spans, groups, spec)
-        return 0, 0, 0, 0
+        return 0, 0, 0, 0, False
 
-    def later(values, v_d, v_n, weights, output, size, keys, spans, groups, spec):
-        return values, output, spans[0], spans[1]
+    def later(values, v_d, v_n, weights, output, size, keys, spans, groups, is_first, spec):
+        return values, output, spans[0], spans[1], is_first
 
     return later if spec.on_tiles else now
 
@@ -204,8 +211,8 @@ def finish_pv(spec):
         pass
 
     def product_of_half(left, weights, size, spec):
-        values, output, start, stop = left
-        pv_half(values, weights, _HALF_ROW, output, size, start, stop, spec)
+        values, output, start, stop, is_first = left
+        pv_half(values, weights, _HALF_ROW, output, size, start, stop, is_first, spec)
 
     return product_of_half if spec.on_tiles else nothing
 

@@ -87,16 +87,16 @@ def softmax_vector(lane, scores, scale_log2, first, last, m, l, output, size, pa
         # no query's shift depends on whether another query of the vector exceeds it.
         limit = splat(2.0**MAX_RISE - 1.0, spec)
         shift = total = sub(zero, old)
-        careful = any_greater(maximum(shift, old), splat(LARGE, spec))
+        needs_maximum = any_greater(maximum(shift, old), splat(LARGE, spec))
         while True:
-            if careful:
+            if needs_maximum:
                 shift = new_shift(column, spec.unit_row, factors, first, last, m, l, output, size, spec)
                 if shifts_large_scores(column, spec.unit_row, factors, shift, first, last, spec):
                     factors, shift = splat(1.0, spec), zero
             total = weights_in_pairs(column, factors, shift, first, last, to, spec)
-            if careful or not any_greater(total, limit):
+            if needs_maximum or not any_greater(total, limit):
                 break
-            careful = True
+            needs_maximum = True
         store(l, add(load(l, spec), total))
 
 
