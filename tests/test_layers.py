@@ -36,6 +36,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "parallel",
     "training",
     "auditing",
+    "verifying",
     "explaining",
     "benching",
     "integrations",

@@ -19,6 +19,7 @@ The packages, in reading order; a package imports only packages above it:
     parallel      one sequence over many processes, split by what its mask shows
     training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
+    verifying     anyone's attention held to the definition; well-known mistakes by name
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
     integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX, ONNX
@@ -55,10 +56,13 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
         MaskError as MaskError,
         RankError as RankError,
         UndecidedError as UndecidedError,
+        VerifyError as VerifyError,
     )
     from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
     from lowtri.explaining.steps import explain as explain
     from lowtri.showing.show import show as show
+    from lowtri.verifying.report import VerifyReport as VerifyReport
+    from lowtri.verifying.verify import verify as verify
     from lowtri.masks import (
         Mask as Mask,
         Tile as Tile,
@@ -94,6 +98,8 @@ _NAMES = {
     "lowtri.auditing.audit": ("audit", "assert_causal"),
     "lowtri.auditing.infer": ("infer_mask", "InferredMask"),
     "lowtri.auditing.report": ("AuditReport",),
+    "lowtri.verifying.report": ("VerifyReport",),
+    "lowtri.verifying.verify": ("verify",),
     "lowtri.explaining.steps": ("explain",),
     "lowtri.showing.show": ("show",),
     "lowtri.errors": (
@@ -106,6 +112,7 @@ _NAMES = {
             "LeakError",
             "RankError",
             "UndecidedError",
+            "VerifyError",
         ),
     ),
 }

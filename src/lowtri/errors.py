@@ -6,6 +6,7 @@
     ├── EngineError      the engine named by engine= cannot run the call          (also a RuntimeError)
     ├── DataError        a file, folder or text that cannot be used               (also a ValueError)
     ├── LeakError        an audit found an output that depends on hidden ones     (also an AssertionError)
+    ├── VerifyError      a function does not compute attention as defined         (also an AssertionError)
     ├── RankError        a process of a group did not answer, or differs        (also a RuntimeError)
     └── UndecidedError   a check could not decide; the message has the reason     (also a RuntimeError)
 
@@ -21,6 +22,7 @@ __all__ = [
     "EngineError",
     "DataError",
     "LeakError",
+    "VerifyError",
     "RankError",
     "UndecidedError",
 ]
@@ -51,6 +53,12 @@ class DataError(LowtriError, ValueError):
 
 class LeakError(LowtriError, AssertionError):
     """An audit found an output that depends on positions that its mask hides."""
+
+    exit_code = 1
+
+
+class VerifyError(LowtriError, AssertionError):
+    """A function does not compute masked attention as it is defined."""
 
     exit_code = 1
 

@@ -1,0 +1,255 @@
+"""What is tried, as data: each case has a name, the reason why it is there, and sizes that no tile divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtri.masks import Mask, keys, table
+from lowtri.masks import mask as mask_of
+from lowtri.verifying.formula import Formula
+
+__all__ = ["CASES", "Case", "Numbers"]
+
+
+class Numbers(NamedTuple):
+    """The inputs of a case, rounded to its dtype and given as float64."""
+
+    q: Tensor  # (B, Hq, Nq, D)
+    k: Tensor  # (B, Hkv, Nk, D)
+    v: Tensor  # (B, Hkv, Nk, Dv)
+    bias: Tensor | None
+    sinks: Tensor | None
+    slopes: Tensor | None  # (Hq,), of ALiBi
+    d_output: Tensor  # (B, Hq, Nq, Dv)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. A custom ``signature`` function reads it: the sizes, ``mask``, ``visible``, ``scale``, ``softcap``.
+
+    Attributes:
+        name, why: what it is, and what it is there for.
+        text: the mask; "random table", "empty rows" and "padding ..." are drawn for the sizes.
+        b, hq, hkv, nq, nk, d, dv: the sizes; hq is a multiple of hkv.
+        scale, softcap: None for the default and for none.
+        bias: "" for none, or "full", "broadcast", "with -inf", "alibi".
+        sinks: whether each head has a sink.
+        lse: whether the log-sum-exp is compared.
+        numbers: "normal", "large", "equal", "denormal", "low" (scores below -1e9) or where garbage lies: "NaN keys" ...
+        layout: "contiguous", "transposed" (tokens before heads) or "strided".
+        gradients: whether gradients are compared.
+        other: by a mistake's name, the mask that a call with this mistake uses.
+    """
+
+    name: str
+    why: str
+    text: str = "causal"
+    b: int = 2
+    hq: int = 2
+    hkv: int = 2
+    nq: int = 37
+    nk: int = 37
+    d: int = 16
+    dv: int = 16
+    scale: float | None = None
+    softcap: float | None = None
+    bias: str = ""
+    sinks: bool = False
+    lse: bool = False
+    numbers: str = "normal"
+    layout: str = "contiguous"
+    gradients: bool = True
+    other: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    @cached_property
+    def mask(self) -> Mask:
+        return self._mask(self.text)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """(B, Hq, Nq, Nk), True = may see; queries stand at the last Nq positions of the keys."""
+        return self.visible_under(self.text)
+
+    def visible_under(self, text: str) -> Tensor:
+        """The same shape for another mask."""
+        dense = np.asarray(self._mask(text).dense(self.nq, self.nk))  # (Nq, Nk), or with a row in front
+        dense = dense[:, None] if dense.ndim == 3 else dense
+        return torch.from_numpy(np.broadcast_to(dense, (self.b, self.hq, self.nq, self.nk)).copy())
+
+    def _mask(self, text: str) -> Mask:
+        draw = np.random.default_rng(self.seed)
+        if text == "random table":
+            return table(draw.random((self.nq, self.nk)) < 0.5)
+        if text == "empty rows":
+            return table((draw.random((self.nq, self.nk)) < 0.5) & (np.arange(self.nq) % 3 > 0)[:, None])
+        if text.startswith("padding"):
+            real = np.ones((self.b, self.nk), bool)
+            where = {"left": slice(0, 5), "right": slice(self.nk - 5, None), "inside": slice(9, 13)}[text.split()[1]]
+            real[0, where] = False
+            return mask_of("causal") & keys(real) if self.b > 1 else mask_of("causal") & keys(real[0])
+        return mask_of(text)
+
+    @property
+    def factor(self) -> float:
+        """The scale of the scores."""
+        return 1 / math.sqrt(self.d) if self.scale is None else self.scale
+
+    def draw(self, dtype: torch.dtype) -> Numbers:
+        """The case's inputs in a dtype; garbage included."""
+        source = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=source, dtype=torch.float64)
+
+        q = normal(self.b, self.hq, self.nq, self.d)
+        k, v = normal(self.b, self.hkv, self.nk, self.d), normal(self.b, self.hkv, self.nk, self.dv)
+        if self.numbers == "large":  # scores up to about 1e4
+            q, k = q * 50, k * 50
+        elif self.numbers == "equal":
+            q, k = torch.ones_like(q), torch.ones_like(k)
+        elif self.numbers == "denormal":
+            v = v * float(torch.finfo(dtype).tiny) / 4
+        elif self.numbers == "low":
+            q, k = torch.full_like(q, 2.0**15), torch.full_like(k, -(2.0**15))
+        bias = {
+            "": None,
+            "full": normal(self.b, self.hq, self.nq, self.nk),
+            "broadcast": normal(1, self.hq, 1, self.nk),
+            "with -inf": torch.where(normal(1, 1, self.nq, self.nk) < 1, normal(1, 1, self.nq, self.nk), -math.inf),
+            "alibi": None,
+        }[self.bias]
+        slopes = 2.0 ** -torch.arange(1.0, self.hq + 1, dtype=torch.float64) if self.bias == "alibi" else None
+        if slopes is not None:
+            distance = torch.arange(self.nk - self.nq, self.nk)[:, None] - torch.arange(self.nk)
+            bias = -slopes[:, None, None] * distance.abs()
+        sinks = normal(self.hq) if self.sinks else None
+        hidden_keys = ~self.visible.any(2).any(1)  # (B, Nk)
+        garbage = math.nan if self.numbers.startswith("NaN") else math.inf
+        if self.numbers.endswith(("keys", "keys and values")):
+            k = torch.where(hidden_keys[:, None, :, None], garbage, k)
+        if self.numbers.endswith("values"):
+            v = torch.where(hidden_keys[:, None, :, None], garbage, v)
+        if self.numbers.endswith("queries"):
+            q = torch.where(self.visible.any(-1)[..., None], q, garbage)
+        if self.numbers == "NaN seen late":  # a token that later queries see, and earlier ones do not
+            k[:, :, self.nk // 2], v[:, :, self.nk // 2] = math.nan, math.nan
+        d_output = normal(self.b, self.hq, self.nq, self.dv)
+        q, k, v, d_output = (x.to(dtype).double() for x in (q, k, v, d_output))
+        bias, sinks = (None if x is None else x.to(dtype).double() for x in (bias, sinks))
+        return Numbers(q, k, v, bias, sinks, slopes, d_output)
+
+    def formula(self, numbers: Numbers) -> Formula:
+        """The definition of this case."""
+        group = torch.arange(self.hq) // (self.hq // self.hkv)
+        return Formula(self.visible, self.factor, group, self.softcap, numbers.bias, numbers.sinks)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a callable must offer to take this case, beyond equal heads and lengths and a common head size."""
+        asked = {
+            "grouped heads": 1 < self.hkv < self.hq,
+            "one key/value head": self.hkv == 1 < self.hq,
+            f"head size {self.d}": self.d not in (16, 64),
+            "values of another size": self.dv != self.d,
+            "fewer queries than keys": self.nq < self.nk,
+            "more queries than keys": self.nq > self.nk,
+            "zero sizes": 0 in (self.b, self.nq, self.nk),
+            "softcap": self.softcap is not None,
+            "scale": self.scale is not None,
+            "ALiBi": self.bias == "alibi",
+            "bias": self.bias not in ("", "alibi"),
+            "sinks": self.sinks,
+            "log-sum-exp": self.lse,
+            f"{self.layout} inputs": self.layout != "contiguous",
+            "masks by row": self.text.startswith("padding"),
+            f"mask {self.text}": self.text not in ("causal", "full"),
+        }
+        return frozenset(name for name, yes in asked.items() if yes)
+
+    def smaller(self) -> list[Case]:
+        """Cases with one size halved, for the smallest one that shows a difference."""
+        sizes = {"b": self.b, "nq": self.nq, "d": self.d, "dv": self.dv}
+        halves = [replace(self, **{name: size // 2}) for name, size in sizes.items() if size > 1]  # type: ignore[arg-type]
+        if self.d == self.dv:
+            halves = [replace(one, d=min(one.d, one.dv), dv=min(one.d, one.dv)) for one in halves]
+        halves = [replace(one, nk=one.nq) if self.nq == self.nk else one for one in halves]
+        if self.nk != self.nq and self.nk > 1:
+            halves.append(replace(self, nk=max(self.nk // 2, min(self.nq, self.nk))))
+        if self.hkv > 1:
+            halves.append(replace(self, hq=self.hq // self.hkv, hkv=1))
+        return [one for one in halves if one != self]
+
+
+def _cases() -> tuple[Case, ...]:
+    leak, pads = "documents leak", "padding seen"
+    return (
+        Case("full", "no mask: scale, softmax and heads alone", "full"),
+        Case("causal", "the mask of language models"),
+        Case("one token", "the smallest call", "full", b=1, hq=1, hkv=1, nq=1, nk=1, d=4, dv=4),
+        Case("130 tokens", "more than two tiles of 64, and not a whole number of them", nq=130, nk=130),
+        Case("64 tokens", "exactly one tile of most kernels", nq=64, nk=64),
+        Case("one query, 130 keys", "a step of decoding: the query stands at the last key", nq=1, nk=130),
+        Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
+        Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
+        *(
+            Case(f"head size {d}", "a size that no vector divides, or a large one", nq=20, nk=20, d=d, dv=d)
+            for d in (1, 3, 40, 80, 128, 256)
+        ),
+        Case("values of another size", "Dv is not D", d=24, dv=40),
+        Case("grouped heads", "query head h reads key/value head h // group", hq=6, hkv=2),
+        Case("one key/value head", "multi-query attention", hq=4, hkv=1),
+        Case("grouped heads, one query", "decoding with grouped heads", hq=8, hkv=2, nq=1, nk=90),
+        Case("transposed inputs", "(B, N, H, D) in memory", layout="transposed"),
+        Case("strided inputs", "every second number of a larger tensor", layout="strided"),
+        Case("window of 5", "a window counts the query's own key", "causal & window(5)"),
+        Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150),
+        Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90),
+        Case("window on both sides", "before and after", "band(3, 2)"),
+        Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leak: "causal"}),
+        Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leak: "full"}),
+        Case("prefix", "a prefix read in both directions", "causal | first(5)"),
+        Case("sinks and window", "the first keys stay visible", "causal & (window(4) | first(2))"),
+        Case("dilated", "every third key", "causal & strided(3)"),
+        Case("chunks", "blocks of eight", "causal & chunks(8)"),
+        Case("random table", "no structure at all", "random table"),
+        Case("padding left", "a padded batch", "padding left", other={pads: "causal"}),
+        Case("padding right", "a padded batch", "padding right", other={pads: "causal"}),
+        Case("padding inside", "pads between tokens", "padding inside", other={pads: "causal"}),
+        Case("empty rows", "a query that sees nothing: output 0, no gradient", "empty rows"),
+        Case("empty first row", "a strict mask: position 0 sees nothing", "causal - window(1)"),
+        Case("bias", "added to the scaled scores", bias="full"),
+        Case("bias of heads and keys", "broadcast over rows and queries", bias="broadcast"),
+        Case("bias with -inf", "a bias that hides, too", bias="with -inf"),
+        Case("ALiBi", "slopes times distance", bias="alibi"),
+        Case("ALiBi, 5 queries", "distances while decoding", bias="alibi", nq=5, nk=40),
+        Case("softcap", "c tanh(score / c)", softcap=1.5),
+        Case("softcap and bias", "the cap comes before the bias", softcap=1.5, bias="full"),
+        Case("scale", "a scale that is not 1 / sqrt(D)", scale=0.7),
+        Case("sink logits", "a logit for each head in the softmax", sinks=True),
+        Case("scores of 1e4", "exp of them overflows without the maximum", numbers="large", gradients=False),
+        Case("scores below -1e9", "-1e9 is no infinity", numbers="low", scale=1.0, gradients=False),
+        Case("equal scores", "the weights are 1 / n", numbers="equal"),
+        Case("denormal values", "values below the smallest normal number", numbers="denormal", gradients=False),
+        Case("NaN in hidden keys and values", "pads may hold anything", "padding right", numbers="NaN keys and values", other={pads: "causal"}),
+        Case("inf in hidden values", "0 times inf is NaN", "padding inside", numbers="inf values", other={pads: "causal"}),
+        Case("NaN in queries that see nothing", "they leave no trace", "empty rows", numbers="NaN queries"),
+        Case("NaN that later queries see", "earlier ones must not", numbers="NaN seen late", gradients=False),
+        Case("no rows", "an empty batch", b=0),
+        Case("no queries", "nothing to compute", "full", nq=0),
+        Case("no keys", "every query sees nothing", "full", nk=0, gradients=False),
+        Case("log-sum-exp", "natural logarithm of the sum over scaled scores", lse=True),
+        Case("log-sum-exp of a window", "sums over visible keys alone", "causal & window(5)", lse=True, nq=5, nk=60),
+        Case("log-sum-exp of empty rows", "-inf", "empty rows", lse=True),
+    )  # fmt: skip
+
+
+CASES = _cases()

@@ -1,0 +1,187 @@
+"""``lowtri.verify``: right attention passes, each well-known mistake is named, bad callables are described."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from wrong_kernels import PAIRS, kernel
+
+import lowtri
+from lowtri.errors import CallError, DataError, VerifyError
+from lowtri.verifying.mistakes import MISTAKES
+
+FEW = [
+    *("full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "window of 8, 5 queries", "documents"),
+    *("padding right", "empty rows", "bias", "softcap", "softcap and bias", "scale", "scores below -1e9"),
+    *("NaN in hidden keys and values", "log-sum-exp"),
+]
+NAN_OF_TORCH = {"NaN from hidden keys": "torch multiplies hidden values by a weight of 0"}
+
+
+def verify(attend: Any, **options: Any) -> Any:
+    return lowtri.verify(attend, **{"dtypes": ["float32"], **options})
+
+
+def test_a_right_kernel_in_torch_passes_in_every_dtype() -> None:
+    report = lowtri.verify(kernel(), gradients=True)
+    assert report.ok and report.passed > 160, report
+    assert report.exit_code == 0 and "is right" in str(report)
+
+
+@pytest.mark.parametrize("cases", [pytest.param(FEW, id="few"), pytest.param(None, id="all", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str, cases: list[str] | None) -> None:
+    report = verify(kernel(name), cases=cases)
+    assert not report.ok and report.exit_code == 1
+    assert report.mistakes[0] == name, report
+    assert sum(finding.mistake != name for finding in report.wrong) <= len(report.wrong) // 6, report
+
+
+@pytest.mark.parametrize("cases", [pytest.param(FEW, id="few"), pytest.param(None, id="all", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_two_mistakes_together_are_named(pair: tuple[str, str], cases: list[str] | None) -> None:
+    report = verify(kernel(*pair), cases=cases)
+    assert set(pair) <= set(report.mistakes[:3]), report
+
+
+def test_an_unexplained_difference_is_located_and_shrunk() -> None:
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        output = kernel()(q, k, v, mask).clone()
+        output[:, :, 16:, 3] *= 1.01  # the fourth feature, from the second block of queries on
+        return output
+
+    report = verify(attend, cases="causal", gradients=False)
+    (finding,) = report.wrong
+    assert not report.mistakes and "query 16 to the end, the feature alone (3)" in finding.where
+    assert "Nq 18" in finding.where and "mask causal" in finding.where, finding.where
+
+
+@pytest.mark.parametrize("engine", ["cpu", "formula", "reference", "auto"])
+def test_our_own_engines(engine: str) -> None:
+    def attend(*arrays: Any, **options: Any) -> Any:
+        return lowtri.attention(*arrays, engine=engine, **options)
+
+    report = lowtri.verify(attend, gradients=engine != "reference")
+    assert report.ok and not report.not_offered, report
+
+
+def test_numpy_and_jax_arrays() -> None:
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if not isinstance(q, np.ndarray):
+            raise TypeError("NumPy arrays only")
+        return lowtri.attention(q, k, v, mask)
+
+    assert (report := verify(attend)).ok and report.arrays == "numpy", report
+    from lowtri.integrations.jax import attention
+
+    report = verify(attention, cases=["full", "causal", "grouped heads", "bias", "window of 5", "one query, 130 keys"])
+    assert report.ok and report.arrays == "jax", report
+
+
+def test_torchs_own_attention() -> None:
+    report = lowtri.verify(F.scaled_dot_product_attention, signature="sdpa", differences=NAN_OF_TORCH)
+    assert report.ok, report
+    assert {"softcap", "sinks", "log-sum-exp"} == set(report.not_offered)
+    assert any(finding.known for finding in report.findings) and "documented" in str(report)
+    ours = lowtri.verify(lowtri.scaled_dot_product_attention, signature="sdpa", dtypes=["float32", "bfloat16"])
+    assert ours.ok, ours
+
+
+def test_flash_attention_and_flex_attention() -> None:
+    from lowtri.integrations.flash_attn import flash_attn_func
+    from lowtri.integrations.flex import flex_attention
+
+    assert (report := verify(flash_attn_func, signature="flash")).ok, report
+    assert "mask random table" in report.not_offered
+    assert (report := verify(flex_attention, signature="flex")).ok, report
+
+
+def test_a_signature_of_ones_own() -> None:
+    def call(attend: Any, given: Any) -> Any:
+        if given.bias is not None or given.sinks is not None or given.case.softcap or given.case.lse:
+            raise NotImplementedError("bias, sinks, softcap and log-sum-exp")
+        return attend(given.visible, given.q, given.k, given.v, given.case.factor)
+
+    def attend(visible: Any, q: Any, k: Any, v: Any, factor: float) -> Any:
+        return kernel()(q, k, v, lowtri.table(visible.numpy()) if visible.numel() else lowtri.full(), factor)
+
+    report = verify(attend, signature=call)
+    assert report.ok and "softcap" in report.not_offered, report
+
+
+def test_random_numbers_changed_inputs_and_other_shapes() -> None:
+    right = kernel()
+
+    def noisy(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return right(q, k, v, mask) * (1 + 1e-9 * torch.rand(1)) + 1e-8 * torch.randn(1)
+
+    def changing(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        output = right(q, k, v, mask)
+        with torch.no_grad():
+            q *= 2
+        return output
+
+    cases = ["causal", "full", "130 tokens"]
+    assert "two equal calls differ by" in str(verify(noisy, cases=cases))
+    assert "it changed its argument q" in str(verify(changing, cases=cases, gradients=False))
+    assert "expected (2, 2, 37, 16)" in str(verify(lambda q, k, v, mask: right(q, k, v, mask)[..., :8], cases=cases))
+    assert "its output is float64 for inputs of float32" in str(
+        verify(lambda q, k, v, mask: right(q, k, v, mask).double(), cases=cases)
+    )
+    assert "which is no array" in str(verify(lambda q, k, v, mask: "text", cases=cases))
+
+
+def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
+    def raises(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if q.shape[2] == 64:
+            raise IndexError("tile 1 of 1")
+        return kernel()(q, k, v, mask)
+
+    def hangs(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if q.shape[2] == 64:
+            time.sleep(60)
+        return kernel()(q, k, v, mask)
+
+    report = verify(raises)
+    assert not report.ok and "64 tokens, float32: it raised IndexError: tile 1 of 1" in str(report), report
+    report = verify(hangs, limit=0.5, cases=["causal", "64 tokens", "full"])
+    assert report.exit_code == 3 and "64 tokens, float32: no answer within 0.5 s" in str(report)
+
+
+ERRORS = {
+    "no function": (lambda: verify(3), "attend is int; expected a function"),
+    "nothing works": (lambda: verify(lambda q, k, v, mask: 1 / 0), "ZeroDivisionError: division by zero\nFix: check signature="),
+    "a signature": (lambda: verify(kernel(), signature="triton"), "signature='triton'; expected mask, sdpa, flash, flex"),
+    "a dtype": (lambda: verify(kernel(), dtypes=["int8"]), "dtypes= names 'int8'; expected float32"),
+    "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes= is empty"),
+    "a case": (lambda: verify(kernel(), cases=["causl"]), "cases= names 'causl', which no case has"),
+    "a part of a name": (lambda: verify(kernel(), cases="zebra"), "cases= names 'zebra'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, words = ERRORS[name]
+    with pytest.raises(CallError) as error:
+        call()
+    assert words in str(error.value) and len(str(error.value).splitlines()) <= 3
+
+
+def test_the_report(tmp_path: Path) -> None:
+    report = verify(kernel("scale missing"), cases=["causal", "full"])
+    with pytest.raises(VerifyError, match="scale missing"):
+        report.raise_if_wrong()
+    fields = json.loads(report.to_json())
+    assert fields["mistakes"] == ["scale missing"] and not fields["ok"] and fields["findings"][0]["case"] == "causal"
+    for name in ("r.html", "r.json", "r.txt"):
+        assert "scale missing" in report.save(tmp_path / name).read_text()
+    with pytest.raises(DataError, match=r"\.html, \.json, \.txt"):
+        report.save(tmp_path / "r.pdf")
+    assert "scale missing" in report._repr_html_()
