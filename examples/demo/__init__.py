@@ -13,6 +13,7 @@ paths      the same attention by every way to compute it
 why        the same model trained with the mask and without it
 writing    both models generate text, and what a cache holds
 peeking    the audit: which models leak, where, and through which module
+kernels    attention kernels held to the definition, their mistakes by name
 switched   a transformers model switched to lowtri: equal logits, and audited
 glassllm   pretrained weights of another project in lowtri's Decoder
 spread     one row of tokens over four processes
@@ -20,4 +21,17 @@ speed      against torch's own attention, on this machine
 lesson     the interactive lesson in four languages
 """
 
-PARTS = ("steps", "who", "paths", "why", "writing", "peeking", "switched", "glassllm", "spread", "speed", "lesson")
+PARTS = (
+    "steps",
+    "who",
+    "paths",
+    "why",
+    "writing",
+    "peeking",
+    "kernels",
+    "switched",
+    "glassllm",
+    "spread",
+    "speed",
+    "lesson",
+)

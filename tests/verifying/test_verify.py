@@ -69,7 +69,7 @@ def test_our_own_engines(engine: str) -> None:
         return lowtri.attention(*arrays, engine=engine, **options)
 
     report = lowtri.verify(attend, gradients=engine != "reference")
-    assert report.ok and not report.not_offered, report
+    assert report.ok and set(report.not_offered) <= {"zero sizes"}, report
 
 
 def test_numpy_and_jax_arrays() -> None:

@@ -93,8 +93,14 @@ def _visible(mask: Any, nq: int, nk: int, makes: set[str]) -> Tensor:
     places, keys = torch.arange(nk - nq, nk)[:, None], torch.arange(nk)
     if text.startswith("causal & window("):
         n = int(text.split("window(")[1].split(")")[0])
-        n += ("window one too wide" in makes) - ("window one too narrow" in makes)
+        n += (
+            (10**6 if "window missing" in makes else 0)
+            + ("window one too wide" in makes)
+            - ("window one too narrow" in makes)
+        )
         dense = (keys <= places) & (keys > places - n)
+    if "window missing" in makes and text.startswith("band("):
+        dense = torch.ones_like(dense)
     if "mask inverted" in makes:
         dense = ~dense
     if "mask ignored" in makes:

@@ -54,6 +54,7 @@ VERBS = {
     "generate": "Let a trained model continue a text.",
     "eval": "Loss on text files, all at once and step by step.",
     "audit": "Does a model use what its mask hides? Every leak, by position.",
+    "verify": "Does a function compute masked attention? Its mistake, by name.",
     "bench": "How fast attention is, against torch and the CPU's limit.",
     "lesson": "Masked self-attention as an interactive page, in four languages.",
     "doctor": "What this machine has, what is missing, and what follows.",

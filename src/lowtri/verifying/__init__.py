@@ -8,7 +8,8 @@ In reading order:
     signatures  how a case becomes a call: lowtri's, torch's, flash-attn's and FlexAttention's arguments
     running     one call: arrays of NumPy, torch or JAX, gradients, a time limit
     judging     the tolerance, which mistake explains a difference, and where an unexplained one lies
-    verify      the function itself
     report      the result as text, HTML and JSON
+    verification  the state of one verification, and which mistake explains what
+    verify      the function itself
     plugin      the fixture `lowtri_verify` for pytest
 """

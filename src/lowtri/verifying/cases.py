@@ -191,6 +191,7 @@ class Case:
 
 def _cases() -> tuple[Case, ...]:
     leak, pads = "documents leak", "padding seen"
+    alone = {"window missing": "causal"}
     return (
         Case("full", "no mask: scale, softmax and heads alone", "full"),
         Case("causal", "the mask of language models"),
@@ -210,10 +211,10 @@ def _cases() -> tuple[Case, ...]:
         Case("grouped heads, one query", "decoding with grouped heads", hq=8, hkv=2, nq=1, nk=90),
         Case("transposed inputs", "(B, N, H, D) in memory", layout="transposed"),
         Case("strided inputs", "every second number of a larger tensor", layout="strided"),
-        Case("window of 5", "a window counts the query's own key", "causal & window(5)"),
-        Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150),
-        Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90),
-        Case("window on both sides", "before and after", "band(3, 2)"),
+        Case("window of 5", "a window counts the query's own key", "causal & window(5)", other=alone),
+        Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150, other=alone),
+        Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90, other=alone),
+        Case("window on both sides", "before and after", "band(3, 2)", other={"window missing": "full"}),
         Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leak: "causal"}),
         Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leak: "full"}),
         Case("prefix", "a prefix read in both directions", "causal | first(5)"),
@@ -239,7 +240,8 @@ def _cases() -> tuple[Case, ...]:
         Case("scores below -1e9", "-1e9 is no infinity", numbers="low", scale=1.0, gradients=False),
         Case("equal scores", "the weights are 1 / n", numbers="equal"),
         Case("denormal values", "values below the smallest normal number", numbers="denormal", gradients=False),
-        Case("NaN in hidden keys and values", "pads may hold anything", "padding right", numbers="NaN keys and values", other={pads: "causal"}),
+        Case("NaN in hidden keys and values", "pads hold anything", "padding right", numbers="NaN keys and values",
+             other={pads: "causal"}),
         Case("inf in hidden values", "0 times inf is NaN", "padding inside", numbers="inf values", other={pads: "causal"}),
         Case("NaN in queries that see nothing", "they leave no trace", "empty rows", numbers="NaN queries"),
         Case("NaN that later queries see", "earlier ones must not", numbers="NaN seen late", gradients=False),
@@ -247,7 +249,7 @@ def _cases() -> tuple[Case, ...]:
         Case("no queries", "nothing to compute", "full", nq=0),
         Case("no keys", "every query sees nothing", "full", nk=0, gradients=False),
         Case("log-sum-exp", "natural logarithm of the sum over scaled scores", lse=True),
-        Case("log-sum-exp of a window", "sums over visible keys alone", "causal & window(5)", lse=True, nq=5, nk=60),
+        Case("log-sum-exp of a window", "sums over visible keys alone", "causal & window(5)", lse=True, nq=5, nk=60, other=alone),
         Case("log-sum-exp of empty rows", "-inf", "empty rows", lse=True),
     )  # fmt: skip
 

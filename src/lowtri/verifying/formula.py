@@ -60,7 +60,7 @@ class Formula:
         extra = {name: x for name, x in (("bias", self.bias), ("sinks", self.sinks)) if x is not None}
         leaves = [x.detach().double().requires_grad_(d_output is not None) for x in (*inputs, *extra.values())]
         named = dict(zip(extra, leaves[3:], strict=True))
-        output, lse = self._attend(*leaves[:3], named.get("bias"), named.get("sinks"))
+        output, lse = self._attend(leaves[0], leaves[1], leaves[2], named.get("bias"), named.get("sinks"))
         results = {"output": output.detach(), "lse": lse.detach()}
         if d_output is not None:
             found = torch.autograd.grad(output, leaves, d_output.double(), allow_unused=True, materialize_grads=True)

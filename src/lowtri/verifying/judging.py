@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +68,15 @@ class Difference:
 def limits(case: Case, numbers: Numbers, formula: Formula, exact: Results, dtype: torch.dtype) -> dict[str, Limit]:
     """For each result twice the plain formula's own greatest error in this dtype and two units of the greatest number.
 
-    The plain formula is computed with its keys and features in several orders, and with scores moved by two units: how far one order errs
-    is chance, and whoever folds the scale into a power of two rounds each score up to three times more.
+    The plain formula is computed with its keys and features in several orders, and with scores moved by two units: how far
+    one order errs is chance, and whoever folds the scale into a power of two rounds each score up to three times more.
     """
     from lowtri.dispatch.attend import attention
     from lowtri.masks import full, table
 
-    eps, greatest, rms = torch.finfo(dtype).eps, Counter[str](), Counter[str]()
+    eps = torch.finfo(dtype).eps
+    greatest: dict[str, float] = defaultdict(float)
+    rms: dict[str, float] = defaultdict(float)
     wants = "gradient of q" in exact
     source = torch.Generator().manual_seed(0)
     for units in (0, 0, 0) if case.numbers in ("equal", "low") else (0, 2, 2):  # equal scores are rounded equally
@@ -86,8 +89,9 @@ def limits(case: Case, numbers: Numbers, formula: Formula, exact: Results, dtype
         bias = None if numbers.bias is None else numbers.bias.expand(formula.visible.shape)[..., order].to(dtype)
         mask = table(formula.visible[..., order].numpy()) if formula.visible.numel() else full()
         sinks = None if numbers.sinks is None else numbers.sinks.to(dtype)
-        options = {"scale": formula.scale, "softcap": case.softcap, "bias": bias, "sinks": sinks}
-        output, lse = attention(*leaves, mask, return_lse=True, engine="formula", **options)
+        options: Any = {"scale": formula.scale, "softcap": case.softcap, "bias": bias, "sinks": sinks}
+        q, k, v = leaves
+        output, lse = attention(q, k, v, mask, return_lse=True, engine="formula", **options)
         plain = {"output": output.detach(), "lse": lse.detach()}
         if wants:
             dq, dk, dv = torch.autograd.grad(output, leaves, numbers.d_output.to(dtype))

@@ -80,16 +80,17 @@ def _ignored(case: Case, right: Formula) -> Iterator[Formula]:
     yield replace(right, visible=torch.ones_like(right.visible))
 
 
-@mistake("documents leak")
-def _leak(case: Case, right: Formula) -> Iterator[Formula]:
-    if "documents leak" in case.other:
-        yield replace(right, visible=case.visible_under(case.other["documents leak"]))
+def _under_another_mask(name: str) -> None:
+    """A mistake that forgets a part of the mask: the case says which mask is left."""
+
+    @mistake(name)
+    def _forgets(case: Case, right: Formula) -> Iterator[Formula]:
+        if name in case.other:
+            yield replace(right, visible=case.visible_under(case.other[name]))
 
 
-@mistake("padding seen")
-def _padding(case: Case, right: Formula) -> Iterator[Formula]:
-    if "padding seen" in case.other:
-        yield replace(right, visible=case.visible_under(case.other["padding seen"]))
+for _name in ("window missing", "documents leak", "padding seen"):
+    _under_another_mask(_name)
 
 
 @mistake("scale missing")

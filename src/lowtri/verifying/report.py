@@ -9,14 +9,12 @@ from pathlib import Path
 
 from lowtri.errors import DataError, VerifyError
 from lowtri.files import write_text
-from lowtri.pages import html_text, json_text, page
+from lowtri.masks.notebook import output, page
+from lowtri.pages import TABLE_STYLE, html_table, html_text, json_text
 
 __all__ = ["Finding", "VerifyReport"]
 
 _SHOWN = 12  # findings in the text
-_STYLE = """.lowtri table { border-collapse: collapse } .lowtri td, .lowtri th { text-align: left; padding: .3rem .9rem .3rem 0 }
-.lowtri .scroll { overflow-x: auto }
-"""
 
 
 @dataclass(frozen=True)
@@ -148,27 +146,33 @@ class VerifyReport:
 
     def to_html(self) -> str:
         """A page without network, script or font."""
-        parts = [f"<h1>{html_text(self.message)}</h1>", self._table()]
-        if self.not_offered:
-            parts.append(f"<p>Not offered: {html_text(', '.join(sorted(self.not_offered)))}.</p>")
-        return page(f"{self.name} against the definition", parts, _STYLE)
+        return page("verify", f"{self.name} against the definition", self._parts(), TABLE_STYLE)
 
     def _repr_html_(self) -> str:
-        return self._table()
+        return output("verify", self._parts(), TABLE_STYLE)
 
-    def _table(self) -> str:
-        """The findings by case, one row for each mistake and case."""
+    def _parts(self) -> list[str]:
+        """The verdict, a table with a row for each mistake and case, and what is not offered."""
         rows: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings:
             rows.setdefault((finding.mistake or finding.where, finding.case), []).append(finding)
-        body = "".join(
-            f"<tr><td>{html_text(mistake)}</td><td>{html_text(case)}</td>"
-            f"<td>{html_text(', '.join(dict.fromkeys(f.dtype for f in all_of)))}</td>"
-            f"<td>{max(f.difference or 0.0 for f in all_of):.2g}</td><td>{html_text(all_of[0].known)}</td></tr>"
-            for (mistake, case), all_of in rows.items()
-        )
-        head = "<tr><th>mistake</th><th>case</th><th>dtypes</th><th>difference</th><th>documented</th></tr>"
-        return f'<div class="scroll"><p>{html_text(self.message)}</p><table>{head}{body}</table></div>'
+        table = [
+            (
+                mistake,
+                case,
+                ", ".join(dict.fromkeys(f.dtype for f in each)),
+                f"{max(f.difference or 0.0 for f in each):.2g}",
+                each[0].known,
+            )
+            for (mistake, case), each in rows.items()
+        ]
+        parts = [f"<h1>{html_text(self.message)}</h1>"]
+        if table:
+            head = ("mistake, or where", "case", "dtypes", "difference", "documented")
+            parts.append(f'<div class="scroll">{html_table(head, table)}</div>')
+        if self.not_offered:
+            parts.append(f"<p>Not offered: {html_text(', '.join(sorted(self.not_offered)))}.</p>")
+        return parts
 
     def save(self, path: str | Path) -> Path:
         """Write the report as .html, .json or .txt.

@@ -1,0 +1,72 @@
+"""``lowtri verify`` and the fixture ``lowtri_verify``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtri.cli.main import main
+
+FILE = """
+import time, torch, lowtri
+def right(q, k, v, mask):
+    return lowtri.attention(q, k, v, mask)
+def inverted(q, k, v, mask):
+    return lowtri.attention(q, k, v, ~mask)
+def slow(q, k, v, mask):
+    if mask != lowtri.full():
+        time.sleep(20)
+    return right(q, k, v, mask)
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_kernel.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--dtypes", "float32", "--cases", "causal"]
+    assert main(["verify", f"{file}:right", "--dtypes", "fp32,bf16", "--cases", "causal"]) == 0
+    assert "right is right: 2 cases agree" in capsys.readouterr().out
+    assert main(["verify", f"{file}:inverted", *few, "--out", str(tmp_path / "r.html"), "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["mistakes"] == ["mask inverted"] and "wrote" in said.err
+    assert "mask inverted" in (tmp_path / "r.html").read_text()
+    assert main(["verify", f"{file}:slow", *few, "--limit", "0.3"]) == 3
+    assert "no answer within 0.3 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["FILE:other"], "has no function 'other'; it has right, inverted, slow"),
+        (["FILE:not_a_function"], "has no function 'not_a_function'"),
+        (["FILE"], "expected FILE.py:attend"),
+        (["no.py:attend"], "no.py: no such file"),
+        (["FILE:right", "--signature", "triton"], "signature='triton'; expected mask, sdpa, flash, flex"),
+        (["FILE:right", "--dtypes", "int8"], "dtypes= names 'int8'"),
+        (["FILE:right", "--cases", "zebra"], "cases= names 'zebra'"),
+    ],
+)
+def test_bad_input(file: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *(word.replace("FILE", str(file)) for word in arguments)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_fixture(file: Path) -> None:
+    (file.parent / "test_mine.py").write_text(
+        "from my_kernel import inverted, right\n"
+        "def test_right(lowtri_verify): assert lowtri_verify(right, dtypes=['float32'], cases='causal').ok\n"
+        "def test_wrong(lowtri_verify): lowtri_verify(inverted, dtypes=['float32'], cases='causal')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in done.stdout and "inverted is wrong: mask inverted" in done.stdout, done.stdout
