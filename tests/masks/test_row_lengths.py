@@ -41,6 +41,8 @@ def test_lengths_that_do_not_add_up_raise(text: str) -> None:
         lowtri.parallel.plan_shards(text, N, 2)
     with pytest.raises(MaskError, match=f"block_mask: {words}"):
         block_mask(text, N)
+    with pytest.raises(MaskError, match=f"audit: {words}"):
+        lowtri.audit(lambda x: x, torch.from_numpy(X), mask=text)
 
 
 @pytest.mark.parametrize("text", ["documents(lengths=[3, 9], {})", "causal & documents(cu_seqlens=[0, 3, 4], {})"])

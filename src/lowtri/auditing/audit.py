@@ -26,7 +26,8 @@ from lowtri.auditing.running import chosen_trials, nothing_ran, require_requeste
 from lowtri.auditing.state import STATE
 from lowtri.auditing.system import System, redrawn
 from lowtri.auditing.trial import Trial
-from lowtri.masks import Mask, causal
+from lowtri.masks import Mask, as_mask, causal
+from lowtri.masks.document_masks import check_row_lengths
 
 __all__ = ["TRIALS", "assert_causal", "audit", "trial_table"]
 
@@ -129,6 +130,8 @@ def audit(
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
+    if isinstance(mask, Mask | str):
+        check_row_lengths("audit", as_mask(mask), inputs.n)
     audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
     system = System(audited, signature, output, output_axis, bool(train), seed)
     declared, hidden = options.declared(inputs.n, inputs.batch)

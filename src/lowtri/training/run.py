@@ -244,7 +244,10 @@ def _goes_on(begun: Plan, plan: Plan) -> bool:
 
 def _differences(begun: Plan, plan: Plan) -> list[str]:
     before, now = ({**asdict(each), **asdict(each.recipe)} for each in (begun, plan))
-    return [f"{key} {before[key]} there, {now[key]} here" for key in now if key != "recipe" and before[key] != now[key]]
+    differ = [key for key in now if key != "recipe" and before[key] != now[key]]
+    if now["steps"] > before["steps"]:
+        differ.remove("steps")  # more are allowed
+    return [f"{key} {before[key]} there, {now[key]} here" for key in differ]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
