@@ -13,7 +13,9 @@ from lowtri.nn.decoder import Decoder
 __all__ = ["SENTENCE", "TITLE", "run"]
 
 TITLE = "Does a model peek?"
-SENTENCE = "The audit reads no code: it changes inputs and looks which outputs move."
+SENTENCE = (
+    "The audit reads no code: it changes inputs and looks which outputs move; so it also says which mask a model has."
+)
 
 
 def run(context: Context) -> Result:
@@ -31,9 +33,15 @@ def run(context: Context) -> Result:
         ("lstm", "a recurrent model (LSTM, untrained)", lowtri.nn.RecurrentLM(258, 64, cell="lstm").eval(), False),
     ):
         report = lowtri.audit(model, ids, mask="causal", progress=False)
-        blocks.append(f"{title}\n{report.message}" + (f"\n{report.draw(24)}" if report.leaks else ""))
+        inferred = lowtri.infer_mask(model, ids)
+        blocks.append(
+            f"{title}\n{report.message}\nThe mask that it has: {inferred}"
+            + (f"\n{report.draw(24)}" if report.leaks else "")
+        )
         result.files.append(report.save(context.out / f"audit-{name}.html").name)
         first = report.first
+        if name != "inverted":
+            result.check(f"{title}: measured, its mask is {inferred}", inferred.text == ("full" if peeks else "causal"))
         if peeks:
             pairs = {(leak.query, leak.key) for leak in report.leaks if leak.direct}
             found = (
