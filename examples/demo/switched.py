@@ -38,7 +38,7 @@ def run(context: Context) -> Result:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    from lowtri.integrations.transformers import switch
+    from lowtri.integrations.transformers import switch, use
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     result, experiment = Result(""), context.experiment
@@ -54,6 +54,12 @@ def run(context: Context) -> Result:
     lines = [f"the trained model, {type(model).__name__}, goes on from {_PROMPT!r}:", f"  {said!r}", ""]
     result.check(f"the trained model's logits by lowtri are eager's to {away:.1e}", away < _MOST)
     result.check(f"it writes the same {again.shape[1] - ids.shape[1]} tokens", torch.equal(again, text))
+    other = switch(type(model)(model.config).eval())  # random weights, the same config object
+    own = _logits(other, ids)
+    shown, narrow = _logits(model, ids), _logits(use(model, mask="causal & window(2)"), ids)
+    alone = torch.equal(_logits(other, ids), own) and not torch.equal(narrow, shown)
+    use(model)
+    result.check("a mask set for the model changes it, and no other model of its config", alone)
     report = lowtri.audit(model, torch.randint(2, model.config.vocab_size, (2, 24)), mask="causal", progress=False)
     result.files.append(report.save(context.out / "audit-switched.html").name)
     result.check(f"audited with lowtri's attention: {report.verdict}", report.ok)

@@ -19,8 +19,8 @@ def test_the_act_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = [Document("rhyme", "the black cat sat on the mat and saw the dog.\n" * 400)]
     monkeypatch.setattr(context, "why_mask", lambda setting, note: why_mask(setting, documents=text, note=note))
     result = switched.run(Context(tmp_path, setting=Setting(layers=2, hidden=32, rows=4, prompt=8, recipe=recipe)))
-    assert len(result.checks) == 8 and all(check.passed for check in result.checks), result.checks
-    assert result.checks[2].text == "audited with lowtri's attention: no leak found"
+    assert len(result.checks) == 9 and all(check.passed for check in result.checks), result.checks
+    assert result.checks[3].text == "audited with lowtri's attention: no leak found"
     assert "LlamaForCausalLM" in result.text and "BART" in result.text
     assert all((tmp_path / name).stat().st_size for name in result.files)
 
