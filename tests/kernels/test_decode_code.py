@@ -35,7 +35,7 @@ COMPILED = """
         print(machine.emit_assembly(module))
 """
 FLAGS = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
-# Called once for a block of 128 keys or for an output, never for a key; the rest is Numba's, for errors that the kernel does not raise.
+# Called once for a part of the cache or for an output, never for a key; the rest is Numba's, for errors that the kernel does not raise.
 ALLOWED = {"exp2f", "logf", "memset"}
 LOOP = r"^(\.L\w+):[^\n]*\n((?:(?!\.L\w+:).*\n)*?\t(?:j\w+|b\.\w+|cbn?z|tbn?z)\t(?:.*, )?\1\n)"  # an innermost one
 
@@ -70,15 +70,15 @@ def count(operation: str, text: str) -> int:
 
 @by_way
 def test_avx512_multiplies_whole_vectors(dtype: str, rows: str) -> None:
-    """2 keys x 8 queries, and 4 queries x 4 vectors of values: 16 multiply-adds on zmm registers in a loop, without spills."""
+    """16 multiply-adds on zmm registers in a loop, without spills: 2 keys x 8 queries, 4 queries x 4 vectors of values, 2 x 8."""
     asm, fused = code("avx512", dtype, rows), r"\tvfmadd\w+ps\t.*%zmm"
     bodies = loops(asm, fused)
     for body in bodies:
-        assert not re.search(r"%[xy]mm|\(%rsp|\tcall", body), body
+        assert not re.search(r"%[xy]mm|\(%rsp.*%zmm|%zmm\d+, .*\(%rsp|\tcall", body), body
     assert not re.search(r"\tvfn?m(add|sub)\w+(s[sd]\t|.*%[xy]mm)", asm)
     # Numbers of float16 are converted 16 at a time, each vector once for all multiply-adds of its loop.
     converted = [count(r"\tvcvtph2ps\t", body) for body in bodies if count(fused, body) == 16]
-    assert sorted(converted) == ([2, 4] if dtype == "float16" else [0, 0])
+    assert set(converted) - {0} == ({2, 4} if dtype == "float16" else set()) and len(converted) > 2
 
 
 @by_way
@@ -91,7 +91,7 @@ def test_neon_multiplies_whole_vectors(dtype: str, rows: str) -> None:
     assert not re.search(r"\tfn?m(add|sub)\t", asm)
     # Numbers of float16 are converted four at a time: 2 keys x 16 numbers.
     converted = [count(r"\tfcvtl2?\tv\d+\.4s", body) for body in bodies if count(fused, body) >= 32]
-    assert converted and set(converted) == {8 if dtype == "float16" else 0}
+    assert len(converted) > 1 and set(converted) - {0} == ({8} if dtype == "float16" else set())  # 0: exponentials
 
 
 @pytest.mark.parametrize("isa", ["avx512", "neon"])
@@ -99,4 +99,4 @@ def test_neon_multiplies_whole_vectors(dtype: str, rows: str) -> None:
 def test_no_library_function_multiplies_or_converts(isa: str, dtype: str, rows: str) -> None:
     """Where an instruction is missing, LLVM calls a library function, which is slow and which not every system has."""
     names = re.findall(r"\t(?:movabsq\t\$|callq?\t|bl\t)([A-Za-z_]\w*)", code(isa, dtype, rows))
-    assert {name for name in names if not name.startswith(("_ZN", "numba_", "Py"))} == ALLOWED
+    assert {name for name in names if not name.startswith(("_ZN", "numba_", "Py"))} <= ALLOWED

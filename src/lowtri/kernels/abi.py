@@ -183,6 +183,6 @@ DECODE = Abi(
     ("q", "k", "v", "o", "lse", "bias", "sinks"),
     {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
     | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
-    ("scores", "weights", "zeros", "queries"),
+    ("scores", "weights", "zeros", "queries", "partial"),
     ("joined", "results"),
 )

@@ -10,7 +10,7 @@ from lowtri.kernels.lanes import shuffled
 from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.simd import F32, I32, input_vector, pointer
 
-__all__ = ["BLOCK", "EVEN_FIRST", "LANES", "input_words", "is_even_first", "prefetch"]
+__all__ = ["BLOCK", "EVEN_FIRST", "LANES", "input_words", "is_even_first", "load_and_drop", "prefetch"]
 
 BLOCK = 4  # queries that share each row that is read; a shorter block repeats its last query
 LANES = 16
@@ -23,6 +23,22 @@ def prefetch(builder: Any, address: Any) -> None:
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
     builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
+
+
+class _Volatile(ir.Type):
+    """The type of a load that LLVM must keep, although nothing uses what it loads; llvmlite only prints it."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def _to_string(self) -> str:
+        return f"volatile {self.kind}"
+
+
+def load_and_drop(builder: Any, address: Any) -> None:
+    """Load the 64 bytes at an address into the first cache, and use them for nothing. The address must be valid."""
+    kind = ir.VectorType(F32, LANES)
+    builder.load(pointer(builder, address, kind), typ=_Volatile(kind), align=2)
 
 
 def is_even_first(spec: Any) -> bool:

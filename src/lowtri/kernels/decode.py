@@ -16,14 +16,17 @@ from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.gemv import pv
-from lowtri.kernels.lanes import reduce_max, reduce_sum
+from lowtri.kernels.lanes import reduce_rows_max, reduce_rows_sum
 from lowtri.kernels.non_finite import all_finite
 from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.record import take
-from lowtri.kernels.rows import fill, multiply_by, round_row, word_count
+from lowtri.kernels.rows import fill, multiply_by, round_row, round_up, word_count
 from lowtri.kernels.scores import LN2, LOG2E, apply_softcap, to_log2
 from lowtri.kernels.scratch import CACHE_KEYS as KEYS
+from lowtri.kernels.scratch import CACHE_ROWS as ROWS
 from lowtri.kernels.simd import (
+    add,
+    any_greater,
     as_number,
     fetch_add,
     fma,
@@ -34,17 +37,16 @@ from lowtri.kernels.simd import (
     read_byte,
     read_input,
     select_bits,
+    select_greater,
     splat,
     store,
+    sub,
     write,
 )
 
 __all__ = ["decode"]
 
-PORTION = 32  # keys whose values stay in L1 while all query heads of a group use them
-
-
-header_size = device_function(scratch.header_size)
+header_size, place_of_row = device_function(scratch.header_size), device_function(scratch.place_of_row)
 
 
 @device_function
@@ -56,7 +58,10 @@ def is_visible(call, b, h, i, j):
 
 @device_function
 def score_block(call, b, kv, key0, keys, queries, scores, spec):
-    """Scores (rows, KEYS) of one block in units of log 2, -inf where hidden or past the end. Rows are (head of the group, query)."""
+    """Scores (rows, KEYS) of one block in units of log 2. Rows are (head of the group, query).
+
+    Scores are -inf where hidden, and past the last key up to a multiple of 16; later ones are not set.
+    """
     group, nq, k_step, bias_step = call.group, call.nq, call.k_strides, call.bias_strides
     rows, d, hidden, row_bytes = group * nq, word_count(call.d, spec), splat(-np.inf, spec), spec.input_bytes * k_step.n
     scale, softcap = as_number(call.options.scale, spec) * as_number(LOG2E, spec), as_number(call.options.softcap, spec)
@@ -64,19 +69,18 @@ def score_block(call, b, kv, key0, keys, queries, scores, spec):
     for j in range(0, keys, 16):
         keys_16, last_key = k + row_bytes * j, min(keys - j, 16) - 1
         exists = ALL_QUERIES >> np.uint64(63 - last_key)
-        dot_products(keys_16, row_bytes, last_key, queries, rows, d // 16, scores + 4 * j, 4 * KEYS, spec)
+        last_row = call.nk - key0 - j - 1
+        dot_products(keys_16, row_bytes, last_key, last_row, queries, rows, d // 16, scores + 4 * j, 4 * KEYS, spec)
         for row in range(rows):
             score = scores + 4 * (row * KEYS + j)
             store(score, select_bits(exists, np.uint64(0), mul(load(score, spec), splat(scale, spec)), hidden))
-    for j in range(-(-keys // 16) * 16, KEYS, 16):
-        for row in range(rows):
-            store(scores + 4 * (row * KEYS + j), hidden)
-    if softcap > 0:
-        apply_softcap(scores, rows * KEYS, softcap, spec)
+    whole = round_up(keys, 16)
     if call.bias or call.visible or softcap > 0:
         for row in range(rows):
             h, i = kv * group + row // nq, row % nq
-            for j in range(KEYS):
+            if softcap > 0:
+                apply_softcap(scores + 4 * row * KEYS, whole, softcap, spec)
+            for j in range(whole):
                 score = scores + 4 * (row * KEYS + j)
                 if j >= keys or not is_visible(call, b, h, i, key0 + j):
                     write(score, -np.inf, spec)
@@ -87,50 +91,57 @@ def score_block(call, b, kv, key0, keys, queries, scores, spec):
 
 
 @device_function
-def softmax_block(scores, rows, m, l, output, dv, spec):
-    """One block of online softmax, row by row: scores become weights, and the output so far is rescaled to the new shift."""
-    zero, one = as_number(0.0, spec), splat(1.0, spec)
-    for row in range(rows):
-        row_scores = scores + 4 * row * KEYS
-        greatest = load(row_scores, spec)
-        for offset in range(64, 4 * KEYS, 64):
-            greatest = maximum(load(row_scores + offset, spec), greatest)
-        old = read(m + 4 * row, spec)
-        new = max(old, reduce_max(greatest))
-        if new > old:
-            factor = zero if old == -np.inf else as_number(2.0, spec) ** (old - new)
-            write(m + 4 * row, new, spec)
-            write(l + 4 * row, read(l + 4 * row, spec) * factor, spec)
-            multiply_by(output + 4 * row * dv, dv, factor, spec)
-        shift, total = splat(-new if new > -np.inf else zero, spec), splat(0.0, spec)
-        for offset in range(0, 4 * KEYS, 64):
-            weights = exp2(fma(load(row_scores + offset, spec), one, shift, spec), spec)
-            store(row_scores + offset, weights)
-            total = fma(weights, one, total, spec)
-        write(l + 4 * row, read(l + 4 * row, spec) + reduce_sum(total), spec)
+def softmax_block(scores, keys, rows, m, l, output, dv, partial, spec):
+    """One block of online softmax, eight rows at once: scores become weights, and the output so far is rescaled to the new shift.
+
+    Args:
+        scores: address of (rows, KEYS), of which ``keys`` (whole vectors) are set.
+        m, l: addresses of the shifts and sums, a vector for every eight rows; lanes 8 .. 15 are those of 0 .. 7.
+        output: address of (rows, dv).  partial: scratch for nine vectors.
+    """
+    hidden, zero, one = splat(-np.inf, spec), splat(0.0, spec), splat(1.0, spec)
+    for row in range(0, rows, ROWS):
+        block, count = scores + 4 * KEYS * row, min(ROWS, rows - row)
+        of_rows, block_m, block_l = partial + 64, m + 64 * (row // ROWS), l + 64 * (row // ROWS)
+        for i in range(count):
+            greatest = hidden
+            for address in range(block + 4 * KEYS * i, block + 4 * (KEYS * i + keys), 64):
+                greatest = maximum(load(address, spec), greatest)
+            store(of_rows + 64 * i, greatest)
+        old = load(block_m, spec)
+        new = maximum(reduce_rows_max(of_rows, spec), old)
+        shift = sub(zero, select_greater(new, hidden, new, zero))
+        if any_greater(new, old):
+            rescale = exp2(add(old, shift), spec)
+            store(block_m, new)
+            store(block_l, mul(load(block_l, spec), rescale))
+            store(partial, rescale)
+            for i in range(count):
+                multiply_by(output + 4 * dv * (row + i), dv, read(partial + 4 * i, spec), spec)
+        store(partial, shift)
+        for i in range(count):
+            row_shift, total = splat(read(partial + 4 * i, spec), spec), zero
+            for address in range(block + 4 * KEYS * i, block + 4 * (KEYS * i + keys), 64):
+                weights = exp2(fma(load(address, spec), one, row_shift, spec), spec)
+                store(address, weights)
+                total = add(total, weights)
+            store(of_rows + 64 * i, total)
+        store(block_l, add(load(block_l, spec), reduce_rows_sum(of_rows, spec)))
 
 
 @by_spec
 def weight_operand(spec):
     """Weights (rows, KEYS) as an operand with words along the keys: its address, and the bytes of a weight. ``pairs`` is scratch."""
 
-    def numbers(weights, rows, pairs, spec):
+    def numbers(weights, keys, rows, pairs, spec):
         return weights, 4
 
-    def rounded(weights, rows, pairs, spec):
-        round_row(weights, rows * KEYS, pairs, spec)
+    def rounded(weights, keys, rows, pairs, spec):
+        for row in range(rows):
+            round_row(weights + 4 * KEYS * row, keys, pairs + 2 * KEYS * row, spec)
         return pairs, 2
 
     return rounded if spec.rows == "pairs" else numbers
-
-
-@device_function
-def pv_block(weights, v, v_n, keys, rows, dv, output, pairs, zeros, spec):
-    """Output += weights x values, in portions of keys."""
-    (words, weight_bytes), row_bytes = weight_operand(weights, rows, pairs, spec), spec.input_bytes * v_n
-    for key in range(0, keys, PORTION):
-        n, portion, values = min(PORTION, keys - key), words + weight_bytes * key, v + row_bytes * key
-        pv(portion, weight_bytes * KEYS, rows, values, row_bytes, n, zeros, output, dv, spec)
 
 
 @device_function
@@ -156,26 +167,26 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
     zeros, queries = memory + offsets.zeros, memory + offsets.queries
     header, index = header_size(rows), (b * (call.heads // call.group) + kv) * call.parts + part
     m = call.scratch + offsets.results + 4 * index * (header + rows * dv)
-    l, output = m + 4 * rows, m + 4 * header
-    for row in range(rows):
-        write(m + 4 * row, -np.inf, spec)
-        write(l + 4 * row, 0.0, spec)
-    fill(output, rows * dv, 0.0, spec)
+    l, output, partial = m + 2 * header, m + 4 * header, memory + offsets.partial
+    fill(m, header // 2, as_number(-np.inf, spec), spec)
+    fill(l, header // 2 + rows * dv, 0.0, spec)  # the output follows
+    fill(partial, 16 * (ROWS + 1), 0.0, spec)
     if spec.per_word > 1:
         fill(zeros, dv, 0.0, spec)
     for row in range(rows):
         q = call.q + input_bytes * (b * q_step.b + (kv * call.group + row // nq) * q_step.h + row % nq * q_step.n)
-        lay_out_query(q, row, word_count(call.d, spec), queries, spec)
+        lay_out_query(q, row, rows, word_count(call.d, spec), queries, spec)
     blocks = -(-nk // KEYS)
     for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
         key0, keys = block * KEYS, min(KEYS, nk - block * KEYS)
         score_block(call, b, kv, key0, keys, queries, scores, spec)
-        softmax_block(scores, rows, m, l, output, dv, spec)
+        softmax_block(scores, round_up(keys, 16), rows, m, l, output, dv, partial, spec)
         v = call.v + input_bytes * (b * v_step.b + kv * v_step.h + (call.first_key + key0) * v_step.n)
         if non_finite:
             add_visible_pairs(call, b, kv, key0, keys, v, scores, output, spec)
         else:
-            pv_block(scores, v, v_step.n, keys, rows, dv, output, pairs, zeros, spec)
+            weights, weight_bytes = weight_operand(scores, round_up(keys, 16), rows, pairs, spec)
+            pv(weights, weight_bytes * KEYS, rows, v, input_bytes * v_step.n, keys, zeros, output, dv, spec)
     return output, rows * dv
 
 
@@ -186,18 +197,18 @@ def merge_parts(call, b, kv, spec):
     header, step = header_size(rows), 4 * (header_size(rows) + rows * dv)
     first = call.scratch + call.offsets.results + (b * (call.heads // call.group) + kv) * call.parts * step
     for row in range(rows):
-        h, i = kv * call.group + row // nq, row % nq
+        h, i, place = kv * call.group + row // nq, row % nq, first + 4 * place_of_row(row)
         sink = read(call.sinks + 4 * h, spec) * as_number(LOG2E, spec) if call.sinks else ninf
         greatest, total = sink, as_number(0.0, spec)
         for part in range(call.parts):
-            greatest = max(greatest, read(first + part * step + 4 * row, spec))
+            greatest = max(greatest, read(place + part * step, spec))
         if call.sinks and greatest > -np.inf:
             total = as_number(2.0, spec) ** (sink - greatest)
         sums = first + 4 * header + 4 * row * dv  # the outputs of part 0
         for part in range(call.parts):
-            shift = read(first + part * step + 4 * row, spec)
+            shift = read(place + part * step, spec)
             factor = as_number(0.0, spec) if shift == -np.inf else as_number(2.0, spec) ** (shift - greatest)
-            total += read(first + part * step + 4 * (rows + row), spec) * factor
+            total += read(place + part * step + 2 * header, spec) * factor
             for d in range(0, 4 * dv, 64):
                 sum_before = load(sums + d, spec) if part else splat(0.0, spec)
                 store(sums + d, fma(load(sums + part * step + d, spec), splat(factor, spec), sum_before, spec))

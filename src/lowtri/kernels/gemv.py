@@ -18,8 +18,10 @@ from lowtri.kernels.simd import F32, I64, broadcast, clamped, pointer
 
 __all__ = ["pv"]
 
+PORTION = 2**13  # bytes of values that stay in L1 while all query heads of a group use them
 
-def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> None:
+
+def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, prefetches: bool, spec: Any) -> None:
     """The register tile of :func:`pv`: ``rows`` x ``vectors`` accumulators over all keys."""
     weights, weight_step, last, values, value_step, keys, zeros, output, output_step, ahead, ahead_step = args
     pairs, kind, multiply, one = spec.rows == "pairs", spec.vector.ir, multiply_add(spec), ir.Constant(I64, 1)
@@ -48,7 +50,7 @@ def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> Non
             columns = [input_words(builder, plus(value_rows[0], size * j), spec) for j in range(vectors)]
         row_bytes = LANES * spec.input_bytes * vectors
         first_ahead = builder.mul(loop.index, ir.Constant(I64, len(value_rows)))
-        for row in range(len(value_rows)):
+        for row in range(len(value_rows) if prefetches else 0):
             address = builder.add(ahead, builder.mul(plus(first_ahead, row), ahead_step))
             for line in range(0, row_bytes, 64):
                 prefetch(builder, plus(address, line))
@@ -69,14 +71,18 @@ def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, spec: Any) -> Non
 
 
 class _Tile:
-    """A register tile of :func:`pv`: rows of weights, and vectors of a value's row; two or more where pairs are interleaved."""
+    """A register tile of :func:`pv`, of blocks of so many queries: rows of weights, and vectors of a value's row.
 
-    def __init__(self, rows: int, queries: int, narrow: bool = False) -> None:
-        self.rows, self.queries, self.narrow = rows, queries, narrow
+    ``vectors``: at most; two at least where pairs are interleaved.
+    """
 
-    def vectors(self, spec: Any) -> int:
-        least = 2 if spec.rows == "pairs" else 1
-        return least if self.narrow else max(spec.isa.cache_tiles[self.queries].vectors, least)
+    def __init__(self, queries: int, vectors: int = 8) -> None:
+        self.queries, self.vectors = queries, vectors
+
+    def shape(self, spec: Any) -> tuple[int, int, int]:
+        """Rows, vectors, and how far ahead it prefetches."""
+        tile = spec.cache_tile(self.queries) or spec.cache_tile(BLOCK)
+        return tile.rows, max(min(tile.vectors, self.vectors), spec.per_word), tile.values_ahead
 
 
 def _pv(tile: _Tile) -> Any:
@@ -86,33 +92,42 @@ def _pv(tile: _Tile) -> Any:
     def pv_tile(typing, weights, weight_step, last, values, value_step, keys, zeros, output, output_step, ahead, spec):
         def emit(context, builder, signature, args):
             first, step = (builder.extract_value(args[-2], n) for n in (0, 1))
-            _emit_pv(builder, (*args[:-2], first, step), tile.rows, tile.vectors(spec.value), spec.value)
+            rows, vectors, rows_ahead = tile.shape(spec.value)
+            _emit_pv(builder, (*args[:-2], first, step), rows, vectors, rows_ahead > 0, spec.value)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9, types.UniTuple(types.intp, 2), spec), emit
 
     @intrinsic
     def sizes(typing, spec):
-        kind = types.UniTuple(types.int64, 2)
-        numbers = LANES * tile.vectors(spec.value), spec.value.isa.cache_tiles[tile.queries].rows_ahead
+        kind = types.UniTuple(types.int64, 3)
+        rows, vectors, rows_ahead = tile.shape(spec.value)
+        numbers = rows, LANES * vectors, rows_ahead
         return kind(spec), lambda c, b, s, a: c.make_tuple(b, kind, [ir.Constant(I64, n) for n in numbers])
 
     @device_function
-    def tiles(weights, weight_step, last, values, value_step, keys, zeros, output, columns, column, spec):
-        width, rows_ahead = sizes(spec)
-        while column + width <= columns:
-            source, target = values + spec.input_bytes * column, output + 4 * column
-            ahead = lines_ahead(values, value_step, keys, column, width, columns, rows_ahead, spec)
-            pv_tile(weights, weight_step, last, source, value_step, keys, zeros, target, 4 * columns, ahead, spec)
-            column += width
-        return column
+    def tiles(weights, weight_step, count, values, value_step, keys, zeros, output, columns, first, spec):
+        rows, width, rows_ahead = sizes(spec)
+        last_column = columns - (columns - first) % width
+        portion = max(PORTION // (spec.input_bytes * columns) & -LANES, LANES)
+        for key in range(0, keys if last_column > first else 0, portion):
+            n, portion_weights = min(portion, keys - key), weights + 4 // spec.per_word * key
+            portion_values = values + value_step * key
+            for column in range(first, last_column, width):
+                source = portion_values + spec.input_bytes * column
+                ahead = lines_ahead(portion_values, value_step, n, column, width, columns, rows_ahead, spec)
+                for row in range(0, count, rows):
+                    last, block = min(rows, count - row) - 1, portion_weights + row * weight_step
+                    target = output + 4 * (row * columns + column)
+                    pv_tile(block, weight_step, last, source, value_step, n, zeros, target, 4 * columns, ahead, spec)
+        return last_column
 
     return tiles
 
 
-# The first of a single query may be wider than those of a block, and too wide for the last columns.
-_single_tiles, _single_rest = _pv(_Tile(1, 1)), _pv(_Tile(1, BLOCK))
-_wide_tiles, _narrow_tiles = _pv(_Tile(BLOCK, BLOCK)), _pv(_Tile(BLOCK, BLOCK, narrow=True))
+# The first of each may be too wide for the last columns.
+_single_tiles, _single_rest = _pv(_Tile(1)), _pv(_Tile(1, vectors=4))
+_block_tiles, _wide_tiles, _narrow_tiles = _pv(_Tile(BLOCK)), _pv(_Tile(2 * BLOCK)), _pv(_Tile(2 * BLOCK, vectors=1))
 
 
 @by_spec
@@ -137,11 +152,12 @@ def pv(weights, weight_step, rows, values, value_step, keys, zeros, output, colu
 
     ``zeros``: a row of 0, the neighbour of an odd last key. Columns are a multiple of 16, in pairs of 32.
     """
-    for row in range(0, rows, BLOCK):
-        last, block, sums = min(BLOCK, rows - row) - 1, weights + row * weight_step, output + 4 * row * columns
-        if last:
-            done = _wide_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, 0, spec)
-        else:
-            done = _single_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, 0, spec)
-            done = _single_rest(block, weight_step, last, values, value_step, keys, zeros, sums, columns, done, spec)
-        _narrow_tiles(block, weight_step, last, values, value_step, keys, zeros, sums, columns, done, spec)
+    done = 0
+    if rows == 1:
+        done = _single_tiles(weights, weight_step, rows, values, value_step, keys, zeros, output, columns, 0, spec)
+        done = _single_rest(weights, weight_step, rows, values, value_step, keys, zeros, output, columns, done, spec)
+    elif rows <= BLOCK:
+        done = _block_tiles(weights, weight_step, rows, values, value_step, keys, zeros, output, columns, 0, spec)
+    if rows > 1:
+        done = _wide_tiles(weights, weight_step, rows, values, value_step, keys, zeros, output, columns, done, spec)
+    _narrow_tiles(weights, weight_step, rows, values, value_step, keys, zeros, output, columns, done, spec)

@@ -18,8 +18,10 @@ class CacheTile(NamedTuple):
     """How a block of queries reads a cache."""
 
     keys: int  # multiplied at once
-    vectors: int  # of a value's row, summed at once
-    rows_ahead: int  # that are prefetched
+    keys_ahead: int  # of the row that is prefetched; 0: four keys at once load later rows in time
+    rows: int  # of weights, multiplied with
+    vectors: int  # of a value's row at once
+    values_ahead: int  # of the row that is prefetched; 0: nothing is
 
 
 class Baseline:
@@ -35,8 +37,9 @@ class Baseline:
     tile = (2, 1, 2)  # rows, vectors; rows of a tile one vector wide
     pairs_tile = (2, 1, 2)  # the same for pairs of bf16
     whole_vectors = False  # 64 bytes fit into a register
-    # How few queries read a cache, for each number of queries in a block. The CPU prefetches by itself, but not past a 4 KB page.
-    cache_tiles = MappingProxyType({4: CacheTile(2, 1, 64), 1: CacheTile(4, 1, 64)})
+    # How few queries read a cache, by the kind of operand ("any" if it has none of its own) and the number of queries in a block.
+    # CPUs prefetch by themselves, but not past a 4 KB page.
+    cache_tiles = MappingProxyType({("any", 4): CacheTile(2, 64, 4, 1, 64), ("any", 1): CacheTile(4, 64, 1, 1, 64)})
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -67,9 +70,19 @@ class Avx512(Avx2):
     has_scale = True
     tile = pairs_tile = (6, 4, 16)
     whole_vectors = True
-    # A single query takes whole rows in memory's order: the CPU's own prefetcher follows it, and has more lines on the way than
-    # instructions can ask for.
-    cache_tiles = MappingProxyType({8: CacheTile(2, 4, 64), 4: CacheTile(2, 4, 64), 1: CacheTile(1, 8, 8)})
+    # Whole rows in memory's order: the CPU's own prefetcher follows it, and has more lines on the way than instructions can ask for.
+    # Products of four queries in half types take as long as reading, and lose more by adding up more often than they gain.
+    cache_tiles = MappingProxyType(
+        {
+            ("any", 8): CacheTile(2, 64, 4, 4, 64),
+            ("any", 4): CacheTile(2, 64, 4, 4, 64),
+            ("any", 1): CacheTile(1, 8, 1, 8, 8),
+            ("direct", 4): CacheTile(4, 0, 2, 8, 0),
+            ("pairs", 4): CacheTile(2, 64, 2, 8, 0),
+            ("pairs", 1): CacheTile(1, 16, 1, 8, 16),
+            ("widened", 1): CacheTile(1, 0, 1, 8, 0),
+        }
+    )
 
 
 class Avx512Bf16(Avx512):

@@ -1,4 +1,4 @@
-"""Operations across lanes: transposing square blocks, the sum and the maximum of a vector."""
+"""Operations across lanes: transposing square blocks, sums and maxima of vectors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.operations.baseline import call
 from lowtri.kernels.simd import I32, I64, clamped, pointer
 
-__all__ = ["reduce_max", "shuffled", "reduce_sum", "transpose", "transposed"]
+__all__ = [
+    "reduce_rows_max",
+    "reduce_rows_sum",
+    "reduce_sum",
+    "reduced_in_pairs",
+    "shuffled",
+    "transpose",
+    "transposed",
+]
 
 
 def shuffled(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
@@ -52,11 +59,41 @@ def transpose(typing, source, source_row, last, target, target_row, spec):
     return types.void(*[types.intp] * 5, spec), emit
 
 
-@intrinsic
-def reduce_max(typing, x):
-    """The greatest number of a vector; NaNs are ignored."""
-    name = f"llvm.vector.reduce.fmax.v{x.lanes}f{x.bits}"
-    return x.number(x), lambda c, b, s, a: call(b, name, x.ir.element, [a[0]])
+def reduced_in_pairs(builder: Any, vectors: list[Any], distance: int, combine: Any) -> list[Any]:
+    """Lanes ``distance`` apart combined, of two vectors in one: lanes whose index has the bit ``distance`` are those of the second.
+
+    After the distances 1, 2, .. of all lanes, lane n is the whole vector n reduced to a number.
+    """
+    lanes, reduced = range(vectors[0].type.count), []
+    source = [lane + (len(lanes) if lane & distance else 0) for lane in lanes]
+    for one, two in zip(vectors[::2], vectors[1::2], strict=True):
+        here = shuffled(builder, one, two, source)
+        there = shuffled(builder, one, two, [lane ^ distance for lane in source])
+        reduced.append(combine(builder, here, there))
+    return reduced
+
+
+def _reduce_rows(combine: Any) -> Any:
+    @intrinsic
+    def reduce_rows(typing, address, spec):
+        kind = spec.value.vector
+
+        def emit(c, b, s, a):
+            places = [b.add(a[0], ir.Constant(I64, 64 * row)) for row in range(8)]
+            vectors = [b.load(pointer(b, place, kind.ir), align=4) for place in places]
+            for distance in (1, 2, 4):
+                vectors = reduced_in_pairs(b, vectors, distance, combine)
+            turned = shuffled(b, vectors[0], vectors[0], [lane ^ 8 for lane in range(16)])
+            return combine(b, vectors[0], turned)
+
+        return kind(types.intp, spec), emit
+
+    return reduce_rows
+
+
+# Eight vectors of 16 floats, 64 bytes apart: lanes n and n + 8 are the greatest number, or the sum, of vector n.
+reduce_rows_max = _reduce_rows(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+reduce_rows_sum = _reduce_rows(lambda b, x, y: b.fadd(x, y))
 
 
 @intrinsic

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
 __all__ = [
-    *("CACHE_KEYS", "KEYS", "MOST_SLOTS", "SCRATCH"),
-    *("decode_scratch", "decode_shared_scratch", "header_size", "key_bytes", "key_rows", "padded"),
+    *("CACHE_KEYS", "CACHE_ROWS", "KEYS", "MOST_SLOTS", "SCRATCH"),
+    *("decode_scratch", "decode_shared_scratch", "header_size", "key_bytes", "key_rows", "padded", "place_of_row"),
     *("packed_shared_scratch", "product_rows", "round_up", "slot_count"),
 ]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
-CACHE_KEYS = 128  # keys in a block of online softmax, for few queries
+CACHE_KEYS = 256  # keys in a block of online softmax, for few queries
+CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
 MOST_SLOTS = 64  # of tiles that a thread keeps, see kept_tiles
 _SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
 
@@ -42,8 +43,13 @@ def slot_count(slot_bytes: int) -> int:
 
 
 def header_size(rows: int) -> int:
-    """Numbers before the outputs (rows, Dv) in the results of a part: shifts and sums, (rows,) each, padded to whole vectors."""
-    return -(-2 * rows // 16) * 16
+    """Numbers before the outputs (rows, Dv) in the results of a part: shifts and sums, each a vector for every eight rows."""
+    return 2 * 16 * -(-rows // CACHE_ROWS)
+
+
+def place_of_row(row: int) -> int:
+    """Of a row's number in these vectors."""
+    return row // CACHE_ROWS * 16 + row % CACHE_ROWS
 
 
 def padded(spec: KernelSpec, size: int) -> int:
@@ -127,7 +133,8 @@ def decode_scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, in
         "scores": 4 * rows * CACHE_KEYS,
         "weights": 2 * rows * CACHE_KEYS if pairs else 0,
         "zeros": 4 * dv if pairs else 0,
-        "queries": 4 * rows * d // spec.per_word,
+        "queries": 4 * -(-rows // 4) * 4 * d // spec.per_word,  # in blocks of four
+        "partial": 64 * (CACHE_ROWS + 1),
     }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtri.kernels.isa import Baseline
+from lowtri.kernels.isa import Baseline, CacheTile
 
 __all__ = ["BYTES", "QUERIES", "KernelSpec"]
 
@@ -87,3 +87,8 @@ class KernelSpec:
     def tile(self) -> tuple[int, int, int]:
         """The register tile: rows and vectors of the wide one, rows of the narrow one, which is one vector wide."""
         return self.isa.pairs_tile if self.rows == "pairs" else self.isa.tile
+
+    def cache_tile(self, queries: int) -> CacheTile | None:
+        """How a block of so many queries reads a cache; None if there are no such blocks."""
+        tiles = self.isa.cache_tiles
+        return tiles.get((self.rows, queries), tiles.get(("any", queries)))
