@@ -79,6 +79,8 @@ def test_queries_and_keys_are_rotated_in_place() -> None:
     apply_rotary_emb_qkv_(shared, COS, SIN, num_heads_q=H)
     torch.testing.assert_close(shared[:, :, : H + 1], torch.cat([expected[:, :, 0], expected[:, :, 1, :1]], 2))
     assert torch.equal(shared[:, :, H + 1], v[:, :, 0])
+    with pytest.raises(CallError, match=r"num_heads_q is 4, of 5 heads in qkv\.\nFix: as many heads of keys"):
+        apply_rotary_emb_qkv_(shared, COS, SIN, num_heads_q=4)
     kv = leaf[:, :, 1:].detach().clone()
     torch.testing.assert_close(apply_rotary_emb_kv_(kv, COS, SIN), expected[:, :, 1:])
 
@@ -115,6 +117,7 @@ def test_tables_grow_and_have_the_dtype_of_their_input() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"x": torch.ones(5, 2, 8)}, r"x is \(5, 2, 8\)\. Fix: a torch tensor \(B, N, H, D\)"),
     "wide": ({"cos": torch.ones(9, 6), "sin": torch.ones(9, 6)}, "rotary tables cos .* for heads of 10. Fix"),
+    "a list": ({"cos": [1.0]}, r"cos is list\. Fix: a torch tensor"),
     "short": ({"seqlen_offsets": 6}, "have 9 positions, but one is 10. Fix: longer tables"),
     "offsets": ({"seqlen_offsets": torch.ones(3, dtype=torch.int64)}, "seqlen_offsets is"),
     "edges": ({"x": torch.ones(5, H, D), "cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens is .*Fix: ascending, from 0 to 5"),

@@ -110,8 +110,8 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     processes: multiply the loss by their number.
 
     Args:
-        model: a model of transformers, after :func:`switch`. It is the model that is called: for a language model the whole of
-            it, not its inner decoder.
+        model: a model of transformers, after :func:`switch`; also inside of torch's wrappers (DDP, FSDP, torch.compile). A decoder
+            inside it has the setting, too, where it is called alone; other models, also with the same config, do not.
         mask: a mask or its text; None for the model's own.
         context_parallel: a :class:`lowtri.parallel.ContextParallel`, whose plan has the masks of all layers; None for whole
             sequences in this process.

@@ -53,6 +53,8 @@ def apply_rotary_emb(
         CallError: if the arguments do not fit together, or the tables are too short.
     """
     name = "apply_rotary_emb"
+    for table, of in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, of, "(positions, R)")
     if cu_seqlens is None:
         check_tensor(name, "x", x, "(B, N, H, D)")
         positions = _offsets(name, seqlen_offsets, len(x))[:, None] + torch.arange(x.shape[1])  # (B, N)
@@ -95,7 +97,12 @@ def apply_rotary_emb_qkv_(
         q, k = qkv[:, :, 0], qkv[:, :, 1]  # not unbind: torch writes in place into a single view only
     else:
         check_tensor("apply_rotary_emb_qkv_", "qkv with num_heads_q", qkv, "(B, N, H, D)")
-        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if num_heads_q < 1 or kv_heads < 1 or rest:
+            raise CallError(
+                f"apply_rotary_emb_qkv_: num_heads_q is {num_heads_q}, of {qkv.shape[2]} heads in qkv.\n"
+                "Fix: as many heads of keys as of values after those of the queries."
+            )
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + kv_heads]
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
