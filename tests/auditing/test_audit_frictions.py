@@ -47,6 +47,12 @@ def test_an_index_that_does_not_exist_becomes_advice() -> None:
     assert len(text.splitlines()) <= 3
 
 
+@pytest.mark.parametrize("ask", [lowtri.audit, lowtri.infer_mask])
+def test_an_example_that_the_model_does_not_take(ask: Callable[..., Any]) -> None:
+    with pytest.raises(lowtri.CallError, match=r"raised IndexError: .*, on the example itself.\nFix: an example that"):
+        ask(nn.Embedding(9, D), torch.tensor([[50, 1, 2]]))
+
+
 @dataclass
 class Output:
     hidden: Any = None

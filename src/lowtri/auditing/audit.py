@@ -22,7 +22,7 @@ from lowtri.auditing.options import Options, progress_line, vocabulary
 from lowtri.auditing.pads import PADDING, real_positions
 from lowtri.auditing.report import AuditReport
 from lowtri.auditing.rows import BATCH_ROWS, PACKING
-from lowtri.auditing.running import chosen_trials, nothing_ran, require_requested, run_trials
+from lowtri.auditing.running import chosen_trials, nothing_ran, require_requested, run_trials, try_example
 from lowtri.auditing.state import STATE
 from lowtri.auditing.system import System, redrawn
 from lowtri.auditing.trial import Trial
@@ -141,10 +141,11 @@ def audit(
     with system.prepared():
         pristine = _copied(system) if STATE in chosen else None
         ids = vocabulary(system, inputs, vocab_size)
-        if position_axis is None and batch_axis == "auto":
-            check_axes(system, inputs, seed)
         allowed, show = options.allowed(declared, real), progress_line(progress, started)
         context = Context(system, inputs, allowed, declared, real, options, ids, show, pristine=pristine)
+        try_example(context)
+        if position_axis is None and batch_axis == "auto":
+            check_axes(system, inputs, seed)
         mode = context.mode
         if context.noise.broken is None:
             findings, notes = run_trials(context, chosen)

@@ -15,6 +15,7 @@ from lowtri.auditing.finding import movement
 from lowtri.auditing.fitting import fitted
 from lowtri.auditing.options import Bools, Options, vocabulary
 from lowtri.auditing.pads import real_positions
+from lowtri.auditing.running import try_example
 from lowtri.auditing.system import System, redrawn
 from lowtri.errors import CallError
 from lowtri.masks import Mask
@@ -113,6 +114,7 @@ def infer_mask(
     with system.prepared():
         ids = vocabulary(system, inputs, vocab_size)
         context = Context(system, inputs, pairs, pairs, real, options, ids, lambda *_: None)
+        try_example(context)
         if context.noise.broken:
             raise CallError(
                 f"infer_mask: {context.noise.broken}.\nFix: make the model repeat itself: eval mode, seeds."

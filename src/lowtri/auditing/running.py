@@ -14,9 +14,22 @@ from lowtri.auditing.finding import Finding, Leak, by
 from lowtri.auditing.inputs import first_line
 from lowtri.auditing.options import Options
 from lowtri.auditing.trial import Trial, examine, watch
-from lowtri.errors import CallError
+from lowtri.errors import CallError, LowtriError
 
-__all__ = ["Outcome", "chosen_trials", "nothing_ran", "require_requested", "run_trials", "run_under"]
+__all__ = ["Outcome", "chosen_trials", "nothing_ran", "require_requested", "run_trials", "run_under", "try_example"]
+
+
+def try_example(context: Context) -> None:
+    """Measure the example's own rows and noise, or raise CallError with what the model raised."""
+    try:
+        context.noise  # noqa: B018 (measured where it is first read)
+    except LowtriError:
+        raise
+    except Exception as error:
+        raise CallError(
+            f"audit: the model raised {first_line(error)}, on the example itself.\n"
+            "Fix: an example that the model takes: ids within its table, the dtype it needs, all of its inputs."
+        ) from error
 
 
 def chosen_trials(names: Sequence[str] | None, trials: Sequence[Trial]) -> list[Trial]:
