@@ -128,15 +128,23 @@ def test_two_threads_give_the_same_bits(tiles: None, d: int, dv: int, mask: str)
 
 @pytest.mark.parametrize("fill", [0xFF, 0x3F])
 def test_scratch_memory_is_written_before_it_is_read(tiles: None, fill: int) -> None:
-    """Its bytes, those of a NaN or of a number, change no bit, also where one half of the queries sees nothing."""
+    """Its bytes, those of a NaN or of a number, change no bit, also where one half of the queries sees nothing but a sink."""
     for mask, shape in (
         ("causal & window(40)", (130, 130, 64, 48)),
         (lowtri.causal() & lowtri.keys(torch.arange(130) >= 40), (130, 130, 128, 96)),
         ("documents(lengths=(33, 40, 57))", (20, 130, 16, 16)),
     ):
-        x = inputs(shape)
-        before = results(x, mask, "cpu")
+        x, sinks = inputs(shape), torch.ones(4)
+        before = results(x, mask, "cpu", sinks=sinks)
         for scratch in launch._scratch:
             scratch._memory[:] = fill
-        after = results(x, mask, "cpu")
+        after = results(x, mask, "cpu", sinks=sinks)
         assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 96)])
+def test_queries_that_see_nothing_but_a_sink_have_an_output_of_0(tiles: None, d: int, dv: int) -> None:
+    """No product sets the output of their half, whose memory has that of another tile."""
+    mask = lowtri.causal() & lowtri.keys(torch.arange(130) >= 40)
+    output = attention(inputs((130, 130, d, dv)), mask, sinks=torch.ones(4))
+    assert (output[:, :, :40] == 0).all() and (output[:, :, 40:] != 0).any()
