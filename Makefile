@@ -60,7 +60,7 @@ docs: $(VENV)/installed-docs
 
 dist: $(VENV)/installed-dist
 	rm -rf dist
-	$(BIN)/python -m build
+	LOWTRI_BUILD='--isas all' $(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
@@ -83,7 +83,7 @@ $(VENV)/made:
 # Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[transformers,gguf,hub]' \
+	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,transformers,gguf,hub]' \
 		pytest hypothesis onnx ml_dtypes
 	@$(VENV)-floor/bin/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
@@ -98,6 +98,6 @@ $(VENV)/installed-test: EXTRAS := plot,test
 $(VENV)/installed-lint: EXTRAS := plot,test,lint
 $(VENV)/installed-docs: EXTRAS := docs
 $(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint $(VENV)/installed-docs: $(VENV)/made pyproject.toml constraints.txt
-	@echo 'installing lowtri[$(EXTRAS)] into $(VENV): a minute or two the first time, torch is large'
+	@echo 'installing lowtri[$(EXTRAS)] into $(VENV), and compiling its kernels: some minutes the first time, torch is large'
 	@$(INSTALL) '.[$(EXTRAS)]'
 	@touch $@

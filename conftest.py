@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lowtri.backends.cpu import ready, team
+from lowtri.backends.cpu import team
+from lowtri.kernels import library
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,12 +21,12 @@ def small_calls_use_all_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_is_compiled_before() -> Iterator[None]:
-    """No result depends on what an earlier run has compiled: ``engine="auto"`` leaves small calls to torch, as on a fresh machine.
+    """No result depends on whether the library is fresh: ``engine="auto"`` leaves small calls to torch, as before it is built.
 
     Tests of kernels name the engine.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ready, "found", lambda: frozenset())
+        patch.setattr(library, "holds", lambda symbol: False)
         yield
 
 

@@ -1,6 +1,5 @@
 """SmolLM2-135M token by token: lowtri with each kind of weights, transformers and ctranslate2, as far as they are installed.
 
-    lowtri doctor --compile                                  # otherwise lowtri's steps run on torch's attention
     python benchmarks/generating.py                          # one thread, after prompts of 32 and 1,024 tokens
     python benchmarks/generating.py --threads 2 --after 32 --runner "lowtri float16" --runner "ctranslate2 int8"
 

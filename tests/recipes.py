@@ -22,9 +22,10 @@ def blocks(title: str) -> list[str]:
 
 
 def copy_of_lowtri(folder: Path) -> Path:
-    """A copy of the package in this folder."""
-    source = Path(lowtri.__file__).parent
-    return shutil.copytree(source, folder / "lowtri", ignore=shutil.ignore_patterns("__pycache__"))
+    """The package in a copy of the checkout in this folder, which compiles the kernels that it changes."""
+    source, ignored = Path(lowtri.__file__).parent, shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source.parents[1] / "tools", folder / "tools", ignore=ignored)
+    return shutil.copytree(source, folder / "src" / "lowtri", ignore=ignored)
 
 
 def replace_line(file: Path, start: str, line: str) -> None:
@@ -36,7 +37,7 @@ def replace_line(file: Path, start: str, line: str) -> None:
 
 def run(code: str, folder: Path, **environment: str) -> str:
     """What Python prints for this code, where ``import lowtri`` imports the copy in the folder."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), **environment}
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500)
     assert process.returncode == 0, process.stderr[-3000:]

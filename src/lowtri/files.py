@@ -1,4 +1,4 @@
-"""Atomic writes: at any moment a file has its complete old content or its complete new content. And where compiled code is kept."""
+"""Atomic writes: at any moment a file has its complete old content or its complete new content."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["AHEAD", "MARKER", "cache_root", "write_atomically", "write_text"]
-
-# Suffixes of the empty files that mark kernels in the folders of the cache: compiled, and compiled on request.
-MARKER, AHEAD = ".compiled", ".ahead"
-
-
-def cache_root() -> Path:
-    """The folder for compiled kernels: below ``LOWTRI_CACHE``, ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("LOWTRI_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "lowtri"
+__all__ = ["write_atomically", "write_text"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

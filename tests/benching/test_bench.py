@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 from importlib.metadata import version
 from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +21,10 @@ from lowtri.benching.measure import CEILING, Figure, Row, in_turns
 from lowtri.benching.memory import peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
-from lowtri.kernels import abi, compilation, select
+from lowtri.kernels import abi, library
 from lowtri.kernels.isa import Amx, AmxEmulated, Avx2, Avx512Bf16
 from lowtri.kernels.target import ISA
+from lowtri.kernels.variants import functions_of
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
 TINY = [
@@ -267,9 +266,7 @@ def test_the_headline_says_when_others_compute() -> None:
 
 def test_json_holds_what_was_measured() -> None:
     found = json.loads(json.dumps(show.as_json(rows(), facts(2)), allow_nan=False))
-    assert found["threads"] == 2 and set(found["versions"]) == {
-        *("lowtri", "python", "numpy", "torch", "numba", "llvmlite")
-    }
+    assert found["threads"] == 2 and set(found["versions"]) == {*("lowtri", "python", "numpy", "torch")}
     row = found["rows"][1]
     assert (row["case"], row["mask"], row["unit"]) == ("forward window 512 D64 float32", "window(256)", "GFLOP/s")
     assert row["share"] == 0.4 and row["ceiling"] == 125.0
@@ -313,10 +310,16 @@ def test_bench_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == f"{SMALL.name}\n"
 
 
-def test_bench_without_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_without_kernels_bench_and_the_doctor_say_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(library, "unusable", lambda: "lowtri was installed without them. Fix: pip install lowtri")
     assert main(["bench"]) == 2
-    assert "bench: numba is not installed, and the kernels need it. Fix: pip install numba." in capsys.readouterr().err
+    assert "bench: there are no kernels: lowtri was installed without them. Fix: pip install" in capsys.readouterr().err
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "missing   there are no kernels, attention runs on torch's own or on the formula" in said
+    assert "Fix: pip install lowtri" in said
 
 
 def test_the_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +329,7 @@ def test_the_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> No
         f"torch {version('torch')}",  # without the build, which some wheels leave out of their metadata
         "rows x",
         "dot products of bf16 pairs",
-        "compiled: ",
+        "library   ",
         "missing   nothing",
     ):
         assert words in said
@@ -358,47 +361,18 @@ def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found = json.loads(out)
     assert found["trouble"] == [] and "measuring for a second" in err
     assert {"multiply", "attention", "read"} <= set(found["speed"]) and min(found["speed"].values()) > 0
-    assert "forward float32" in found["cache"]["compiled"] and found["cache"]["folder"] == str(
-        compilation.cache_folder()
-    )
+    assert found["library"]["stale"] or found["kernels"]["target"] in found["library"]["sets"]
     assert "of that" in checkup.as_text(found)
 
 
-def test_the_doctor_misses_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(checkup, "find_spec", lambda name: None)
-    assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert (
-        "missing   numba is not installed: there are no kernels, attention runs on torch's own or on the formula"
-        in said
-    )
-    assert "Fix: pip install numba." in said
-
-
-def test_the_doctor_misses_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
-    assert main(["doctor", "--no-measure"]) == 1
-    said = capsys.readouterr().out
-    assert "missing   the folder for compiled code cannot be written: every new process compiles again" in said
-    assert "Fix: LOWTRI_CACHE=FOLDER names one that can." in said and "compiled: nothing" in said
-
-
-def test_the_doctor_sees_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
-    for family, spec in select.KERNELS[:3]:
-        marker = compilation._marker(
-            tmp_path, getattr(importlib.import_module(f"lowtri.kernels.{family}"), family), spec.name
-        )
-        marker.parent.mkdir(exist_ok=True)
-        marker.touch()
-    found = checkup._cache([])
-    names = [f"{family} {spec.dtype}" + " pairs" * (spec.rows == "pairs") for family, spec in select.KERNELS]
-    assert len(set(names)) == len(names), "no kernel is listed twice"
-    assert (found["compiled"], found["not_yet"]) == (names[:3], names[3:])
+def test_the_doctor_names_the_sets_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = checkup.checkup(measure=False)
+    report["library"] = {"sets": ["avx2", "baseline"], "bytes": 2**19, "functions": 33, "stale": None}
+    assert "library   kernels for avx2, baseline: 33 functions, 512 KB" in checkup.as_text(report)
+    report["library"] = {"sets": [], "bytes": None, "functions": 0, "stale": "the kernels' sources have changed"}
+    assert "library   the kernels' sources have changed: each is compiled when" in checkup.as_text(report)
 
 
 def test_the_doctor_knows_every_kernel() -> None:
     families = {name.lower() for name, one in vars(abi).items() if isinstance(one, abi.Abi)}
-    assert families == {family for family, _ in select.KERNELS}
-    for family in families:
-        assert callable(getattr(importlib.import_module(f"lowtri.kernels.{family}"), family))
+    assert families == {family for family, _ in functions_of(ISA)}

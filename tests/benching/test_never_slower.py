@@ -1,25 +1,22 @@
-"""The grid of calls by turns with torch: what counts as slower, what is shown; and compiling ahead."""
+"""The grid of calls by turns with torch: what counts as slower, what is shown; and small calls in a checkout."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lowtri
-from lowtri.backends.cpu import ready
-from lowtri.benching import compiling, never_slower
+from lowtri.benching import never_slower
 from lowtri.benching.grid import PLAIN, TABLED, GridCall, grid
 from lowtri.benching.machine import facts
 from lowtri.benching.never_slower import Comparison, as_json, as_text, compare
 from lowtri.cli.main import main
-from lowtri.kernels import compilation, select
+from lowtri.kernels import library, select
+from lowtri.kernels.variants import symbol
 
 CALL = GridCall("forward", "causal", 16, "float32", 1)
 
@@ -127,7 +124,6 @@ def test_what_is_shown() -> None:
 def test_never_slower_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lowtri.benching.compiling.compile_kernels", lambda progress: [])
     for seconds, code in ((1e-3, 1), (1e-5, 0)):
         monkeypatch.setattr(never_slower, "_compare", lambda call, n, s=seconds: Comparison(call, "cpu", s, 1e-4))
         assert main(["bench", "--never-slower", "--quick", "--json"]) == code
@@ -135,134 +131,23 @@ def test_never_slower_from_the_command_line(
         assert json.loads(out)["slower"] == (39 if code else 0) and ("slower  forward" in err) == bool(code)
 
 
-# Kernels that are compiled already, and compiling them ahead.
+# Small calls in a checkout.
 
 
-@pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch):
-    """Pins which kernels were compiled before; prepared calls are forgotten, since they have chosen."""
-
-    def pin(kernels: frozenset[tuple[str, str]]) -> None:
-        monkeypatch.setattr(ready, "found", lambda: kernels)
-        ready.compiled_before.cache_clear()
-
-    yield pin
-    ready.compiled_before.cache_clear()
-
-
-def test_small_calls_run_on_kernels_that_need_no_compiler(pinned) -> None:
+def test_small_calls_do_not_wait_for_a_kernel_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 4, 64, 64)
-    spec = select.SPECS["forward", "float32", "direct"].name
-    pinned(frozenset())
+    held: set[str] = set()
+    monkeypatch.setattr(library, "holds", lambda symbol: symbol in held)
     choice = lowtri.which_engine(q, k, v, "causal")
-    assert choice.engine == "sdpa" and "lowtri doctor --compile" in str(choice)
-    pinned(frozenset({("forward", spec)}))
-    choice = lowtri.which_engine(q, k, v, "causal")
-    assert choice.engine == "cpu"
+    assert choice.engine == "sdpa" and "a small call does not wait for it: make" in str(choice)
+    held.add(symbol("forward", select.SPECS["forward", "float32", "direct"]))
+    assert lowtri.which_engine(q, k, v, "causal").engine == "cpu"
     training = lowtri.which_engine(q.requires_grad_(), k, v, "causal")
     assert training.answers["cpu"].startswith("only by name: a kernel is not compiled"), "that of the gradients"
     one = lowtri.which_engine(q[:, :, -1:].detach(), k, v, "causal")
     assert one.engine == "sdpa", "the kernel for few queries is another"
 
 
-def test_the_choice_is_made_once_in_a_process(pinned, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = torch.randn(3, 1, 4, 64, 64)
-    pinned(frozenset())
-    assert lowtri.which_engine(q, k, v, "causal").engine == "sdpa"
-    kernels = frozenset((family, spec.name) for family, spec in select.KERNELS)
-    monkeypatch.setattr(ready, "found", lambda: kernels)  # compiled meanwhile
-    assert lowtri.which_engine(q, k, v, "causal").engine == "sdpa"
-
-
-def test_doctor_compiles_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(compiling, "KERNELS", select.KERNELS[:1])
-    monkeypatch.setattr(
-        compiling, "mark_compiled_ahead", lambda kernel, spec: asked.append((kernel.__name__, spec.name))
-    )
-    assert main(["doctor", "--compile", "--json"]) == 0
-    assert asked == [(family, spec.name) for family, spec in select.KERNELS[:1]]
-    found = json.loads(capsys.readouterr().out)
-    assert [kernel["family"] for kernel in found["kernels"]] == ["forward"]
-    assert found["folder"] == str(compilation.cache_folder())
-    assert main(["doctor", "--compile"]) == 0
-    assert "was compiled" in capsys.readouterr().out
-    family, spec = select.KERNELS[0]
-    assert (family, spec.name) in ready_now()
-
-
-def ready_now() -> set[tuple[str, str]]:
-    return {(family, spec.name) for family, spec in select.KERNELS if compilation.is_compiled(kernel(family), spec)}
-
-
-def kernel(family: str):
-    return getattr(__import__(f"lowtri.kernels.{family}", fromlist=[family]), family)
-
-
-TURNS = """
-import sys, time
-from pathlib import Path
-from lowtri.kernels.compilation import _turn
-lock, log = Path(sys.argv[1]), Path(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-with _turn(lock):
-    with log.open("a") as file: file.write("in ")
-    time.sleep(0.2)
-    with log.open("a") as file: file.write("out ")
-"""
-
-
-def test_two_processes_take_turns_and_a_killed_one_frees_its_lock(tmp_path: Path) -> None:
-    lock, log = tmp_path / "kernel.lock", tmp_path / "log"
-
-    def started() -> subprocess.Popen[str]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, "-c", TURNS, str(lock), str(log)], **pipes)  # type: ignore[call-overload]
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    processes = [started(), started()]
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert log.read_text() == "in out in out "
-    killed = started()
-    killed.stdin.write("\n")
-    killed.stdin.flush()
-    while log.read_text().count("in") < 3:
-        pass
-    killed.kill()
-    killed.communicate(timeout=60)
-    last = started()
-    last.communicate("\n", timeout=60)
-    assert log.read_text().endswith("in in out ")
-
-
-@pytest.mark.sweep
-def test_two_processes_compile_at_once(tmp_path: Path) -> None:
-    """The second waits and loads what the first has compiled."""
-    code = """
-        import time
-        from lowtri.kernels import abi, compilation, decode, select
-        started = time.process_time()
-        compilation.compiled(decode.decode, abi.DECODE, select.SPECS["decode", "float32", "direct"])
-        print(time.process_time() - started)
-    """
-    import os
-    import textwrap
-
-    environment = {**os.environ, "LOWTRI_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    answers = [process.communicate(timeout=600) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], answers
-    least, most = sorted(float(out) for out, _ in answers)
-    assert least < most / 2
-    assert len(list(tmp_path.rglob("*.compiled"))) == 1
+def test_the_option_to_compile_says_that_it_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--compile", "--no-measure"])
+    assert "--compile does nothing now: the kernels are compiled when lowtri is built" in capsys.readouterr().err

@@ -161,18 +161,6 @@ def test_batched_gradients_name_the_function_that_is_missing(monkeypatch: pytest
         torch.autograd.grad(output, x, torch.ones(3, *x.shape), is_grads_batched=True)
 
 
-def test_without_a_name_of_numba_the_kernels_give_the_reason() -> None:
-    code = "import numba.core.imputils as imputils; del imputils.lower_constant; import torch"
-    assert "numba cannot be loaded: cannot import name 'lower_constant'" in run(f"{code}\n{ATTENTION}")
-
-
-@pytest.mark.sweep
-def test_the_doctor_names_what_numba_lacks() -> None:
-    code = "import numba.core.imputils as imputils; del imputils.lower_constant; from lowtri.benching.checkup import checkup"
-    report = run(f"{code}; print(checkup()['trouble'])")
-    assert "numba cannot be loaded (ImportError: cannot import name 'lower_constant'" in report
-
-
 def test_mask_functions_that_transformers_lacks_are_none() -> None:
     assert transformers_private.known_mask_function("no_such_function", 3) is None
     assert transformers_private.known_mask_function("sliding_window_overlay", 3) is not None

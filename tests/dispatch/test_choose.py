@@ -10,9 +10,8 @@ import torch
 
 import lowtri
 from lowtri.backends import BACKENDS
-from lowtri.backends.cpu import ready
 from lowtri.dispatch.choose import RULES, Choice
-from lowtri.kernels import select
+from lowtri.kernels import library
 
 PADS = lowtri.causal() & lowtri.keys(lengths=[40, 16])
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -20,12 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch):
-    """As on a machine on which every kernel was compiled ahead."""
-    kernels = frozenset((family, spec.name) for family, spec in select.KERNELS)
-    monkeypatch.setattr(ready, "found", lambda: kernels)
-    ready.compiled_before.cache_clear()
-    yield
-    ready.compiled_before.cache_clear()
+    """As on a machine whose library is fresh."""
+    monkeypatch.setattr(library, "holds", lambda symbol: True)
 
 
 def tensors(n: int, nq: int | None = None, *, d: int = 16, dtype: str = "float32", grad: bool = False) -> list[Any]:
@@ -66,7 +61,7 @@ def test_numpy_arrays_run_on_the_definition_only_where_there_are_few_pairs() -> 
         return lowtri.which_engine(*(x.numpy() for x in tensors(n)), "causal", **options).engine
 
     assert [chosen(n, return_weights=True) for n in (40, 1024)] == ["reference", "formula"]
-    assert [chosen(n) for n in (40, 2048)] == ["reference", "cpu"]
+    assert [chosen(n) for n in (40, 2048)] == ["cpu", "cpu"]
     assert chosen(40, dropout=0.1) == "formula"
 
 
@@ -90,12 +85,11 @@ def test_the_first_engine_that_answers_yes_runs() -> None:
 
 
 def test_inputs_may_exclude_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready, "found", frozenset)  # nothing is compiled: small calls run on torch
-    ready.compiled_before.cache_clear()
+    monkeypatch.setattr(library, "holds", lambda symbol: False)  # the sources have changed: small calls run on torch
     q, k, v = (x.contiguous() for x in tensors(40))
     clean = lowtri.which_engine(q, k, v, "causal")
     assert (clean.engine, clean.reason) == ("sdpa", "one argument of torch's function expresses the mask")
-    assert "lowtri doctor --compile" in clean.answers["cpu"]
+    assert "a kernel is not compiled yet" in clean.answers["cpu"]
     v[:, :, -1] = torch.nan
     choice = lowtri.which_engine(q, k, v, "causal")
     assert choice.engine == "formula"

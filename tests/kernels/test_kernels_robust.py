@@ -1,29 +1,17 @@
-"""The kernels under stress: many threads, interrupts, workers of a DataLoader, broken caches."""
+"""The kernels under stress: many threads, interrupts, workers of a DataLoader."""
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
-from threading import Barrier, BrokenBarrierError
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numba.core import config
-from numba.core.caching import IndexDataCacheFile
 
 import lowtri
-from lowtri.kernels import compilation, select, threads
-from lowtri.kernels.abi import Abi
-from lowtri.kernels.simd import fetch_add as add_to
 
 
 def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
@@ -101,7 +89,8 @@ INTERRUPTED = """
     import numpy as np
     {imports}
     import lowtri
-    from lowtri.kernels import abi, threads
+    from lowtri.backends.cpu import launch
+    from lowtri.kernels import abi
 
     rng = np.random.default_rng(0)
     small, large = (
@@ -109,7 +98,7 @@ INTERRUPTED = """
     )
     {convert}
     right = lowtri.attention(*small, "full", engine="cpu")
-    real, seen = threads.run_team, []
+    real, seen = launch.run_team, []
 
     def run_team(code, address, members):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -121,7 +110,7 @@ INTERRUPTED = """
             counts = record["next_task"]["count"] - record["tasks"], record["next_thread"]["count"]
             seen.append((time.perf_counter() - began, *counts))
 
-    threads.run_team = run_team
+    launch.run_team = run_team
     for _ in range(5):  # on a busy machine the signal may come before the kernel begins, or after it ends
         seen.clear()
         inside = True
@@ -134,7 +123,7 @@ INTERRUPTED = """
                 # Each thread leaves with one number past the last task, so all are done.
                 print("interrupted", seen[0][1] == seen[0][2])
                 break
-    threads.run_team = real
+    launch.run_team = real
     again = lowtri.attention(*small, "full", engine="cpu")
     print(bool((np.asarray(again) == np.asarray(right)).all()))
 """
@@ -148,90 +137,6 @@ def test_an_interrupt_is_raised_when_all_threads_are_done(library: str) -> None:
     convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if with_torch else ""
     printed = python(INTERRUPTED.format(imports=imports, convert=convert, n=9000))
     assert printed.split("\n") == ["interrupted True", "True"]
-
-
-NUMBER = Abi("twice", ("doubled",), {"value": np.int64})
-
-
-def twice(call: Any) -> None:
-    """The smallest kernel: quick to compile."""
-    add_to(call.doubled, 2 * call.value)
-
-
-def doubled() -> int:
-    """The result of a newly compiled kernel for 21."""
-    compilation.compiled.cache_clear()
-    result = np.zeros(1, np.int64)
-    number = np.zeros(1, NUMBER.dtype)
-    number["value"], number["doubled"] = 21, result.ctypes.data
-    code = compilation.compiled(twice, NUMBER, select.SPECS["forward", "float32", "direct"])
-    threads.run_team(code, number.ctypes.data, 1)
-    return int(result[0])
-
-
-@pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
-    compilation.cache_folder.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    for cached in (compilation.cache_folder, compilation.compiled):
-        cached.cache_clear()
-
-
-def files(folder: Path, ending: str) -> list[Path]:
-    return sorted(folder.rglob(f"*{ending}"))
-
-
-def test_a_full_disk_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(IndexDataCacheFile, "save", full)
-    assert doubled() == 42 and files(fresh_cache, ".nbc") == []
-
-
-def test_a_read_only_folder_only_costs_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "write_bytes", refused)
-    assert compilation.cache_folder() is None and doubled() == 42 and files(fresh_cache, ".nbc") == []
-
-
-def test_another_thread_may_try_the_folder_at_the_same_time(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.write_bytes
-    monkeypatch.setattr(Path, "write_bytes", lambda path, data: (real(path, data), path.unlink()))
-    assert compilation.cache_folder() is not None
-
-
-@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
-def test_a_truncated_cache_only_costs_time(fresh_cache: Path, ending: str) -> None:
-    assert doubled() == 42
-    [file] = files(fresh_cache, ending)
-    for content in (file.read_bytes()[: file.stat().st_size // 2], b"", b"no cache at all"):
-        file.write_bytes(content)
-        assert doubled() == 42
-
-
-def test_threads_that_compile_at_once_write_to_folders_of_their_own(
-    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, real, met = config.CACHE_DIR, compilation.cfunc, Barrier(2)
-
-    def meeting(*signature: Any, **options: Any) -> Any:
-        with suppress(BrokenBarrierError):  # the other thread may have to wait until this one is done
-            met.wait(0.5)
-        return real(*signature, **options)
-
-    monkeypatch.setattr(compilation, "cfunc", meeting)
-    specs = [select.SPECS["forward", dtype, "direct"] for dtype in ("float32", "float64")]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(partial(compilation.compiled, twice, NUMBER), specs))
-    assert {path.relative_to(compilation.cache_folder()).parts[0] for path in files(fresh_cache, ".nbc")} == {
-        spec.name for spec in specs
-    }
-    assert before == config.CACHE_DIR
 
 
 def test_ten_thousand_calls_do_not_leak_memory() -> None:

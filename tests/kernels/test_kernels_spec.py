@@ -21,11 +21,12 @@ from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import abi, compilation, select, target, threads
+from lowtri.kernels.isa import Avx2, Avx512Bf16
 from lowtri.kernels.simd import write
 from lowtri.ops.describe import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
-FEATURES = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16"})
+FEATURES = Avx512Bf16.features
 
 
 def values_of(record: abi.Abi) -> dict[str, Any]:
@@ -121,22 +122,15 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
         assert name(wanted, FEATURES, "x86_64") == wanted
 
 
-def test_the_generic_cpu_of_numba_has_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba then emits no other instruction; LLVM ends the process where one is asked for."""
-    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
-    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert target.features() == frozenset()
-    assert target.instruction_set(None, target.features(), "x86_64").name == "baseline"
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
-    assert target.features() == {"avx2", "fma"}
-
-
 def test_an_unsupported_instruction_set_raises() -> None:
-    has = frozenset({"avx2", "fma"})
+    has = Avx2.features
     with pytest.raises(EngineError, match=r"which this CPU does not have\. It has: avx2, baseline, amx-emulated\."):
         target.instruction_set("avx512", has, "x86_64")
     with pytest.raises(EngineError, match="LOWTRI_ISA is 'avx3', which is no instruction set"):
         target.instruction_set("avx3", has, "x86_64")
+    with pytest.raises(EngineError, match=r"of which the library has no kernels\. It has: baseline\."):
+        target.instruction_set("avx2", has, "x86_64", lambda name: name == "baseline")
+    assert target.instruction_set(None, FEATURES, "x86_64", lambda name: name in ("avx2", "baseline")).name == "avx2"
 
 
 def python(code: str, **environment: str) -> str:
@@ -229,14 +223,14 @@ COMPILED = """
     from lowtri.kernels import abi, product
     from lowtri.kernels.device_function import NUMBA_OPTIONS
     from lowtri.kernels.record import RecordType
-    from lowtri.kernels.select import SPECS
-    from lowtri.kernels.target import ISA
+    from lowtri.kernels.isa import Avx512Bf16 as Isa
+    from lowtri.kernels.spec import KernelSpec
 
     def multiply(call):
         product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 64, call.spec)
 
     def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
-        kind = RecordType(record.dtype, SPECS["forward", dtype, rows])
+        kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))
         return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
 
     WAYS = (("float32", "direct"), ("bfloat16", "pairs"), ("float64", "direct"))
@@ -252,7 +246,7 @@ def test_avx512_keeps_the_register_tile_of_each_product() -> None:
         asm = code(*way)._library.get_asm_str()
         loops = re.findall(r"^(\\.L\\w+):\\n((?:(?!\\.L\\w+:).*\\n)*?\\tj\\w+\\t\\1\\n)", asm, re.M)
         bodies = [body for _, body in loops if "zmm" in body]
-        print(ISA.name, *way, max(len(re.findall(r"vfmadd\\w+p[sd]\\t.*zmm|vdpbf16ps.*zmm", body)) for body in bodies),
+        print(Isa.name, *way, max(len(re.findall(r"vfmadd\\w+p[sd]\\t.*zmm|vdpbf16ps.*zmm", body)) for body in bodies),
               any("(%rsp)" in line and "zmm" in line for body in bodies for line in body.splitlines()))
     """,
         NUMBA_CPU_NAME="sapphirerapids",
@@ -287,13 +281,11 @@ def test_neon_code_is_generated_for_arm() -> None:
         COMPILED
         + """
     import llvmlite.binding as llvm
-    from lowtri.kernels.isa import Neon
-    from lowtri.kernels.spec import KernelSpec
+    from lowtri.kernels.isa import Neon as Isa
 
     llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
     for way in WAYS:
-        SPECS[("forward", *way)] = KernelSpec(*way, Neon())
         text = re.sub(r'(?m)^target (datalayout|triple).*$', "", code(*way).inspect_llvm())
         text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", text)
         module = llvm.parse_assembly(text); module.triple = "aarch64-unknown-linux-gnu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.errors import EngineError
 from lowtri.kernels import compilation, select, target, threads
 from lowtri.kernels.abi import Abi
-from lowtri.kernels.isa import PERMISSION
+from lowtri.kernels.isa import PERMISSION, Amx
 from lowtri.kernels.tiles import (
     configure_tiles,
     held_product,
@@ -27,7 +26,7 @@ from lowtri.ops.describe import describe
 from tile_cases import bf16, compare, inputs, results
 
 SPEC = select.SPECS["forward", "bfloat16", "tiles"]
-AMX = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16"})
+AMX = Amx.features - {PERMISSION}
 
 
 # The product.
@@ -242,24 +241,13 @@ def test_amx_is_chosen_where_the_system_grants_it() -> None:
 def test_tile_data_is_requested_only_if_amx_may_be_used(
     monkeypatch: pytest.MonkeyPatch, wanted: str | None, asks: bool
 ) -> None:
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", ",".join(f"+{flag}" for flag in sorted(AMX)))
+    monkeypatch.setattr(target, "cpu_features", lambda cpuid, xgetbv: AMX)
     monkeypatch.setenv("LOWTRI_ISA", wanted) if wanted else monkeypatch.delenv("LOWTRI_ISA", raising=False)
     requests = []
     monkeypatch.setattr(target, "_amx_permission", lambda: requests.append(1) or True)
     assert (PERMISSION in target.features()) == asks == bool(requests)
     monkeypatch.setattr(target, "_amx_permission", lambda: False)
     assert target.features() == AMX
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    monkeypatch.setattr(target, "cpu_features", lambda cpuid, xgetbv: frozenset({"avx2", "fma"}))
     monkeypatch.setattr(target, "_amx_permission", lambda: pytest.fail("this CPU has no AMX"))
     assert target.features() == {"avx2", "fma"}
-
-
-def test_the_cache_folder_depends_on_the_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path))
-    folders = set()
-    for features in (AMX, AMX | {PERMISSION}):
-        monkeypatch.setattr(target, "features", lambda features=features: features)
-        compilation.cache_folder.cache_clear()
-        folders.add(compilation.cache_folder())
-    compilation.cache_folder.cache_clear()
-    assert len(folders) == 2

@@ -10,6 +10,5 @@ growth    time and memory against length, for `lowtri bench --plot`
 growth_picture  draws them
 grid      the calls of `lowtri bench --never-slower`
 never_slower  times them against torch, and lists those that are slower
-compiling compiles the kernels ahead of the first call
 checkup   the report of `lowtri doctor`
 """

@@ -1,7 +1,4 @@
-"""The report of ``lowtri doctor``: what this machine has, what is missing, and what follows.
-
-Modules that need Numba are imported late, so that the report can also say that Numba is missing.
-"""
+"""The report of ``lowtri doctor``: what this machine has, what is missing, and what follows."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
-from lowtri.errors import EngineError
+from lowtri.kernels import library
 
 __all__ = ["as_text", "checkup"]
 
@@ -28,7 +23,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
     """The report. Its ``trouble`` lists what is missing and what follows.
 
     Args:
-        measure: also measure for about a second; what must be compiled first takes some seconds more.
+        measure: also measure for about a second.
         say: takes a line about what comes next.
     """
     import torch
@@ -38,29 +33,19 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
         "threads": {"torch": torch.get_num_threads(), "team": _team(torch)},
         "kernels": None,
-        "cache": None,
+        "library": None,
         "speed": None,
         "trouble": [],
     }
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
     trouble: list[str] = report["trouble"]
-    if find_spec("numba") is None:
+    if reason := library.unusable():
         trouble.append(
-            "numba is not installed: there are no kernels, attention runs on torch's own or on the formula, correct and slower. "
-            "Fix: pip install numba."
+            f"there are no kernels, attention runs on torch's own or on the formula, correct and slower: {reason}."
         )
         return report
-    try:
-        import lowtri.compat.numba_private  # noqa: F401 - what kernels use of Numba
-        from lowtri.kernels import target
-    except EngineError:  # LOWTRI_ISA names what this CPU does not have
-        raise
-    except Exception as error:  # a Numba that does not fit its llvmlite, NumPy or Python
-        trouble.append(
-            f"numba cannot be loaded ({type(error).__name__}: {error}): there are no kernels, attention runs on torch's own or on "
-            "the formula. Fix: pip install --upgrade numba."
-        )
-        return report
+    from lowtri.kernels import target  # raises if LOWTRI_ISA names what this CPU or the library does not have
+
     isa = target.ISA
     report["kernels"] = {
         "target": isa.name,
@@ -71,41 +56,29 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         "bf16_pairs": isa.has_pairs,
         "amx": target.HAS_AMX,
         "tiles": isa.has_tiles,
-        "float16": target.HAS_FLOAT16,
+        "float16": isa.has_float16,
         "features": sorted(target.features()),
     }
-    report["cache"] = _cache(trouble)
+    report["library"] = _library()
     if isa.name == "baseline":
         trouble.append(
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
     if measure:
-        missing = "forward float32" not in report["cache"]["compiled"]
-        say("measuring for a second" + (", after some seconds of compiling" if missing else ""))
+        say("measuring for a second")
         report["speed"] = _speed(torch)
-        report["cache"] = _cache([])  # what was compiled for this is there now
     return report
 
 
-def _cache(trouble: list[str]) -> dict[str, Any]:
-    """The folder of compiled code, and which of the kernels that calls choose lie in it."""
-    from lowtri.kernels.compilation import cache_folder, is_compiled
-    from lowtri.kernels.select import KERNELS
-
-    folder = cache_folder()
-    if folder is None:
-        trouble.append(
-            "the folder for compiled code cannot be written: every new process compiles again, some seconds for each kernel. "
-            "Fix: LOWTRI_CACHE=FOLDER names one that can."
-        )
-    compiled: list[str] = []
-    not_yet: list[str] = []
-    for family, spec in KERNELS:
-        kernel = getattr(import_module(f"lowtri.kernels.{family}"), family)
-        (compiled if is_compiled(kernel, spec) else not_yet).append(
-            f"{family} {spec.dtype}" + " pairs" * (spec.rows == "pairs")  # bf16 has two kernels on some CPUs
-        )
-    return {"folder": None if folder is None else str(folder), "compiled": compiled, "not_yet": not_yet}
+def _library() -> dict[str, Any]:
+    """The instruction sets that the library of kernels was built for; or why a checkout compiles kernels anew."""
+    index = library.index()
+    return {
+        "sets": index.get("isas", []),
+        "bytes": index.get("bytes"),
+        "functions": len(index.get("symbols", [])),
+        "stale": index.get("reason"),
+    }
 
 
 def _team(torch: Any) -> str:
@@ -151,7 +124,7 @@ def _speed(torch: Any) -> dict[str, float]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The report as lines; what is missing last."""
-    kernels, cache, speed, cpu = report["kernels"], report["cache"], report["speed"], report["cpu"]
+    kernels, built, speed, cpu = report["kernels"], report["library"], report["speed"], report["cpu"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["versions"].items())
     busy = "" if cpu["load"] is None else f", load {cpu['load']}"
     lines = [
@@ -169,22 +142,20 @@ def as_text(report: dict[str, Any]) -> str:
         tile = (
             f"a register tile of {kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         )
-        source = " (set by NUMBA_CPU_FEATURES)" if "NUMBA_CPU_FEATURES" in os.environ else ""
+        source = " (set by LOWTRI_ISA)" if os.environ.get("LOWTRI_ISA") else ""
         lines += [
             ("target", f"{kernels['target']}{source}: {tile}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]
-    if cache is not None:
-        lines += [
-            ("cache", cache["folder"] or "none"),
-            (
-                "",
-                f"compiled: {', '.join(cache['compiled']) or 'nothing'}; at first use: {', '.join(cache['not_yet']) or 'nothing'}",
-            ),
-        ]
-        if cache["not_yet"]:
-            lines.append(("", "small calls of these run on torch until lowtri doctor --compile compiles them"))
+    if built is not None:
+        if built["stale"]:
+            lines.append(
+                ("library", f"{built['stale']}: each is compiled when it is first called, until make builds them")
+            )
+        else:
+            size = f"{built['functions']} functions, {built['bytes'] >> 10} KB"
+            lines.append(("library", f"kernels for {', '.join(built['sets'])}: {size}"))
     if speed is not None:
         bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
         share = speed["attention"] / speed["multiply"]

@@ -13,7 +13,7 @@ from lowtri._version import __version__
 
 __all__ = ["cpu_name", "cpus", "facts", "last_cache_bytes", "load", "versions"]
 
-_PACKAGES = ("numpy", "torch", "numba", "llvmlite")
+_PACKAGES = ("numpy", "torch")
 
 
 def facts(threads: int) -> dict[str, Any]:

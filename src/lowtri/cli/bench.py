@@ -51,22 +51,21 @@ def command(
     --plot runs causal attention, a window and documents over 512 to 131,072 tokens of one head, in turns with torch, for some five
     minutes. torch's line ends where its table of pairs would not fit into memory, and both where one run would take over 30 seconds.
 
-    --never-slower compiles the kernels, then times every dtype, size and kind of mask as engine="auto" runs it, forward, with
+    --never-slower times every dtype, size and kind of mask as engine="auto" runs it, forward, with
     gradients and in decoding, on one thread and on two. Calls that take over 20 us and over a twentieth more than torch's are
     measured again at the end. Exit code 1: a call is slower both times.
     """
-    from importlib.util import find_spec
-
     from lowtri.benching.cases import choose
     from lowtri.errors import DataError, EngineError
+    from lowtri.kernels import library
 
     cases = choose(full, case or ())
     if list_cases:
         names = [case.name for case in cases]
         print_json(names) if json else print(*names, sep="\n")
         return
-    if find_spec("numba") is None:
-        raise EngineError("bench: numba is not installed, and the kernels need it. Fix: pip install numba.")
+    if reason := library.unusable():
+        raise EngineError(f"bench: there are no kernels: {reason}.")
 
     from lowtri.benching.machine import cpus, facts
     from lowtri.benching.measure import LONGEST, measure
@@ -112,15 +111,12 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
 
 
 def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
-    from lowtri.benching.compiling import compile_kernels, shown
     from lowtri.benching.grid import grid
     from lowtri.benching.machine import cpus
     from lowtri.benching.never_slower import as_json, as_text, compare
     from lowtri.benching.show import headline
 
     note(headline(machine))
-    with shown() as progress:  # before the first call decides which kernels are ready
-        compile_kernels(progress)
     found = compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), say=note)
     print_json(as_json(found, machine)) if json else print(as_text(found, headline(machine)))
     if any(one.is_slower for one in found):

@@ -1,9 +1,12 @@
 """The CPU kernels: attention in Python, compiled for this CPU by LLVM (through Numba). Each file imports only from the files above it:
 
 isa              the instruction sets: features and register tiles
-target           the instruction set of this CPU
 spec             what a kernel is compiled for: dtype, how rows are read, instruction set
-select           which spec reads which arrays
+variants         the kernels of an instruction set, and which reads which arrays
+library          the compiled kernels, in a shared library
+cpu_features     the features of this CPU
+target           the instruction set of this CPU
+select           which spec reads which arrays on this CPU
 abi              the record that a launch writes and a kernel reads
 scratch          the scratch memory of each kernel
 
@@ -37,7 +40,7 @@ ds               passes of the backward
 forward          attention, tile by tile of the plan
 backward         the gradients of attention
 decode           few queries against a cache
-compilation      compiling kernels, and the cache of compiled code
+compilation      compiling kernels
 threads          running a kernel on a team of threads
 token_rows       passes over the rows of a few tokens, for layers beside attention
 """

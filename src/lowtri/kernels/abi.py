@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BACKWARD", "DECODE", "FORWARD", "Abi", "COUNTER", "aligned"]
+__all__ = ["BACKWARD", "DECODE", "FORWARD", "MULTIPLY", "READ", "Abi", "COUNTER", "aligned"]
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
@@ -186,3 +186,7 @@ DECODE = Abi(
     ("scores", "weights", "zeros", "queries", "partial"),
     ("joined", "results"),
 )
+
+# The limits of a CPU, which measured rates are compared with; see ceilings.
+MULTIPLY = Abi("multiply", (), {"repeats": np.int64})
+READ = Abi("read", ("source", "sums"), {"block": np.int64})

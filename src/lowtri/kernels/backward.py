@@ -204,7 +204,9 @@ def backward(call):
         zero_rows(dk, call.dk_layout, call.spec)
         zero_rows(dv_sums, call.dv_layout, call.spec)
         for h in range(kv * call.group, (kv + 1) * call.group):
-            for r in range(part, call.plan.rows, call.parts):
+            r = part
+            while r < call.plan.rows:  # a range of a step that could be 0 would raise
                 backward_tile(call, memory, part, b, h, r, dk, dv_sums, call.spec)
+                r += call.parts
         scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)
     restore_tiles(configuration, call.spec)

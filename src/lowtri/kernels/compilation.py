@@ -1,151 +1,115 @@
-"""Compiling kernels, and the cache of compiled code.
-
-A kernel that lies in the cache has a marker beside it: an empty file, named by the kernel and by its source file (path, time of change
-and size, by which Numba finds its own files). So it takes no compiler to know what need not be compiled.
-
-Processes that need the same kernel at once take turns under a lock: the first compiles it, and the others load its code.
-"""
+"""Compiling kernels, with Numba: into object files when lowtri is built, or, for tests of a kernel's parts, into memory."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
 
-import llvmlite
-import numba
+from llvmlite import ir
 from numba import cfunc, types
 
-from lowtri.compat import numba_private
-from lowtri.files import AHEAD, MARKER, cache_root
-from lowtri.kernels import target
+from lowtri.compat.numba_objects import emit_module, object_file, plain_entry, use_target
+from lowtri.kernels import abi, token_rows
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device_function import NUMBA_OPTIONS
+from lowtri.kernels.isa import PERMISSION, Baseline
+from lowtri.kernels.library import Code
 from lowtri.kernels.record import RecordType
 from lowtri.kernels.spec import KernelSpec
+from lowtri.kernels.variants import functions_of, spec_of_variant, symbol, variants_of
 
-__all__ = [
-    "Code",
-    "cache_folder",
-    "compiled",
-    "is_compiled",
-    "is_compiled_ahead",
-    "machine_code",
-    "mark_compiled_ahead",
-]
+__all__ = ["PROBE", "Job", "compiled", "jobs_of", "object_of"]
 
-_LONGEST_WAIT = 120.0  # seconds for another process to compile one kernel
+PROBE = "lowtri_cpu"  # the object that asks the CPU for its features
+_TRIPLES = {
+    "linux": "{}-unknown-linux-gnu",
+    "macos": "{}-apple-macosx11.0.0",
+    "windows": "{}-pc-windows-msvc",
+}
+_IN_C = {
+    "floats": types.CPointer(types.float32),
+    "bits": types.CPointer(types.int32),
+    "size": types.int64,
+    "number": types.float32,
+}
+_MODULES = {"multiply": "ceilings", "read": "ceilings"}  # the file of a kernel that is not in one of its own name
 
 
-@cache
-def cache_folder() -> Path | None:
-    """The folder of compiled code, named by a hash of everything that it depends on; None if it cannot be written to.
+class Job(NamedTuple):
+    """A function to compile: a kernel, a pass over rows (without a spec), or the probe of the CPU (without a function)."""
 
-    Numba's own key is the file of a function: after an edit elsewhere in the kernels it would load stale code.
+    symbol: str
+    isa: Baseline
+    function: str = ""
+    spec: KernelSpec | None = None
+
+
+def jobs_of(isa: Baseline, all_variants: bool = False) -> list[Job]:
+    """All functions of an instruction set; with those that only tests call, too."""
+    kernels = list(functions_of(isa))
+    if all_variants:
+        specs = [(variant.family, spec_of_variant(variant, isa)) for variant in variants_of(isa)]
+        kernels += [(name, spec) for family, spec in specs for name in _families(family, spec)]
+    jobs = {symbol(name, spec): Job(symbol(name, spec), spec.isa, name, spec) for name, spec in kernels}
+    jobs |= {token_rows.symbol(name, isa): Job(token_rows.symbol(name, isa), isa, name) for name in token_rows.PASSES}
+    return list(jobs.values())
+
+
+def _families(family: str, spec: KernelSpec) -> tuple[str, ...]:
+    return ("decode",) if family == "decode" else ("forward", "backward") + ("multiply",) * (spec.rows != "tiles")
+
+
+def object_of(job: Job, system: str, native: Baseline) -> bytes:
+    """The object file of a function. The process compiles for the job's instruction set from then on.
+
+    Args:
+        native: what instruction sets are compiled for that are emulated on this machine.
     """
-    digest = hashlib.sha256()
-    compat = Path(numba_private.__file__).parent.glob("numba_*.py")
-    for file in [*sorted(compat), *sorted(Path(__file__).parent.rglob("*.py"))]:
-        digest.update(file.read_bytes())
-    facts = (numba.__version__, llvmlite.__version__, sys.version, target.ISA.name, sorted(target.features()))
-    digest.update(repr(facts).encode())
-    folder = cache_root() / digest.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink(missing_ok=True)  # another thread may have tried at the same time
-    except OSError:
-        return None
-    return folder
+    isa = native if job.isa.cpu == "native" else job.isa
+    triple = _TRIPLES[system].format(isa.architecture)
+    features = ",".join(f"+{name}" for name in sorted(isa.features - {PERMISSION}))
+    if job.symbol == PROBE:
+        return _probe(triple, isa.cpu)
+    use_target(triple, isa.cpu, features)
+    function, signature = _function(job)
+    return object_file(function, signature, NUMBA_OPTIONS, job.symbol)
 
 
-class Code:
-    """The machine code of a kernel."""
+def _function(job: Job) -> tuple[Callable[..., None], Any]:
+    """The function of a job, and its types."""
+    if job.spec is None:
+        function, kinds = token_rows.PASSES[job.function]
+        return function, types.void(*(_IN_C[kind] for kind in kinds.split()))
+    module = import_module(f"lowtri.kernels.{_MODULES.get(job.function, job.function)}")
+    record = RecordType(getattr(abi, job.function.upper()).dtype, job.spec)
+    return getattr(module, job.function), types.void(record)
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled, self.address = compiled, compiled.address  # the reference keeps the code in memory
-        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+def _probe(triple: str, cpu: str) -> bytes:
+    """lowtri_cpuid(leaf, subleaf, words) and lowtri_xgetbv(), for x86-64."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+    module = ir.Module("cpu")
+    ask = ir.Function(module, ir.FunctionType(ir.VoidType(), [i32, i32, i32.as_pointer()]), "lowtri_cpuid")
+    b, kind = ir.IRBuilder(ask.append_basic_block()), ir.LiteralStructType([i32] * 4)
+    registers = "={ax},={bx},={cx},={dx},{ax},{cx}"
+    words = b.asm(ir.FunctionType(kind, [i32, i32]), "cpuid", registers, ask.args[:2], True)
+    for n in range(4):
+        b.store(b.extract_value(words, n), b.gep(ask.args[2], [ir.Constant(i64, n)]))
+    b.ret_void()
+    saved = ir.Function(module, ir.FunctionType(i32, []), "lowtri_xgetbv")
+    b, pair = ir.IRBuilder(saved.append_basic_block()), ir.LiteralStructType([i32, i32])
+    halves = b.asm(ir.FunctionType(pair, [i32]), "xgetbv", "={ax},={dx},{cx}", [ir.Constant(i32, 0)], True)
+    b.ret(b.extract_value(halves, 0))
+    return emit_module(module, triple, cpu, "")
 
 
-@cache
+_in_memory: list[Any] = []  # keeps code in memory
+
+
 def compiled(kernel: Callable[[Any], None], abi: Abi, spec: KernelSpec) -> Code:
-    """The code of ``kernel(record)``."""
-    return Code(machine_code(kernel, types.void(RecordType(abi.dtype, spec)), spec.name))
-
-
-def machine_code(function: Callable[..., None], signature: Any, name: str) -> Any:
-    """A function compiled for a signature: from the folder ``name`` of the disk cache, or now. A broken cache costs time only."""
-    folder = cache_folder()
-    if folder is not None:
-        # A cache that is full, truncated or of another user raises various classes.
-        with suppress(Exception), numba_private.cache_directory(str(folder / name)):
-            marker = _marker(folder, function, name)
-            with nullcontext() if marker.exists() else _turn(marker.with_suffix(".lock")):
-                code = cfunc(signature, cache=True, **NUMBA_OPTIONS)(function)
-            with suppress(OSError):
-                marker.touch()
-            return code
-    return cfunc(signature, **NUMBA_OPTIONS)(function)
-
-
-def is_compiled(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
-    """Whether the kernel's code lies in the cache folder."""
-    folder = cache_folder()
-    return folder is not None and _marker(folder, kernel, spec.name).exists()
-
-
-def mark_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> None:
-    """Note that the user asked for the kernel's code; small calls may rely on it from the next process on."""
-    folder = cache_folder()
-    if folder is not None:
-        with suppress(OSError):
-            _marker(folder, kernel, spec.name).with_suffix(AHEAD).touch()
-
-
-def is_compiled_ahead(kernel: Callable[[Any], None], spec: KernelSpec) -> bool:
-    """Whether the kernel's code lies in the cache folder because the user asked for it."""
-    folder = cache_folder()
-    if folder is None or not is_compiled(kernel, spec):
-        return False
-    return _marker(folder, kernel, spec.name).with_suffix(AHEAD).exists()
-
-
-def _marker(folder: Path, function: Callable[..., None], name: str) -> Path:
-    source = Path(function.__code__.co_filename)
-    facts = source.stat()
-    stamp = hashlib.sha256(repr((str(source), facts.st_mtime_ns, facts.st_size)).encode()).hexdigest()[:16]
-    return folder / name / f"{function.__name__}-{stamp}{MARKER}"
-
-
-@contextmanager
-def _turn(lock: Path) -> Iterator[None]:
-    """Wait until no other process compiles the kernel; the lock of a process that ends is released by the system.
-
-    The wait is limited, for a process that was stopped or a folder on a network that cannot lock: then both compile, and Numba
-    replaces its files atomically.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with open(lock, "wb") as file:
-        end = time.monotonic() + _LONGEST_WAIT
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:
-                break
-        yield
+    """The code of ``kernel(record)``, compiled now for this CPU."""
+    with plain_entry():
+        code = cfunc(types.void(RecordType(abi.dtype, spec)), **NUMBA_OPTIONS)(kernel)
+    _in_memory.append(code)
+    return Code(int(code.address or 0))

@@ -24,11 +24,18 @@ class CacheTile(NamedTuple):
     values_ahead: int  # of the row that is prefetched; 0: nothing is
 
 
+_LEVEL_3 = "avx avx2 bmi bmi2 crc32 cx16 f16c fma lzcnt movbe popcnt sahf sse3 sse4.1 sse4.2 ssse3 xsave"
+_LEVEL_4 = "avx512bw avx512cd avx512dq avx512f avx512vl"
+
+
 class Baseline:
     """What every CPU has."""
 
     name = "baseline"
-    features: frozenset[str] = frozenset()  # required of the CPU, by LLVM's names
+    architecture = "x86_64"  # of the code that is built
+    cpu = "x86-64"  # LLVM's name of the CPU whose timing the compiler assumes
+    features: frozenset[str] = frozenset()  # required of the CPU, by LLVM's names; code is compiled for these
+    has_float16 = False  # instructions that convert float16; without them LLVM calls functions that may be missing
     has_fma = False  # without the instruction llvm.fma is a slow library call
     has_pairs = False  # one instruction for a dot product of pairs of bf16
     has_tiles = False  # one instruction for a product of tiles of bf16
@@ -56,7 +63,9 @@ class Avx2(Baseline):
     """AVX2 with FMA: sixteen registers of 256 bits, two for a vector; 6 x 1 accumulators fill twelve of them."""
 
     name = "avx2"
-    features = frozenset({"avx2", "fma"})
+    cpu = "x86-64-v3"
+    features = frozenset(_LEVEL_3.split())
+    has_float16 = True
     has_fma = True
     tile = (6, 1, 6)
     pairs_tile = (4, 1, 4)  # the two halves of B's pairs take four registers
@@ -66,7 +75,8 @@ class Avx512(Avx2):
     """AVX-512: 32 registers of 512 bits; 6 x 4 accumulators leave room for four loads and a broadcast."""
 
     name = "avx512"
-    features = frozenset({"avx512f", "avx512dq"})
+    cpu = "x86-64-v4"
+    features = Avx2.features | set(_LEVEL_4.split())
     has_scale = True
     tile = pairs_tile = (6, 4, 16)
     whole_vectors = True
@@ -97,7 +107,7 @@ class Amx(Avx512Bf16):
     """Intel's AMX: eight tile registers, and one instruction that multiplies two of them into a third."""
 
     name = "amx"
-    features = Avx512Bf16.features | {"avx512dq", "amx-tile", "amx-bf16", PERMISSION}
+    features = Avx512Bf16.features | {"amx-tile", "amx-bf16", PERMISSION}
     has_tiles = True
 
 
@@ -105,6 +115,7 @@ class AmxEmulated(Baseline):
     """AMX's tile product on vectors, for tests on CPUs without AMX. It is slow, and used only by name."""
 
     name = "amx-emulated"
+    cpu = "native"  # compiled for this machine's best instruction set, so that tests take less time
     has_tiles = True
 
 
@@ -112,6 +123,9 @@ class Neon(Baseline):
     """NEON, on every 64-bit ARM: 32 registers of 128 bits, four for a vector; 6 x 1 accumulators fill 24 of them."""
 
     name = "neon"
+    architecture = "aarch64"
+    cpu = "generic"
+    has_float16 = True
     has_fma = True
     tile = (6, 1, 6)
     pairs_tile = (4, 1, 4)

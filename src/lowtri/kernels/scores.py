@@ -12,6 +12,7 @@ from lowtri.kernels.simd import (
     add,
     as_number,
     div,
+    element,
     load,
     mul,
     read,
@@ -87,7 +88,7 @@ def apply_mask(scores, mask_bits, query, spans, spec):
     hidden, number_bytes = splat(-np.inf, spec), spec.number_bytes
     for part in range(spec.unit_queries // 16):
         first = query + 16 * part
-        for j in range(spans[2 * part], spans[2 * part + 1]):
+        for j in range(element(spans, 2 * part), element(spans, 2 * part + 1)):
             word = read_word(mask_bits + 8 * j)
             if (word >> np.uint64(first)) & FIRST_16 != FIRST_16:
                 for lane in range(0, 16, spec.lanes):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
 __all__ = [
-    *("CACHE_KEYS", "CACHE_ROWS", "KEYS", "MOST_SLOTS", "SCRATCH"),
+    *("CACHE_KEYS", "CACHE_ROWS", "KEYS", "MOST_SLOTS", "MULTIPLY_DEPTH", "MULTIPLY_ROWS", "SCRATCH"),
     *("decode_scratch", "decode_shared_scratch", "header_size", "key_bytes", "key_rows", "padded", "place_of_row"),
     *("packed_shared_scratch", "product_rows", "round_up", "slot_count"),
 ]
@@ -19,6 +19,8 @@ KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of
 CACHE_KEYS = 256  # keys in a block of online softmax, for few queries
 CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
 MOST_SLOTS = 64  # of tiles that a thread keeps, see kept_tiles
+# The product that measures the ceiling: with 64 columns A takes 6 KB, B 16 KB and C 6 KB, which fit into 32 KB together.
+MULTIPLY_ROWS, MULTIPLY_DEPTH = 24, 64
 _SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
 
 

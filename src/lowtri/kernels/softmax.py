@@ -16,6 +16,7 @@ from lowtri.kernels.exponent import exp2
 from lowtri.kernels.simd import (
     add,
     any_greater,
+    element,
     fma,
     load,
     maximum,
@@ -94,7 +95,7 @@ def softmax_tile(scores, scale_log2, spans, m, l, output, size, spec):
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
-        first, last, factors = spans[2 * part], spans[2 * part + 1], splat(scale_log2, spec)
+        first, last, factors = element(spans, 2 * part), element(spans, 2 * part + 1), splat(scale_log2, spec)
         column = scores + lane
         shift = new_shift(column, step, factors, first, last, m + lane, l + lane, output + lane, size, spec)
         if shifts_large_scores(column, step, factors, shift, first, last, spec):

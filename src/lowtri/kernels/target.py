@@ -1,8 +1,4 @@
-"""The features of this CPU, and its instruction set: the best one that it supports, or the one that LOWTRI_ISA names.
-
-LOWTRI_ISA selects the operations and the register tiles. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES set the instructions that LLVM may
-emit.
-"""
+"""The features of this CPU, and its instruction set: the best one that it supports and that was built, or the one LOWTRI_ISA names."""
 
 from __future__ import annotations
 
@@ -10,34 +6,27 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Callable
 from functools import cache
 
 from lowtri.errors import EngineError
+from lowtri.kernels import library
+from lowtri.kernels.cpu_features import cpu_features
 from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
 
-__all__ = ["HAS_AMX", "HAS_FLOAT16", "ISA", "features", "instruction_set"]
+__all__ = ["HAS_AMX", "ISA", "features", "instruction_set"]
 
 _MACHINE = platform.machine().lower()
 
 
 def features() -> frozenset[str]:
-    """The CPU features that code may use: the host's, or those that NUMBA_CPU_FEATURES names.
+    """The CPU features that code may use.
 
     Where AMX is among them, the operating system is asked whether this process may use it, and the answer is one more feature.
-    LLVM names a feature of the host only if the operating system saves its registers (CPUID and XCR0).
     """
-    given = os.environ.get("NUMBA_CPU_FEATURES")
-    if given is None and os.environ.get("NUMBA_CPU_NAME", "").lower() == "generic":
-        given = ""  # Numba then compiles for a CPU without any
-    if given is not None:
-        has = frozenset(flag[1:] for flag in given.split(",") if flag.startswith("+"))
-    else:
-        import llvmlite.binding as llvm
-
-        try:
-            has = frozenset(flag for flag, present in llvm.get_host_cpu_features().items() if present)
-        except RuntimeError:  # LLVM does not know this host: assume nothing
-            return frozenset()
+    if _MACHINE not in ("x86_64", "amd64") or library.unusable():
+        return frozenset()
+    has = cpu_features(library.cpuid, library.xgetbv)
     wanted = os.environ.get("LOWTRI_ISA") or Amx.name  # another name forbids AMX, and nothing is requested
     if wanted == Amx.name and Amx.features - {PERMISSION} <= has and _amx_permission():
         has |= {PERMISSION}
@@ -56,15 +45,20 @@ def _amx_permission() -> bool:
         return False
 
 
-def instruction_set(name: str | None, features: frozenset[str], machine: str) -> Baseline:
+def instruction_set(
+    name: str | None, features: frozenset[str], machine: str, built: Callable[[str], bool] = lambda name: True
+) -> Baseline:
     """The instruction set of that name, or the best one.
 
+    Args:
+        built: whether there are kernels of an instruction set.
+
     Raises:
-        EngineError: if there is no instruction set of that name, or the CPU does not support it.
+        EngineError: if there is no instruction set of that name, the CPU does not support it, or it was not built.
     """
-    supported = [isa for isa in ALL if isa.runs_on(features, machine)]
+    supported = [isa for isa in ALL if isa.runs_on(features, machine) and built(isa.name)]
     if name is None:
-        return supported[0]
+        return supported[0] if supported else Baseline()  # where there are no kernels at all, the backend says so
     for isa in supported:
         if isa.name == name:
             return isa
@@ -73,14 +67,14 @@ def instruction_set(name: str | None, features: frozenset[str], machine: str) ->
         if isa.name == name:
             refused = isa.features - features == {PERMISSION}
             reason = "which the operating system refuses" if refused else "which this CPU does not have"
+            if isa.runs_on(features, machine):
+                reason = "of which the library has no kernels"
     raise EngineError(
-        f"LOWTRI_ISA is {name!r}, {reason}. It has: {', '.join(isa.name for isa in supported)}.\n"
+        f"LOWTRI_ISA is {name!r}, {reason}. It has: {', '.join(isa.name for isa in supported) or 'none'}.\n"
         "Fix: name one of these, or unset LOWTRI_ISA."
     )
 
 
-ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE)
-# Without the instruction LLVM calls a library function that may be missing.
-HAS_FLOAT16 = "f16c" in features() or "avx512f" in features() or _MACHINE in ("arm64", "aarch64")
+ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use)
 # Tiles of bf16. torch uses them whether or not the kernels may.
 HAS_AMX = "amx-bf16" in features()

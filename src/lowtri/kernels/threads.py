@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lowtri.kernels.compilation import Code
+from lowtri.kernels.library import Code
 
 __all__ = ["run_team"]
 

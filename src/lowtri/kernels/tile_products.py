@@ -237,8 +237,8 @@ def add_to_rows(spec):
     """
 
     def on_vectors(weights, operand, target, sums, keys, spans, groups, n, spec):
-        block = _BLOCK if groups > 1 else keys
-        for j in range(0, keys, block):
+        block, j = _BLOCK if groups > 1 else keys, 0
+        while j < keys:  # a range of a step that could be 0 would raise
             rows, first, last = min(block, keys - j), QUERIES, 0
             for group in range(4):
                 if element(spans, 2 * group) < j + rows and element(spans, 2 * group + 1) > j:
@@ -251,6 +251,7 @@ def add_to_rows(spec):
                 )
                 c, depth = target + spec.number_bytes * j * sums.n, word_count(count, spec)
                 product_add(a, QUERIES, 1, b, sums.size, c, sums.n, rows, depth, sums.size, spec)
+            j += block
 
     def on_tiles(weights, operand, target, sums, keys, spans, groups, n, spec):
         columns, c_row, (a, b, c, d) = sums.size, 4 * sums.n, (spans[0], spans[1], spans[4], spans[5])

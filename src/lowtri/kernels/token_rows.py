@@ -6,18 +6,17 @@ Arrays are packed and float32, given by their addresses. The loops are plain; LL
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from lowtri.kernels.compilation import machine_code
+from lowtri.kernels.isa import Baseline
+from lowtri.kernels.library import Code
 
-__all__ = ["TokenRows"]
+__all__ = ["PASSES", "TokenRows", "symbol"]
 
-_ARRAY, _BITS, _SIZE, _NUMBER = types.CPointer(types.float32), types.CPointer(types.int32), types.int64, types.float32
-_IN_C = {_ARRAY: ctypes.c_void_p, _BITS: ctypes.c_void_p, _SIZE: ctypes.c_int64, _NUMBER: ctypes.c_float}
+_IN_C = {"floats": ctypes.c_void_p, "bits": ctypes.c_void_p, "size": ctypes.c_int64, "number": ctypes.c_float}
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits but the sign
 
 
@@ -58,8 +57,21 @@ def _rms_norm(x, weight, y, rows, columns, epsilon):
             y[first + c] = x[first + c] * scale * weight[c]
 
 
+# Each function, and the kinds of its arguments.
+PASSES: Mapping[str, tuple[Callable[..., None], str]] = {
+    "split": (_split, "floats bits floats floats bits size size number number number"),
+    "join": (_join, "floats floats size size number"),
+    "rms_norm": (_rms_norm, "floats floats floats size size number"),
+}
+
+
+def symbol(name: str, isa: Baseline) -> str:
+    """The name of a pass in the library."""
+    return f"lowtri_{name}_{isa.name}".replace("-", "_")
+
+
 class TokenRows:
-    """The passes, compiled.
+    """The passes, compiled: ``code`` gives the code of a symbol.
 
     Attributes:
         split: (x, x, parts, units, units, rows, columns, levels, steps, least): x (rows, columns) in units of each row, which are
@@ -73,14 +85,7 @@ class TokenRows:
     join: Callable[..., None]
     rms_norm: Callable[..., None]
 
-    def __init__(self) -> None:
-        self.split = _compiled(_split, _ARRAY, _BITS, _ARRAY, _ARRAY, _BITS, _SIZE, _SIZE, _NUMBER, _NUMBER, _NUMBER)
-        self.join = _compiled(_join, _ARRAY, _ARRAY, _SIZE, _SIZE, _NUMBER)
-        self.rms_norm = _compiled(_rms_norm, _ARRAY, _ARRAY, _ARRAY, _SIZE, _SIZE, _NUMBER)
-
-
-def _compiled(function: Callable[..., None], *kinds: Any) -> Callable[..., None]:
-    code = machine_code(function, types.void(*kinds), "token_rows")
-    call: Any = ctypes.CFUNCTYPE(None, *(_IN_C[kind] for kind in kinds))(code.address)
-    call.code = code  # the reference keeps the code in memory
-    return call
+    def __init__(self, isa: Baseline, code: Callable[[str], Code]) -> None:
+        for name, (_, kinds) in PASSES.items():
+            function: Any = ctypes.CFUNCTYPE(None, *(_IN_C[kind] for kind in kinds.split()))
+            setattr(self, name, function(code(symbol(name, isa)).address))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lowtri.errors import EngineError
 from lowtri.ops.guards import active_mode, is_plain
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class FewTokensNorm(nn.RMSNorm):
 @cache
 def _compiled() -> TokenRows | None:
     try:
+        from lowtri.kernels import library, target
         from lowtri.kernels.token_rows import TokenRows
 
-        return TokenRows()
-    except Exception:  # Numba is missing, or refuses this CPU or this Python
+        return TokenRows(target.ISA, library.code)
+    except EngineError:  # there are no kernels for this machine
         return None

@@ -1,17 +1,15 @@
 """The backend ``cpu``: the kernels, on CPU tensors and NumPy arrays.
 
-Numba is imported late; where it is missing, ``supports`` gives the reason.
+Where there is no library of kernels for this machine, ``supports`` gives the reason.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.prepared import PreparedKernels
-from lowtri.backends.cpu.ready import compiled_before
 from lowtri.backends.cpu.specs import FEW_QUERIES, is_decoded, kernel_spec
+from lowtri.kernels import library
+from lowtri.kernels.variants import symbol
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
 
@@ -27,7 +25,7 @@ def supports(call: Call) -> str | None:
     """Reject what the kernels do not implement."""
     if call.device != "cpu":
         return f"the tensors are on {call.device}"
-    reason = _numba_missing() or call.opaque
+    reason = library.unusable() or call.opaque
     if reason:
         return reason
     if call.dropout:
@@ -42,17 +40,15 @@ def supports(call: Call) -> str | None:
 
 
 def why_wait(call: Call) -> str | None:
-    """Why a small call would wait for Numba to compile a kernel, or to be imported for NumPy arrays; None if it would not."""
+    """Why a small call would wait for a kernel to be compiled, in a checkout whose sources have changed; None if it would not."""
     batch, heads, kv_heads, nq, nk, d, dv = call.sizes
     if nq < FEW_QUERIES:
         small = not _whole_vectors(call) or batch * kv_heads * nk * (d + dv) < _NUMBERS
     else:
         small = batch * heads * nq * nk * (d + dv) < _MULTIPLICATIONS
-    if not small or call.device != "cpu" or (not call.is_numpy and _is_ready(call)):
+    if not small or call.device != "cpu" or _is_ready(call):
         return None
-    if call.is_numpy:
-        return "a small call of NumPy arrays does not wait for the import of the compiler"
-    return "a kernel is not compiled yet, and a small call does not wait for it: lowtri doctor --compile"
+    return "a kernel is not compiled yet, and a small call does not wait for it: make"
 
 
 def _whole_vectors(call: Call) -> bool:
@@ -62,27 +58,13 @@ def _whole_vectors(call: Call) -> bool:
 
 
 def _is_ready(call: Call) -> bool:
-    """Whether every kernel that the call needs was compiled ahead."""
-    before = frozenset() if _numba_missing() else compiled_before()
-    if not before:
+    """Whether the library holds every kernel that the call needs."""
+    if library.unusable():
         return False
     families = ("forward", "backward") if call.needs_grad else ("decode",) if is_decoded(call) else ("forward",)
     spec = kernel_spec(families[0], call)
-    return all((family, spec.name) in before for family in families)
+    return all(library.holds(symbol(family, spec)) for family in families)
 
 
 def prepare(call: Call) -> Prepared:
     return PreparedKernels(call)
-
-
-@cache
-def _numba_missing() -> str | None:
-    """Why Numba is not usable, or None. New releases of Python and NumPy are supported late, so it may be missing or refuse them."""
-    if find_spec("numba") is None:
-        return "numba is not installed"
-    try:
-        import lowtri.compat.numba_linking
-        import lowtri.compat.numba_private  # noqa: F401
-    except Exception as error:  # whatever it raises, another backend can run
-        return f"numba cannot be loaded: {error}"
-    return None

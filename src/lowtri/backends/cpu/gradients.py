@@ -7,10 +7,11 @@ from typing import Any
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Strides, like_array, of_bias, of_plan, packed, strides
 from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import PreparedLaunch, kernel_file
+from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.cpu.reading import Reading
 from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels.scratch import key_rows, padded
+from lowtri.kernels.variants import Array
 from lowtri.ops.call import Inputs, Result
 
 __all__ = ["PreparedGradients"]
@@ -44,7 +45,7 @@ class PreparedGradients:
         if call.bias is not None and call.bias.requires_grad:
             self.d_bias_shape = (self.parts, batch, heads, *call.bias.shape[2:])
         self.copies_output = reading.cast or output[3] != 1
-        even = kernel_file("select").Array(d_output, dv).even
+        even = Array(d_output, dv).even
         self.copies_d_output = reading.cast or (spec.rows == "pairs" and not even)
         # The kernel alone gives the gradients, in the dtype in which they are summed.
         self.is_kernel_alone = self.is_exact and not self.copies_output and not self.copies_d_output

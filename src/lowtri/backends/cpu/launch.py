@@ -6,8 +6,6 @@ A launch is prepared from everything about a call except its addresses. It can r
 from __future__ import annotations
 
 import ctypes
-import importlib
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -15,14 +13,11 @@ import numpy as np
 
 from lowtri.backends.cpu.fields import Fields
 from lowtri.kernels.abi import Abi, aligned
+from lowtri.kernels.library import code
+from lowtri.kernels.threads import run_team
+from lowtri.kernels.variants import symbol
 
-__all__ = ["PreparedLaunch", "kernel_file"]
-
-
-@cache
-def kernel_file(name: str) -> Any:
-    """A module of the kernels, imported late because it imports Numba; a new call asks for it a dozen times."""
-    return importlib.import_module(f"lowtri.kernels.{name}")
+__all__ = ["PreparedLaunch"]
 
 
 class PreparedLaunch:
@@ -53,8 +48,8 @@ class PreparedLaunch:
         self._zeros = (layout["offsets"][zeros], shared[zeros]) if zeros else None
         self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
         self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
-        self._code = kernel_file("compilation").compiled(getattr(kernel_file(abi.name), abi.name), abi, spec)
-        self._call, self._run_team = self._code.call, kernel_file("threads").run_team
+        self._code = code(symbol(abi.name, spec))
+        self._call = self._code.call
         self._records: list[
             tuple[Any, int]
         ] = []  # a pool of records and their addresses; a record is used by one run at a time
@@ -85,7 +80,7 @@ class PreparedLaunch:
         if self.threads == 1:
             self._call(where)
         else:
-            self._run_team(self._code, where, self.threads)
+            run_team(self._code, where, self.threads)
         self._records.append((record, where))
         if scratch.size <= _POOLED_BYTES:
             _scratch.append(scratch)

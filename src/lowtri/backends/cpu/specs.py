@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtri.backends.cpu.fields import packed
-from lowtri.backends.cpu.launch import kernel_file
+from lowtri.kernels.variants import Array
 from lowtri.ops.call import ArrayInfo, Call
 
 __all__ = ["FEW_QUERIES", "is_decoded", "kernel_spec", "pack", "spec_for", "spec_of"]
@@ -39,8 +39,10 @@ def kernel_spec(family: str, call: Call) -> Any:
 
 def spec_for(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
     """The spec of the kernel that reads arrays of this dtype and layout, or None."""
-    select = kernel_file("select")
-    return select.spec_of(family, dtype, *(select.Array(x.strides, x.shape[3]) for x in arrays))
+    # Imported late: the import finds out which CPU this is, and raises if LOWTRI_ISA names another.
+    from lowtri.kernels import select
+
+    return select.spec_of(family, dtype, *(Array(x.strides, x.shape[3]) for x in arrays))
 
 
 def pack(x: ArrayInfo) -> ArrayInfo:

@@ -1,0 +1,215 @@
+"""The library of compiled kernels: what it may call, that it is refused with a reason, and the features of the CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from numba import types
+
+import lowtri
+from lowtri.compat import numba_objects
+from lowtri.errors import EngineError
+from lowtri.kernels import abi, compilation, library, select, target, threads
+from lowtri.kernels.cpu_features import cpu_features
+from lowtri.kernels.device_function import NUMBA_OPTIONS, device_function
+from lowtri.kernels.isa import ALL, Amx
+from lowtri.kernels.record import RecordType
+from lowtri.kernels.variants import symbol
+
+# A library that cannot be used.
+
+
+@pytest.fixture
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the library of an installed package, with a small library in it: not a checkout."""
+    file = Path(library.code("lowtri_cpuid").file)
+    shutil.copy(file, tmp_path / "kernels.so")
+    index = {
+        "version": lowtri.__version__,
+        "platform": library.this_platform(),
+        "sources": "0",
+        "isas": ["baseline"],
+        "library": "kernels.so",
+        "bytes": file.stat().st_size,
+        "symbols": ["lowtri_cpuid", "lowtri_xgetbv"],
+    }
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(library, "_NATIVE", tmp_path)
+    monkeypatch.setattr(library, "_BUILDER", tmp_path / "absent")
+    for cached in (library.index, library.code, library.sources_hash):
+        cached.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    for cached in (library.index, library.code, library.sources_hash):
+        cached.cache_clear()
+
+
+def change(folder: Path, **fields: Any) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | fields))
+
+
+def test_a_library_is_used_without_its_sources_being_looked_at(native: Path) -> None:
+    assert library.unusable() is None and library.built() == {"baseline"}
+    assert library.cpuid(0, 0)[0] > 0
+    assert not library.can_use("avx2")
+
+
+def truncate(folder: Path) -> None:
+    (folder / "kernels.so").write_bytes((folder / "kernels.so").read_bytes()[:5000])
+
+
+def damage(folder: Path) -> None:
+    (folder / "kernels.so").write_bytes(b"\0" * json.loads((folder / "index.json").read_text())["bytes"])
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda folder: (folder / "index.json").unlink(), "lowtri was installed without its compiled kernels"),
+        (lambda folder: (folder / "index.json").write_text("{"), "lowtri was installed without its compiled kernels"),
+        (lambda folder: (folder / "kernels.so").unlink(), "lowtri was installed without its compiled kernels"),
+        (lambda folder: change(folder, version="0.0.1"), "the compiled kernels are those of lowtri 0.0.1, not of "),
+        (
+            lambda folder: change(folder, platform="macos-aarch64"),
+            "the compiled kernels are for macos-aarch64, and this",
+        ),
+        (truncate, "the file of the compiled kernels has 5000 bytes instead of "),
+        (damage, "the compiled kernels cannot be loaded: "),
+    ],
+)
+def test_a_library_that_cannot_be_used_says_why_and_torch_runs(native: Path, harm: Any, reason: str) -> None:
+    harm(native)
+    words = library.unusable()
+    assert (
+        words is not None
+        and words.startswith(reason)
+        and words.endswith("Fix: pip install --force-reinstall --no-deps lowtri")
+    )
+    import torch
+
+    q = torch.randn(1, 2, 600, 32)
+    choice = lowtri.which_engine(q, q, q, "causal")
+    assert choice.engine == "sdpa" and choice.answers["cpu"] == f"no: {words}"
+    with pytest.raises(EngineError, match="Fix: pip install --force-reinstall"):
+        library.code("lowtri_cpuid")
+
+
+def test_a_kernel_that_was_not_built_is_named(native: Path) -> None:
+    with pytest.raises(EngineError, match="the kernel lowtri_forward_x is missing: the library was built without it"):
+        library.code("lowtri_forward_x")
+
+
+def test_a_stale_library_of_a_checkout_is_not_used(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (native / "build.py").write_text("")
+    monkeypatch.setattr(library, "_BUILDER", native / "build.py")
+    assert library.index() == {"reason": "the kernels' sources have changed since they were compiled"}
+    assert library.unusable() is None and library.can_use("avx2"), "Numba is installed: kernels are compiled"
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    assert str(library.unusable()).endswith("Fix: make, or pip install 'lowtri[compile]'")
+    library.index.cache_clear()
+    change(native, sources=library.sources_hash())
+    assert library.unusable() is None and library.built() == {"baseline"}
+
+
+# What kernels may do.
+
+
+def test_compiled_kernels_need_the_c_library_only() -> None:
+    """Of the functions outside of the file, by its symbols. Those that start with two underscores are the loader's own."""
+    allowed = numba_objects.C_LIBRARY | {"rintf"}  # LLVM calls it on the baseline, which has no instruction that rounds
+    families = [("forward", "float32", "direct"), ("forward", "bfloat16", "widened")]
+    for spec in (select.SPECS[family] for family in families):
+        text = subprocess.run(
+            ["nm", "-D", "--undefined-only", library.code(symbol("forward", spec)).file], capture_output=True, text=True
+        ).stdout
+        names = {line.split()[-1].split("@")[0] for line in text.splitlines()}
+        assert {name for name in names if not name.startswith(("_ITM_", "__"))} <= allowed
+
+
+@device_function
+def unchecked(values, index):
+    return values[index]
+
+
+def raising(call: Any) -> None:
+    unchecked((call.nq, call.nk), call.d)
+
+
+def test_a_function_that_can_raise_is_not_built() -> None:
+    record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
+    with pytest.raises(RuntimeError, match=r"lowtri_raising.* can raise an exception: status "):
+        numba_objects.object_file(raising, types.void(record), NUMBA_OPTIONS, "lowtri_raising")
+
+
+def calling(call: Any) -> None:
+    print(call.nq)
+
+
+def test_a_function_that_calls_python_is_not_built() -> None:
+    record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
+    with pytest.raises(RuntimeError, match=r"lowtri_calling calls numba_gil"):
+        numba_objects.object_file(calling, types.void(record), NUMBA_OPTIONS, "lowtri_calling")
+
+
+def test_the_code_in_the_library_is_the_code_in_memory() -> None:
+    """Bit for bit: a kernel of the library, and the same function compiled in this process for this CPU."""
+    from lowtri.kernels.ceilings import read
+
+    spec, numbers = (
+        select.SPECS["forward", "float32", "direct"],
+        np.random.default_rng(0).standard_normal(2**15, np.float32),
+    )
+    results = []
+    for code in (library.code(symbol("read", spec)), compilation.compiled(read, abi.READ, spec)):
+        sums, record = np.zeros((2, 16), np.float32), np.zeros(1, abi.READ.dtype)
+        record["source"], record["tasks"], record["block"], record["sums"] = (
+            numbers.ctypes.data,
+            2,
+            2**16,
+            sums.ctypes.data,
+        )
+        threads.run_team(code, record.ctypes.data, 1)
+        results.append(sums.tobytes())
+    assert results[0] == results[1]
+
+
+# The features of the CPU.
+
+
+def test_the_features_are_those_that_llvm_sees() -> None:
+    known = frozenset().union(*(isa.features for isa in ALL)) - {"amx-permission"}
+    seen = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    assert cpu_features(library.cpuid, library.xgetbv) & known == seen & known
+
+
+def registers(leaf: int, subleaf: int) -> tuple[int, ...]:
+    """A CPU with every feature."""
+    return {(0, 0): (7, 0, 0, 0), (0x80000000, 0): (0x80000001, 0, 0, 0), (7, 0): (1, *[2**32 - 1] * 3)}.get(
+        (leaf, subleaf), (2**32 - 1,) * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "best"), [(0x600E7, "amx"), (0xE7, "avx512-bf16"), (0x7, "avx2"), (0x3, "baseline"), (0, "baseline")]
+)
+def test_registers_that_the_system_does_not_save_are_not_used(saved: int, best: str) -> None:
+    has = cpu_features(registers, lambda: saved)
+    has |= {"amx-permission"} if Amx.features - {"amx-permission"} <= has else set()
+    assert target.instruction_set(None, has, "x86_64").name == best
+
+
+def test_an_old_cpu_is_not_asked_for_leaves_that_it_lacks() -> None:
+    def old(leaf: int, subleaf: int) -> tuple[int, ...]:
+        assert leaf in (0, 1, 0x80000000)
+        return {0: (1, 0, 0, 0), 1: (0, 0, 1, 0)}.get(leaf, (0, 0, 0, 0))  # SSE3, and no XGETBV
+
+    assert cpu_features(old, lambda: pytest.fail("there is no XGETBV")) == {"sse3"}
