@@ -29,7 +29,7 @@ def _cache(context: Context) -> Cases:
         ways["after a prompt"] = [n // 2] + [1] * (n - n // 2)
     if decoder.several:
         ways["in chunks"] = _chunks(n)
-    tried, failing, refused = list[str](), list[tuple[list[int], Inputs]](), dict[str, str]()
+    tried, failing, refused = list[str](), list[_Run](), dict[str, str]()
     ahead = [way for way, sizes in ways.items() if not _complete(context, sizes).any()]
     real = _comparable(context, decoder)
     for done, (way, sizes) in enumerate(ways.items()):
@@ -39,7 +39,7 @@ def _cache(context: Context) -> Cases:
             run = _Run(context, decoder, way, sizes, inputs, real, tried, refused)
             difference = yield run.case(whole)
             if difference is None or difference.status != "clean":
-                failing += [] if difference is None else [(sizes, inputs)]
+                failing += [] if difference is None else [run]
                 break
         context.tick(done + 1, len(ways))
     warning = ""
@@ -96,14 +96,14 @@ class _Run:
             expected = context.system(self.inputs) if whole is None else whole
         except Exception:
             expected = np.zeros((0, 0, 0))  # no rows agree in shape: refused
-        where = self.real & self.told & _complete(context, self.sizes)
-        return Case(self.inputs, where, self.leak, expected, self, earliest=True, watch=self.two)
+        return Case(self.inputs, self.where, self.leak, expected, self, earliest=True, watch=self.two)
 
     @property
-    def told(self) -> Bools:
-        """Positions (B, N) before the first pad that a recurrent state would be given alone; it takes pads in a prompt only."""
-        alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0])
-        return ~np.logical_or.accumulate(alone & (not self.decoder.several), axis=1)
+    def where(self) -> Bools:
+        """The positions (B, N) to compare: before the first pad that is given alone to a recurrent state, which takes pads in a
+        prompt only."""
+        alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0]) & (not self.decoder.several)
+        return self.real & _complete(self.context, self.sizes) & ~np.logical_or.accumulate(alone, axis=1)
 
     def warning(self) -> str:
         """What is said where this way is no one's claim."""
@@ -152,16 +152,16 @@ class _Run:
         return whole, part._replace(run=lambda: self.decoder.run(self.inputs, self.sizes, None))
 
 
-def _agrees_with_positions(context: Context, decoder: Decoder, failing: list[tuple[list[int], Inputs]]) -> bool:
+def _agrees_with_positions(context: Context, decoder: Decoder, failing: list[_Run]) -> bool:
     """Whether the ways that fail agree once position_ids are passed."""
     place = f"{context.system.signature.prefix}position_ids"
     if not context.system.accepts(place) or place in context.inputs.options or place in context.inputs.settings:
         return False
     positions = np.tile(np.arange(context.n), (context.inputs.batch, 1))
     try:
-        for sizes, inputs in failing:
-            placed = replace(inputs, options={**inputs.options, place: positions})
-            rows, where = decoder.run(placed, sizes, None), _complete(context, sizes) & ~context.ignored
+        for run in failing:
+            placed = replace(run.inputs, options={**run.inputs.options, place: positions})
+            rows, where = decoder.run(placed, run.sizes, None), run.where
             if compare(context.system(placed), rows, context.noise, where).status != "clean":
                 return False
     except Exception:
