@@ -60,7 +60,7 @@ docs: $(VENV)/installed-docs
 
 dist: $(VENV)/installed-dist
 	rm -rf dist
-	LOWTRI_BUILD='--isas all' $(BIN)/python -m build
+	LOWTRI_BUILD='--isas all --linker zig' $(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.

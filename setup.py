@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -21,12 +21,18 @@ class BuildKernels(build_py):
 class PlatformWheel(bdist_wheel):
     """One wheel for every Python of a platform: the library uses nothing of Python."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        platform = super().get_tag()[2]
+        if "--linker zig" in os.environ.get("LOWTRI_BUILD", ""):  # which links with glibc 2.17
+            platform = platform.replace("linux_x86_64", "manylinux2014_x86_64")
+        return "py3", "none", platform
 
 
-setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})
+class PlatformDistribution(Distribution):
+    """The package has compiled code, so wheels are installed where such packages are."""
+
+    def has_ext_modules(self):
+        return True
+
+
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -28,7 +29,9 @@ __all__ = [
 
 
 def _compiler() -> list[str]:
-    return ["numba>=0.62"] if any(map(shutil.which, ("cc", "gcc", "clang"))) else ["numba>=0.62", "ziglang>=0.13"]
+    """Numba, and Zig's linker where there is no other or LOWTRI_BUILD names it."""
+    has_linker = any(map(shutil.which, ("cc", "gcc", "clang"))) and "zig" not in os.environ.get("LOWTRI_BUILD", "")
+    return ["numba>=0.62"] if has_linker else ["numba>=0.62", "ziglang>=0.13"]
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:

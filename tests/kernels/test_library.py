@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,35 @@ def test_the_code_in_the_library_is_the_code_in_memory() -> None:
         threads.run_team(code, record.ctypes.data, 1)
         results.append(sums.tobytes())
     assert results[0] == results[1]
+
+
+SURFACE = """
+    import sys
+    import numpy as np, torch, lowtri
+    from lowtri.cli.main import main
+    from lowtri.nn import Decoder, DecoderConfig
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        q, k, v = (torch.randn(1, 2, 70, 32).to(dtype).requires_grad_() for _ in range(3))
+        lowtri.attention(q, k, v, "causal & window(9)", engine="cpu").sum().backward()
+        lowtri.attention(q[:, :, -1:].detach(), k.detach(), v.detach(), "causal", engine="cpu")
+    x = np.ones((2, 5, 8), np.float32)
+    lowtri.attention(x, x, x, "causal")
+    cache = lowtri.KVCache(lowtri.causal() & lowtri.window(4))
+    lowtri.attention(q, *cache.append(k, v)[:2], "causal")
+    model = Decoder(DecoderConfig(vocab_size=11, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    list(lowtri.generate(model, [1, 2, 3], max_new_tokens=3))
+    model(torch.tensor([[1, 2, 3, 4]])).logsumexp(-1).sum().backward()
+    lowtri.audit(model, torch.randint(0, 11, (1, 9)))
+    lowtri.explain(tuple(np.ones((3, 3, 4), np.float32)), mask="causal")
+    main(["doctor", "--no-measure"])
+    print({"numba", "llvmlite"} & set(sys.modules))
+"""
+
+
+def test_nothing_that_runs_imports_a_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SURFACE)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "set()", done.stderr[-3000:]
 
 
 # The features of the CPU.
