@@ -46,6 +46,7 @@ class Runner:
         device: of torch tensors.
         gradients: whether gradients are computed.
         limit: seconds that a call may take.
+        returned: the library of the last output.
     """
 
     attend: Callable[..., Any]
@@ -54,6 +55,7 @@ class Runner:
     device: str
     gradients: bool
     limit: float
+    returned: str = ""
 
     def convert(self, x: Tensor, dtype: torch.dtype) -> Any:
         """A tensor as an array of the library: bools stay bools, other numbers become ``dtype``."""
@@ -87,6 +89,7 @@ class Runner:
             if not torch.equal(_wide(x).nan_to_num(7.0), old.nan_to_num(7.0)):
                 raise Broken(f"it changed its argument {name}")
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self.returned = _library(outputs[0])
         results = {"output": self._plain(outputs[0])}
         expected = (case.b, case.hq, case.nq, case.dv)
         if tuple(results["output"].shape) != expected:
@@ -162,6 +165,10 @@ class Runner:
                     raise NotOffered(f"argument {name}")
 
 
+def _library(x: Any) -> str:
+    return "torch" if isinstance(x, Tensor) else "numpy" if isinstance(x, np.ndarray) else "jax"
+
+
 def _wide(x: Any) -> Tensor:
     """A float64 tensor on the CPU of an array of any library."""
     if isinstance(x, Tensor):
@@ -196,7 +203,7 @@ def _within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 def arrays_that_work(attend: Callable[..., Any], signature: Signature, device: str, limit: float) -> str:
-    """The first library whose float32 arrays the callable takes in the simplest case.
+    """The first library whose float32 arrays the callable takes in the simplest case and returns.
 
     Raises:
         CallError: if it takes none; the message has what it raised.
@@ -213,7 +220,9 @@ def arrays_that_work(attend: Callable[..., Any], signature: Signature, device: s
         try:
             for binding in signature.bind(case, numbers, lambda x, r=runner: r.convert(x, torch.float32)):  # type: ignore[misc]
                 runner.run(case, numbers, binding, torch.float32)
-            return arrays
+            if runner.returned == arrays:
+                return arrays
+            said = said or f"nothing: it returned an array of {runner.returned} for arrays of {arrays}"
         except (NotOffered, Refused) as error:
             said = said or str(error)
         except Broken:
