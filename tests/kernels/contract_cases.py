@@ -34,10 +34,14 @@ def attention(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
 
 
 def check(actual: torch.Tensor, plain: torch.Tensor, exact: Any, dtype: str, size: float) -> None:
-    """The contract's factors, with two units in the last place where the plain formula happens to be exact."""
+    """The contract's factors, with two units in the last place where the plain formula happens to be exact.
+
+    In float64 the reference is no more exact than the plain formula: as much is added again.
+    """
     (most, mean), (plain_most, plain_mean) = errors(actual, exact), errors(plain, exact)
-    assert most <= 2 * plain_most + 2 * EPS[dtype] * size, (most, plain_most)
-    assert mean <= 1.5 * plain_mean + EPS[dtype] * float(np.abs(wide(exact)).mean()), (mean, plain_mean)
+    own = 1 if dtype == "float64" else 0
+    assert most <= (2 + own) * plain_most + 2 * EPS[dtype] * size, (most, plain_most)
+    assert mean <= (1.5 + own) * plain_mean + EPS[dtype] * float(np.abs(wide(exact)).mean()), (mean, plain_mean)
 
 
 @pytest.mark.parametrize("nq", [1, 5, 140], ids=["one query", "few", "tiles"])

@@ -106,7 +106,7 @@ def test_flash_attention_and_flex_attention() -> None:
 def test_a_signature_of_ones_own() -> None:
     def call(attend: Any, given: Any) -> Any:
         if given.bias is not None or given.sinks is not None or given.case.softcap or given.case.lse:
-            raise NotImplementedError("bias, sinks, softcap and log-sum-exp")
+            raise NotImplementedError("softcap")
         return attend(given.visible, given.q, given.k, given.v, given.case.factor)
 
     def attend(visible: Any, q: Any, k: Any, v: Any, factor: float) -> Any:

@@ -196,6 +196,8 @@ def _within(seconds: float, work: Callable[[], Any]) -> Any:
         raise NoAnswer(f"no answer within {seconds:g} s") from None
     if isinstance(error, Broken):
         raise error
+    if isinstance(error, NotImplementedError):
+        raise NotOffered(str(error) or "what raises NotImplementedError")
     if error is not None:
         line = (str(error).splitlines() or [""])[0][:200]
         raise Refused(f"{type(error).__name__}: {line}") from error

@@ -44,7 +44,7 @@ class Verification:
             if not wrong:
                 self.passed.append((case, name))
         except NotOffered as error:
-            self.lacking[str(error)] = "its signature has no argument for it"
+            self.lacking[str(error)] = "its signature has no argument for it, or it raises NotImplementedError"
         except NoAnswer as error:
             self.stopped = f"{case.name}, {name}: {error}; what follows was not tried"
         except Broken as error:
