@@ -650,10 +650,7 @@ def main() -> None:
 
     import transformers
 
-    import lowtri.integrations.transformers
-    import lowtri.kernels.backward
-    import lowtri.kernels.decode
-    import lowtri.kernels.forward  # noqa: F401
+    import lowtri.integrations.transformers  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     known = types_of()

@@ -190,10 +190,13 @@ def main() -> None:
     if find_spec("numba") is None:
         sys.exit("build_kernels: numba is not installed. Fix: pip install 'lowtri[compile]'.")
     by = linker() if options.linker == "auto" else options.linker
-    if options.only:
-        build_one(options.only, options.out, by)
-    else:
-        build(options.isas, options.os, options.jobs, by, options.out)
+    try:
+        if options.only:
+            build_one(options.only, options.out, by)
+        else:
+            build(options.isas, options.os, options.jobs, by, options.out)
+    except OSError as error:
+        sys.exit(f"build_kernels: {options.out} cannot be written: {error.strerror}. Fix: --out names another folder.")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_the_folder_runs_as_a_program(tmp_path: Path) -> None:
 def test_all_paths_lead_to_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_N", 160)
     result = paths.run(Context(tmp_path))
-    assert len(result.checks) == 9 and all(check.passed for check in result.checks), result.checks
+    assert len(result.checks) == 10 and all(check.passed for check in result.checks), result.checks
     assert "token by token with a cache" in result.text
 
 
