@@ -13,8 +13,9 @@ LEAKS = Path(__file__).parents[2] / "examples" / "leaks"
 
 
 @pytest.fixture
-def folder(pytester: pytest.Pytester) -> pytest.Pytester:
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A test file, a file of models beside it, and a leaking and a right model in a folder."""
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest's summary has whole messages
     pytester.makepyfile(test_ok="def test_a(): pass\ndef test_b(): pass\ndef make(): 1 / 0\n")
     wrong = (LEAKS / "wrong" / "no_mask.py").read_text(encoding="utf-8")
     models = pytester.mkdir("sub") / "models.py"

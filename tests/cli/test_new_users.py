@@ -152,8 +152,9 @@ def test_a_layer_that_is_not_there_is_rejected_before_the_weights_are_read(
 def test_ctrl_c_keeps_the_figures(book: Path) -> None:
     """The model generates without end, in a context that does not end."""
     program = """
-import sys, itertools, time, lowtri
+import signal, sys, itertools, time, lowtri
 from lowtri.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with SIGINT ignored
 lowtri.generate = lambda *_, **__: (time.sleep(0.01) or 70 for _ in itertools.count())
 code = main(sys.argv[1:])
 assert "torch._dynamo" not in sys.modules, "loading a model does not load torch's compiler, which takes a second"

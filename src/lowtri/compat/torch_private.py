@@ -25,6 +25,7 @@ __all__ = [
     "has_flash_attention",
     "has_hooks",
     "in_batch",
+    "inside_compiled",
     "is_batched",
     "is_fake",
     "is_zero_tensor",
@@ -190,3 +191,8 @@ def mapped_indexing() -> AbstractContextManager[object]:
     except ImportError:
         return nullcontext()  # vmap then raises for such functions
     return TransformGetItemToIndex()
+
+
+def inside_compiled(module: Any) -> Any:
+    """The module that torch.compile wrapped, or None for any other; torch has no public name for it."""
+    return getattr(module, "_orig_mod", None)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from lowtri.compat.torch_private import inside_compiled
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import EngineError
 
@@ -15,7 +16,7 @@ __all__ = ["check_switched", "unwrapped"]
 def unwrapped(model: Any) -> Any:
     """The model inside of torch.compile, DistributedDataParallel and FullyShardedDataParallel."""
     while isinstance(model, Module):
-        inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper has all attributes of the model
+        inner = inside_compiled(model)  # torch.compile's wrapper has all attributes of the model
         if inner is None and not hasattr(model, "config"):
             inner = getattr(model, "module", None)
         if inner is None:
