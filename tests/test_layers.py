@@ -58,7 +58,7 @@ MANY_PARAMETERS = {
     ),
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
-    *("integrations/onnx.py:attention", "integrations/transformers_attend.py:attend"),
+    "integrations/transformers_attend.py:attend",
     *(
         "integrations/flash_attn/varlen.py:flash_attn_varlen_func",
         "integrations/flash_attn/kvcache.py:flash_attn_with_kvcache",

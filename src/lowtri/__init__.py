@@ -22,7 +22,7 @@ The packages, in reading order; a package imports only packages above it:
     verifying     anyone's attention held to the definition; well-known mistakes by name
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
-    integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX, ONNX
+    integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX
     lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, one file per verb
 

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 import lowtri
 from attention_cases import near
 from lowtri import CallError, KVCache, LowtriError, MaskError, attention
-from lowtri.integrations import onnx
 from lowtri.integrations.transformers_dense import read_dense_mask as given_table
 from lowtri.masks import POSITION_MAX as END
 
@@ -302,8 +301,6 @@ def test_other_doors_refuse_subclasses() -> None:
     for door in (
         lambda: lowtri.merge([masked], [masked[..., 0]]),
         lambda: KVCache().append(masked, masked),
-        lambda: onnx.attention(masked, x, x),
-        lambda: onnx.attention(x, x, x, attn_mask=np.ma.masked_array(x[0, 0, :, :3] > 0)),
         lambda: lowtri.scaled_dot_product_attention(masked, x, x),
         lambda: lowtri.explain((masked[0], x[0], x[0]), mask="causal"),
     ):

@@ -25,9 +25,6 @@ flex_block_masks        BlockMasks from masks and from mask_mods, and back
 flex_scores             what of a score_mod the kernels compute
 flex_biases             biases in a score_mod, as the kernels read them
 flash_attn              the functions of flash-attn with its signatures, and `import flash_attn` without a GPU
-onnx                    the Attention operator of the ONNX standard, as a function
-onnx_positions          the operator's masks: indices, lengths and offsets as a lowtri mask and positions
-onnx_arrays             the operator's heads, past keys and values, scores and dtypes, for NumPy and torch alike
 
 `import lowtri` imports nothing of this package, and each library is imported only when it is used.
 """

@@ -1,4 +1,4 @@
-"""ONNX Attention: every case of the standard's own backend tests, any mix of attributes against its reference, and words."""
+"""ONNX's Attention operator on lowtri: every case of the standard's own tests, and any attributes against its evaluator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from onnx.backend.test.case.node import _NodeTestCases as NODE_CASES
 from onnx.reference import ReferenceEvaluator
 
 from attention_cases import EPS, near
-from lowtri.errors import CallError
-from lowtri.integrations.onnx import Outputs, attention
+from onnx_operator import Outputs, attention
 
 NAMES = {"float32": "FLOAT", "float16": "FLOAT16", "float64": "DOUBLE", "bfloat16": "BFLOAT16"}  # as ONNX calls them
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
@@ -288,84 +287,9 @@ def test_gradients_go_through():
     assert torch.autograd.gradcheck(both, (q, k, v, bias))
 
 
-def test_it_needs_neither_onnx_nor_torch():
-    code = "import sys, lowtri.integrations.onnx; print(*({'onnx', 'torch', 'numba'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
-
-
-# What does not fit
-
-X = np.zeros((2, 4, 5, 8), np.float32)
-FLAT = np.zeros((2, 5, 32), np.float32)
-PAST = {"past_key": X, "past_value": X}
-
-
-@pytest.mark.parametrize(
-    ("inputs", "options", "words"),
-    [
-        ((X, X, FLAT), {}, r"Q \(2, 4, 5, 8\), K \(2, 4, 5, 8\), V \(2, 5, 32\); all have 4 dimensions, \(B, H, N, D\), or 3"),
-        ((X[0, 0],) * 3, {}, r"Q \(5, 8\), K .*; all have 4 dimensions"),
-        ((FLAT,) * 3, {}, r"Q \(2, 5, 32\), .*\nFix: for 3-D inputs, q_num_heads= and kv_num_heads="),
-        ((FLAT,) * 3, {"q_num_heads": 4, "kv_num_heads": 3}, r"K is \(2, 5, 32\), which is not 3 heads"),
-        ((FLAT,) * 3, {"q_num_heads": 0, "kv_num_heads": 4}, "q_num_heads is 0; it is a whole number of heads, at least 1"),
-        ((FLAT,) * 3, {"q_num_heads": "2", "kv_num_heads": 4}, "q_num_heads is '2'; it is a whole number of heads"),
-        ((FLAT,) * 3, {"q_num_heads": 4, "kv_num_heads": 4.0}, r"kv_num_heads is 4\.0; it is a whole number of heads"),
-        ((FLAT,) * 3, {"q_num_heads": True, "kv_num_heads": 4}, "q_num_heads is True; it is a whole number of heads"),
-        ((X,) * 3, {"q_num_heads": 2, "kv_num_heads": 2}, r"Q is \(2, 4, 5, 8\), which is not 2 heads"),
-        ((X, torch.zeros(1), X), {}, "Q ndarray, K Tensor, V ndarray; it takes NumPy arrays or torch tensors, all of one kind"),
-        ((None, X, X), {}, "Q NoneType, K ndarray, V ndarray; it takes NumPy arrays or torch tensors"),
-        ((X, X, None), {}, "Q ndarray, K ndarray, V NoneType; it takes"),
-        ((X, X, X, np.float32), {}, "Q ndarray, K ndarray, V ndarray, attn_mask type; it takes"),
-        ((torch.float32,) * 3, {}, "Q dtype, K dtype, V dtype; it takes"),
-        ((X, X.astype(np.float64), X), {}, r"K is float64 and Q is float32\. Fix: cast them to one dtype"),
-        ((X,) * 3, {**PAST, "past_value": X.astype(np.float16)}, "past_value is float16 and V is float32"),
-        ((X.astype(int), X, X), {}, r"Q is int64, but it holds floats\. Fix: cast it"),
-        ((X, X, X.astype(int)), {}, "V is int64, but it holds floats"),
-        (([[1.0]],) * 3, {}, "Q list, K list, V list; it takes NumPy arrays or torch tensors"),
-        ((X,) * 3, {"past_key": X}, "past_key came; a past is past_key and past_value, and .*\nFix: the one or the other"),
-        ((X,) * 3, {**PAST, "nonpad_kv_seqlen": [1, 1]}, "past_key and past_value and nonpad_kv_seqlen came"),
-        ((X,) * 3, {**PAST, "past_value": X[:1]}, r"past_value is \(1, 4, 5, 8\); expected \(2, 4, past, 8\)"),
-        ((X,) * 3, {**PAST, "past_value": X[:, :, :2]}, r"past_key \(2, 4, 5, 8\) and past_value \(2, 4, 2, 8\) differ in length"),
-        ((X,) * 3, {"nonpad_kv_seqlen": [1, 6]}, r"nonpad_kv_seqlen is int64 \[1, 6\], .* \(2,\) whole numbers in 0 \.\. 5"),
-        ((X,) * 3, {"nonpad_kv_seqlen": [1]}, r"nonpad_kv_seqlen is int64 \[1\], but it counts the real keys of each row"),
-        ((X,) * 3, {"nonpad_kv_seqlen": [1.0, 2.0]}, r"nonpad_kv_seqlen is float64 \[1\.0, 2\.0\]"),
-        ((X, X, X, np.ones((5, 5), int)), {}, r"attn_mask is int64 \(5, 5\); it holds bools .*\nFix: attn_mask != 0, after"),
-        ((X, X, X, np.ones((5, 6), bool)), {}, r"attn_mask is \(5, 6\), which does not broadcast against .* \(2, 4, 5, 5\)"),
-        ((X, X, X, np.ones((3, 5), bool)), {}, r"attn_mask is \(3, 5\), which does not broadcast"),
-        ((X, X, X, np.ones((), bool)), {}, r"attn_mask is \(\), which does not broadcast"),
-        ((X,) * 3, {"nonpad_kv_seqlen": [1, [2]]}, "nonpad_kv_seqlen is not an array, but it counts"),
-        ((X,) * 3, {"is_causal": 2}, "is_causal is 2; it is 0 or 1"),
-        ((X,) * 3, {"is_causal": "yes"}, "is_causal is 'yes'; it is 0 or 1"),
-        ((X,) * 3, {"is_causal": None}, "is_causal is None; it is 0 or 1"),
-        ((X,) * 3, {"return_qk_matmul": X}, "return_qk_matmul is ndarray; it is 0 or 1"),
-        ((X,) * 3, {"scale": "1"}, r"scale is '1'; it is one plain number\. Fix: float\(scale\)"),
-        ((X,) * 3, {"softcap": np.ones(2)}, r"softcap is ndarray; it is one plain number\. Fix: float\(softcap\)"),
-        ((X,) * 3, {"qk_matmul_output_mode": True}, "qk_matmul_output_mode is True; it is 0, 1, 2 or 3"),
-        ((X,) * 3, {"qk_matmul_output_mode": 4}, "qk_matmul_output_mode is 4; it is 0, 1, 2 or 3"),
-        ((X,) * 3, {"softmax_precision": 2}, r"softmax_precision is 2; it is 1 \(float32\), 10 \(float16\), 11 \(float64\) or 16"),
-        ((X,) * 3, {"softmax_precision": [1]}, "softmax_precision is list; it is 1"),
-        ((X,) * 3, {"left_window_size": "3"}, "left_window_size is '3'; it counts keys, and -1 is for all of them"),
-        ((X,) * 3, {"right_window_size": 2.5}, r"right_window_size is 2\.5; it counts keys"),
-        ((X,) * 3, {"left_window_size": -2}, "left_window_size is -2; it counts keys, and -1 is for all of them"),
-        ((X,) * 3, {"right_window_size": -7}, "right_window_size is -7; it counts keys"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_named(inputs, options, words):
-    with pytest.raises(CallError, match=r"onnx\.attention: " + words):
-        attention(*inputs, **options)
-
-
 def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
     q, k, v = some()
     numbers = {"scale": np.float32(0.5), "softcap": np.float64(2), "left_window_size": np.int64(2)}
     found = attention(q, k, v, is_causal=np.bool_(True), q_num_heads=np.int64(q.shape[1]), **numbers)
     expected = attention(q, k, v, is_causal=1, scale=0.5, softcap=2.0, left_window_size=2)
     assert np.array_equal(found.Y, expected.Y)
-
-
-def test_inputs_that_lowtri_rejects_are_rejected_here_too():
-    with pytest.raises(CallError, match="softcap is -1"):
-        attention(X, X, X, softcap=-1.0)
-    with pytest.raises(CallError, match="each key/value head serves a whole number of query heads"):
-        attention(X, X[:, :3], X[:, :3])
