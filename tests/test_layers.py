@@ -60,10 +60,9 @@ MANY_PARAMETERS = {
     # Mirrors of other libraries' signatures.
     "integrations/transformers_attend.py:attend",
     *(
-        "integrations/flash_attn/varlen.py:flash_attn_varlen_func",
-        "integrations/flash_attn/kvcache.py:flash_attn_with_kvcache",
+        "integrations/flash_attn/functions.py:flash_attn_varlen_func",
+        "integrations/flash_attn/functions.py:flash_attn_with_kvcache",
     ),
-    "integrations/flash_attn/varlen.py:flash_attn_varlen_kvpacked_func",
 }
 
 FILES = sorted(SOURCE.rglob("*.py"))

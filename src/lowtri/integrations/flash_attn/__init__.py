@@ -1,14 +1,10 @@
 """The functions of the package flash-attn on lowtri's engines: the same names, signatures and layouts, also on a CPU.
 
-dense          flash_attn_func and its packed forms: (B, N, H, D)
-varlen         flash_attn_varlen_func and its packed forms: sequences packed one after the other, (total, H, D)
-kvcache        flash_attn_with_kvcache: a cache that is written in place
-rotary         rotary embedding of the new tokens, interleaved or in halves
+functions      the public functions: batches (B, N, H, D), packed sequences (total, H, D), their packed forms, and a cache
 layers_rotary  flash_attn.layers.rotary: apply_rotary_emb, RotaryEmbedding
-version3       flash_attn_interface, FlashAttention 3's module
 bert_padding   unpad_input, pad_input, index_first_axis
+version3       flash_attn_interface, FlashAttention 3's module
 arguments      checks, with errors in flash-attn's own names and layout
-settings       the arguments that all functions share, as a mask and options of lowtri.attention
 install        makes ``import flash_attn`` find these functions, and names what is missing; ``python -m`` does it for a script
 
 The masks are those of flash-attn: the last query stands at the last key, and a window (left, right) counts the keys before and after
@@ -21,14 +17,16 @@ run outside of the graph.
 Source: flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
 """
 
-from lowtri.integrations.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from lowtri.integrations.flash_attn.install import install
-from lowtri.integrations.flash_attn.kvcache import flash_attn_with_kvcache
-from lowtri.integrations.flash_attn.varlen import (
+from lowtri.integrations.flash_attn.functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
+from lowtri.integrations.flash_attn.install import install
 
 __all__ = [
     "flash_attn_func",

@@ -11,19 +11,19 @@ from types import ModuleType
 from typing import Any
 
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn.real import MARK, is_real_installed
+from lowtri.integrations.flash_attn.functions import MARK, is_real_installed
 
 __all__ = ["install"]
 
 VERSION = "2.8.3+lowtri"  # of the package whose functions these are
 
 _MODULES = {
-    "flash_attn": ("dense", "varlen", "kvcache"),
-    "flash_attn.flash_attn_interface": ("dense", "varlen", "kvcache"),
-    "flash_attn.bert_padding": ("bert_padding",),
-    "flash_attn.layers": (),
-    "flash_attn.layers.rotary": ("layers_rotary",),
-    "flash_attn_interface": ("version3",),
+    "flash_attn": "functions",
+    "flash_attn.flash_attn_interface": "functions",
+    "flash_attn.bert_padding": "bert_padding",
+    "flash_attn.layers": "",
+    "flash_attn.layers.rotary": "layers_rotary",
+    "flash_attn_interface": "version3",
 }
 _PACKAGES = ("flash_attn", "flash_attn.layers")
 
@@ -73,8 +73,8 @@ def _module(name: str) -> ModuleType:
     if name in _PACKAGES:
         module.__path__ = []
     setattr(module, MARK, True)
-    sources = [import_module(f"lowtri.integrations.flash_attn.{file}") for file in _MODULES[name]]
-    offered = {public: getattr(source, public) for source in sources for public in source.__all__}
+    source: Any = import_module(f"lowtri.integrations.flash_attn.{_MODULES[name]}") if _MODULES[name] else None
+    offered = {public: getattr(source, public) for public in getattr(source, "__all__", ())}
     vars(module).update(offered)
 
     def missing(attribute: str) -> Any:
@@ -99,7 +99,7 @@ class _NotOffered:
 
 
 def _names() -> str:
-    return ", ".join(name for name, files in _MODULES.items() if files)
+    return ", ".join(name for name, file in _MODULES.items() if file)
 
 
 def _not_offered(name: str, offered: str) -> str:

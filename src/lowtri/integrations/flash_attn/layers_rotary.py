@@ -1,4 +1,4 @@
-"""``flash_attn.layers.rotary``: rotary embedding of queries and keys, new or in place, and the module that makes its tables."""
+"""``flash_attn.layers.rotary``: rotary embedding by given tables, new or in place, and the module that makes its tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn.arguments import check_tensor, whole_numbers
-from lowtri.integrations.flash_attn.rotary import rotate
 from lowtri.masks import POSITION_MAX
 from lowtri.nn.rotary import rotary_frequencies
 
@@ -43,7 +42,7 @@ def apply_rotary_emb(
     Args:
         x: (B, N, H, D); with ``cu_seqlens`` (total, H, D).
         cos, sin: (positions, R).
-        interleaved: see :func:`~lowtri.integrations.flash_attn.rotary.rotate`.
+        interleaved: see :func:`~lowtri.integrations.flash_attn.layers_rotary.rotate`.
         inplace: whether to write the result into x and return x.
         seqlen_offsets: the position of the first token, for all rows or one for each, (B,).
         cu_seqlens: (B + 1,), where each packed sequence begins, and the end of the last one.
@@ -125,7 +124,7 @@ class RotaryEmbedding(torch.nn.Module):
     Args:
         dim: the rotated entries of a head, an even number.
         base: the base of the frequencies.
-        interleaved: see :func:`~lowtri.integrations.flash_attn.rotary.rotate`.
+        interleaved: see :func:`~lowtri.integrations.flash_attn.layers_rotary.rotate`.
         scale_base: of XPos, which scales queries up and keys down with their position; None for none.
         device: of the buffers.
 
@@ -198,6 +197,35 @@ class RotaryEmbedding(torch.nn.Module):
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, name: str = "flash_attn_with_kvcache"
+) -> Tensor:
+    """x (B, N, H, D) rotated in its first 2 R entries by the rows of cos and sin (positions, R) at ``positions`` (B, N).
+
+    Args:
+        interleaved: entries 0 and 1, 2 and 3, ... form pairs (GPT-J); otherwise 0 and R, 1 and R + 1, ... (GPT-NeoX).
+        name: of the function that is called, for errors.
+    """
+    half = cos.shape[-1]
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * half > x.shape[3]:
+        raise CallError(
+            f"{name}: rotary tables cos {tuple(cos.shape)} and sin {tuple(sin.shape)} "
+            f"for heads of {x.shape[3]}. Fix: (positions, R) both, 2 R at most the head size."
+        )
+    if positions.numel() and int(positions.max()) >= cos.shape[0]:
+        raise CallError(
+            f"{name}: the rotary tables have {cos.shape[0]} positions, but one is {int(positions.max())}. "
+            "Fix: longer tables."
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = (table[positions.to(table.device)][:, :, None].to(wide) for table in (cos, sin))  # (B, N, 1, R)
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
+    pair = first * c - second * s, first * s + second * c
+    joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([joined.to(x.dtype), rest], -1)
 
 
 def _offsets(name: str, offsets: int | Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any
 
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn import dense, kvcache, varlen
+from lowtri.integrations.flash_attn import functions
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -55,9 +55,9 @@ def _with_signature(function: Callable[..., Any], required: str, defaults: dict[
     return call
 
 
-flash_attn_func = _with_signature(dense.flash_attn_func, "q k v", _REST)
+flash_attn_func = _with_signature(functions.flash_attn_func, "q k v", _REST)
 flash_attn_varlen_func = _with_signature(
-    varlen.flash_attn_varlen_func,
+    functions.flash_attn_varlen_func,
     "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
     {"seqused_q": None, "seqused_k": None, **_REST},
 )
@@ -66,7 +66,7 @@ _CACHE = (
     *("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens", *_DESCALES),
 )
 flash_attn_with_kvcache = _with_signature(
-    kvcache.flash_attn_with_kvcache,
+    functions.flash_attn_with_kvcache,
     "q k_cache v_cache",
     {
         **dict.fromkeys(_CACHE),

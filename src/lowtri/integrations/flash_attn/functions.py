@@ -1,0 +1,550 @@
+"""The public functions of flash-attn: sequences of one length, packed sequences, and a cache that is written in place.
+
+Packed sequences are one row, and the mask keeps them apart as documents. A document is as long as the longer of a sequence's queries
+and keys, which both stand at its end: this is flash-attn's alignment to the bottom right corner.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module, util
+from inspect import Signature, signature
+from typing import Any, ParamSpec
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowtri.dispatch.attend import attention
+from lowtri.errors import CallError
+from lowtri.integrations.flash_attn.arguments import (
+    check_numbers,
+    check_shapes,
+    check_slopes,
+    check_tensor,
+    read_window,
+    whole_numbers,
+)
+from lowtri.integrations.flash_attn.layers_rotary import rotate
+from lowtri.masks import POSITION_MAX, Mask, band, documents, full, window
+from lowtri.masks import causal as causal_mask
+from lowtri.ops.distance_bias import alibi
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+P = ParamSpec("P")
+Ints = NDArray[np.int64]
+
+MARK = "lowtri_installed"  # an attribute of the module that install() puts in the place of flash_attn
+
+
+def is_real_installed() -> bool:
+    """Whether ``import flash_attn`` finds a module that is not lowtri's."""
+    module = sys.modules.get("flash_attn")
+    return not hasattr(module, MARK) if module is not None else util.find_spec("flash_attn") is not None
+
+
+def _real_on_cuda(function: Callable[P, Any]) -> Callable[P, Any]:
+    """Pass tensors on a CUDA device to the function of the real package, where it is installed."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> Any:
+        q = args[0] if args else options.get("q")
+        if getattr(q, "is_cuda", False) and is_real_installed():
+            return getattr(import_module("flash_attn"), function.__name__)(*args, **options)
+        return function(*args, **options)
+
+    return call
+
+
+def _outside_graph(function: Callable[P, Any]) -> Callable[P, Any]:
+    """Run outside of compiled programs: the mask and the positions depend on numbers in ``cu_seqlens`` and ``cache_seqlens``."""
+    outside: Callable[P, Any] = torch.compiler.disable(function)
+    return outside
+
+
+def _packed_form(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A form of a function for packed tensors: it turns its own arguments into the first ones of the function, and has its options."""
+    options = [one for one in signature(function).parameters.values() if one.default is not one.empty]
+
+    def form(unpack: Callable[..., Any]) -> Callable[..., Any]:
+        own = signature(unpack).parameters
+
+        @wraps(unpack)
+        def call(*args: Any, **named: Any) -> Any:
+            by_name = {name: named.pop(name) for name in own if name in named}
+            return function(*unpack(*args[: len(own)], **by_name), *args[len(own) :], **named)
+
+        parameters = [*own.values(), *(one for one in options if one.name != "block_table")]
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return call
+
+    return form
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What all functions share, under flash-attn's names."""
+
+    name: str
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    return_attn_probs: bool
+
+    def run(self, tensors: Iterable[Tensor], mask: Mask, positions: dict[str, Ints]) -> tuple[Tensor, ...]:
+        """Attention of q, k and v (B, H, N, D), returned in flash-attn's layout.
+
+        Returns:
+            the output (B, Nq, Hq, D); the log-sum-exp (B, Hq, Nq), float32, without gradient, and inf where a query sees no key;
+            the weights; the last two are empty unless they are returned.
+        """
+        q, k, v = tensors
+        weighted = self.return_attn_probs and self.dropout_p > 0
+        options: dict[str, Any] = {"return_weights": weighted, "return_lse": self.return_attn_probs, **positions}
+        if (slopes := self.alibi_slopes) is not None:
+            options["bias"] = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
+        options |= {"scale": self.softmax_scale, "softcap": self.softcap or None, "dropout": self.dropout_p}
+        result: Any = attention(q, k, v, mask, **options)
+        output, *rest = result if isinstance(result, tuple) else (result,)
+        lse = weights = q.new_empty(0)
+        if self.return_attn_probs:
+            lse = rest[-1].detach()
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf).float()
+            weights = rest[0] if weighted else weights
+        return output.transpose(1, 2).contiguous(), lse, weights  # contiguous: callers use view
+
+    def mask(self) -> Mask:
+        """Which keys each query sees, for positions that end together."""
+        left, right = read_window(self.name, self.window_size)
+        if not torch.compiler.is_compiling():  # lowtri.attention checks the numbers of a program
+            check_numbers(self.name, self.dropout_p, self.softmax_scale, self.softcap, self.causal)
+        right = 0 if self.causal else right
+        if left < 0 and right < 0:
+            return full()
+        if right == 0:
+            return causal_mask() if left < 0 else window(left + 1)
+        return band(POSITION_MAX if left < 0 else left, POSITION_MAX if right < 0 else right)
+
+
+# Every sequence of a batch has the same length.
+
+
+@_real_on_cuda
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention in flash-attn's layout.
+
+    >>> import torch
+    >>> from lowtri.integrations.flash_attn import flash_attn_func
+    >>> q, kv = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)  # (B, N, H, D)
+    >>> flash_attn_func(q, kv, kv, causal=True).shape
+    torch.Size([2, 3, 4, 8])
+
+    Args:
+        q: (B, Nq, Hq, D).  k, v: (B, Nk, Hkv, D); query head h uses key/value head h // (Hq // Hkv).
+        dropout_p: the probability with which a weight is dropped, also in evaluation.
+        softmax_scale: factor on the scores; 1 / sqrt(D) by default.
+        causal: the last query sees the last key, the one before it one key less, and so on.
+        window_size: (left, right), how many keys each query sees before and after its own position, which is that of the last key
+            for the last query; -1 for no limit.
+        softcap: c > 0 caps the scaled scores at c * tanh(score / c); 0: no cap.
+        alibi_slopes: (Hq,) or (B, Hq); -slope * distance is added to the scores. No gradient.
+        deterministic: accepted; lowtri is always deterministic.
+        return_attn_probs: also return the log-sum-exp (B, Hq, Nq), inf where a query sees no key, and with dropout the weights
+            (B, Hq, Nq, Nk) before dropout, else an empty tensor.
+
+    Returns:
+        (B, Nq, Hq, D), 0 where a query sees no key; or a tuple with the two above.
+
+    Raises:
+        CallError: if the arguments do not fit together.
+    """
+    name = "flash_attn_func"
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, argument, x, "(B, N, H, D)")
+    check_shapes(name, q, k, v)
+    check_slopes(name, alibi_slopes, q.shape[0], q.shape[2])
+    options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    nq, nk = q.shape[1], k.shape[1]
+    # Negative positions would be padding, so more queries than keys begin at 0.
+    positions = {} if nq <= nk else {"q_positions": np.arange(nq), "k_positions": np.arange(nq - nk, nq)}
+    results = options.run((x.transpose(1, 2) for x in (q, k, v)), options.mask(), positions)
+    return results if return_attn_probs else results[0]
+
+
+@_packed_form(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor) -> Any:
+    """:func:`flash_attn_func` of qkv (B, N, 3, H, D), with the same options after it."""
+    check_tensor("flash_attn_qkvpacked_func", "qkv", qkv, "(B, N, 3, H, D)")
+    return qkv.unbind(2)
+
+
+@_packed_form(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor) -> Any:
+    """:func:`flash_attn_func` of q (B, Nq, Hq, D) and kv (B, Nk, 2, Hkv, D), with the same options after them."""
+    check_tensor("flash_attn_kvpacked_func", "kv", kv, "(B, N, 2, H, D)")
+    return q, *kv.unbind(2)
+
+
+# Sequences of different lengths, one after the other, without padding.
+
+_VARLEN = "flash_attn_varlen_func"
+
+
+@_real_on_cuda
+@_outside_graph
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences. Arguments that are not listed are those of
+    :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
+
+    >>> import torch
+    >>> from lowtri.integrations.flash_attn import flash_attn_varlen_func
+    >>> x, edges = torch.randn(5, 2, 8), torch.tensor([0, 3, 5])  # sequences of 3 and 2 tokens
+    >>> flash_attn_varlen_func(x, x, x, edges, edges, 3, 3, causal=True).shape
+    torch.Size([5, 2, 8])
+
+    Args:
+        q: (total_q, Hq, D).  k, v: (total_k, Hkv, D); with ``block_table`` pages (pages, page size, Hkv, D).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,), where each sequence begins, from 0, and the end of the last one. Queries past this end
+            give 0.
+        max_seqlen_q, max_seqlen_k: the longest sequence; not needed here.
+        alibi_slopes: (Hq,), or (B, Hq).
+        block_table: (B, pages of a sequence), the pages of each sequence's keys in their order; entries past its last page are ignored.
+
+    Returns:
+        (total_q, Hq, D); with ``return_attn_probs`` also the log-sum-exp (Hq, total_q), and the weights, which are empty without
+        dropout, else (Hq, total_q, total_k) before dropout.
+
+    Raises:
+        CallError: if the arguments do not fit together.
+    """
+    of_q, of_k = _edges("cu_seqlens_q", cu_seqlens_q), _edges("cu_seqlens_k", cu_seqlens_k)
+    if len(of_q) != len(of_k):
+        raise CallError(
+            f"{_VARLEN}: cu_seqlens_q has {len(of_q)} edges and cu_seqlens_k {len(of_k)}. Fix: B + 1 in both."
+        )
+    if block_table is not None:
+        k, v = (_from_pages(x, of_k, block_table) for x in (k, v))
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(_VARLEN, argument, x, "(total, H, D)")
+    check_shapes(_VARLEN, q, k, v)
+    check_slopes(_VARLEN, alibi_slopes, len(of_q) - 1, q.shape[1])
+    for argument, edges, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_k", of_k, k)):
+        if edges[-1] > len(x):
+            raise CallError(
+                f"{_VARLEN}: {argument} ends at {edges[-1]}, but there are {len(x)} tokens. Fix: an end of at most {len(x)}."
+            )
+    options = _Options(_VARLEN, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    mask = options.mask()
+    if alibi_slopes is not None and alibi_slopes.ndim == 2:
+        results = _one_by_one(options, (q, k, v), (of_q, of_k))
+    else:
+        apart, positions = _documents(of_q, of_k, len(q), len(k))
+        tensors = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
+        results = options.run(tensors, mask if apart is None else mask & apart, positions)
+        results = tuple(x[0] if x.ndim > 1 else x for x in results)  # what is not returned is empty
+    return results if return_attn_probs else results[0]
+
+
+@_packed_form(flash_attn_varlen_func)
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+    """:func:`flash_attn_varlen_func` of qkv (total, 3, H, D), with the same options after these arguments."""
+    check_tensor("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(total, 3, H, D)")
+    return *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+
+
+@_packed_form(flash_attn_varlen_func)
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> Any:
+    """:func:`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D), with the same options."""
+    check_tensor("flash_attn_varlen_kvpacked_func", "kv", kv, "(total, 2, H, D)")
+    return q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+
+def _edges(argument: str, edges: Any) -> Ints:
+    array: Ints = whole_numbers(_VARLEN, argument, edges, ("B + 1",), None).numpy()
+    if len(array) < 2 or array[0] != 0 or np.any(np.diff(array) < 0):
+        raise CallError(
+            f"{_VARLEN}: {argument} is {array.tolist()!r:.60}. Fix: (B + 1,) whole numbers, ascending from 0."
+        )
+    return array
+
+
+def _documents(of_q: Ints, of_k: Ints, total_q: int, total_k: int) -> tuple[Mask | None, dict[str, Ints]]:
+    """The mask that keeps sequences apart, None for a single one, and the positions of queries and keys."""
+    lengths = np.maximum(np.diff(of_q), np.diff(of_k))
+    ends = np.cumsum(lengths)
+    real = lengths[lengths > 0].tolist()
+    mask = documents(lengths=real) if len(real) > 1 else None
+    if np.array_equal(of_q, of_k) and total_q == total_k == of_q[-1]:
+        return mask, {}
+    at_end = {}  # each sequence stands at the end of its document; tokens past the last edge have no position
+    for name, edges, total in (("q_positions", of_q, total_q), ("k_positions", of_k, total_k)):
+        at_end[name] = np.full(total, -1, np.int64)
+        at_end[name][: edges[-1]] = np.arange(edges[-1]) + np.repeat(ends - edges[1:], np.diff(edges))
+    return mask, at_end
+
+
+def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
+    """The keys of all sequences, packed, from their pages."""
+    check_tensor(_VARLEN, "k and v with block_table", pages, "(pages, page size, H, D)")
+    lengths, size = np.diff(edges), pages.shape[1]
+    table = whole_numbers(_VARLEN, "block_table", block_table, (len(lengths), "pages"), None)
+    if lengths.max(initial=0) > table.shape[1] * size:
+        raise CallError(
+            f"{_VARLEN}: block_table is {tuple(table.shape)} with pages of {size}, but there are {len(lengths)} sequences "
+            f"of up to {lengths.max(initial=0)} keys. Fix: one row per sequence, with all of its pages."
+        )
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    slot = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
+    page = table[torch.from_numpy(row), torch.from_numpy(slot // size)]  # entries past the last page are not read
+    page = whole_numbers(_VARLEN, "block_table", page, ("pages",), len(pages)).to(pages.device)
+    return pages[page, torch.from_numpy(slot % size).to(pages.device)]
+
+
+def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
+    """Slopes that differ between sequences: one call for each."""
+    (q, k, v), (of_q, of_k), s = tensors, edges, options
+    dropped = s.return_attn_probs and s.dropout_p > 0
+    weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
+    outputs, lses = [], []
+    for b, slopes in enumerate(s.alibi_slopes if s.alibi_slopes is not None else ()):
+        own_q, own_k = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
+        numbers = (s.dropout_p, s.softmax_scale, s.causal, s.window_size, s.softcap, slopes)
+        output, lse, own = flash_attn_func(
+            q[own_q][None], k[own_k][None], v[own_k][None], *numbers, return_attn_probs=True
+        )
+        outputs.append(output[0])
+        lses.append(lse[0])
+        if dropped:
+            weights[:, own_q, own_k] = own[0].detach()
+    rest = len(q) - int(of_q[-1])
+    whole = torch.cat([*outputs, q.new_zeros(rest, q.shape[1], v.shape[2])])
+    return whole, torch.nn.functional.pad(torch.cat(lses, 1), (0, rest), value=torch.inf), weights
+
+
+# New tokens over a cache of fixed size, into which their keys and values are written.
+
+_CACHE = "flash_attn_with_kvcache"
+
+
+@_real_on_cuda
+@_outside_graph
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a cache, which is updated in place. No gradients.
+
+    The last query stands at the last key. Arguments that are not listed are those of
+    :func:`~lowtri.integrations.flash_attn.flash_attn_func`.
+
+    >>> import torch
+    >>> from lowtri.integrations.flash_attn import flash_attn_with_kvcache
+    >>> cache = torch.zeros(2, 2, 16, 4, 8)  # keys and values: (B, slots, H, D)
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 8)  # one new token of each row, after 5 and 7 in the cache
+    >>> flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=torch.tensor([5, 7]), causal=True).shape
+    torch.Size([2, 1, 4, 8])
+    >>> torch.equal(cache[0][0, 5], k[0, 0])
+    True
+
+    Args:
+        q: (B, Nq, Hq, D).
+        k_cache, v_cache: (Bc, slots, Hkv, D); with ``block_table`` pages (pages, page size, Hkv, D).
+        k, v: (B, N, Hkv, D), keys and values that are first written to the cache after ``cache_seqlens``.
+        rotary_cos, rotary_sin: (positions, R): k is rotated at its slot in the cache; q likewise if ``causal`` or with a window,
+            else all of q at ``cache_seqlens``.
+        cache_seqlens: how many keys of each row are in the cache, an int or (B,); default all slots.
+        cache_batch_idx: (B,), the row of the cache of each row of q; default 0 .. B-1.
+        cache_leftpad: (B,), the slot in which each row begins; default 0.
+        block_table: (B, pages of a row), the pages of each row in their order; entries past its last page are ignored.
+        rotary_interleaved: see :func:`~lowtri.integrations.flash_attn.layers_rotary.rotate`.
+        num_splits: accepted; lowtri chooses how it splits the work.
+        return_softmax_lse: also return the log-sum-exp, (B, Hq, Nq).
+
+    Returns:
+        (B, Nq, Hq, D), or a tuple with the log-sum-exp.
+
+    Raises:
+        CallError: if the arguments do not fit together, or new tokens do not fit into the cache. The cache is then unchanged.
+    """
+    options = _Options(_CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+    mask = options.mask()
+    slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
+    lengths = slots.of_rows("cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens)  # (B,)
+    starts = slots.of_rows("cache_leftpad", 0 if cache_leftpad is None else cache_leftpad)
+    if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
+        raise CallError(f"{_CACHE}: k came without v or cache_seqlens, or v without k. Fix: all three, or none.")
+    new = 0 if k is None else slots.check_new(k, v)
+    ends = (lengths + new).numpy()
+    if ends.max(initial=0) > slots.count:
+        raise CallError(
+            f"{_CACHE}: cache_seqlens is {lengths.tolist()!r:.60} and {new} tokens are new, but a row has {slots.count} slots.\n"
+            "Fix: a larger cache."
+        )
+    slots.check_pages(ends)
+    check_slopes(_CACHE, alibi_slopes, q.shape[0], q.shape[2])
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None or k is None:
+            raise CallError(
+                f"{_CACHE}: rotary tables need each other and new keys. Fix: rotary_cos=, rotary_sin= and k=."
+            )
+        check_tensor(_CACHE, "rotary_cos", rotary_cos, "(positions, R)")
+        check_tensor(_CACHE, "rotary_sin", rotary_sin, "(positions, R)")
+        own = causal or read_window(_CACHE, window_size) != (-1, -1)
+        steps = torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64)
+        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), rotary_interleaved)
+    if k is not None and v is not None:
+        slots.write(lengths, k, v)
+    keys, values = slots.read(int(ends.max(initial=0)))  # (B, S, Hkv, D)
+    positions = _slot_positions(q.shape[1], keys.shape[1], starts.numpy(), ends)
+    output, lse, _ = options.run((x.transpose(1, 2) for x in (q, keys, values)), mask, positions)
+    return (output, lse) if return_softmax_lse else output
+
+
+class _Slots:
+    """The slots of each row of q in a cache: rows of it, or pages."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
+        for argument, x, layout in (("q", q, "N"), ("k_cache", k, "slots"), ("v_cache", v, "slots")):
+            check_tensor(_CACHE, argument, x, f"(B, {layout}, H, D)")
+        check_shapes(_CACHE, q, k, v, ("k_cache", "v_cache"), one_batch=False)
+        if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
+            raise CallError(
+                f"{_CACHE}: q is {q.dtype}, k_cache {k.dtype} and v_cache {v.dtype}. Fix: one dtype, as q.to(k_cache.dtype)."
+            )
+        if table is not None and index is not None:
+            raise CallError(
+                f"{_CACHE}: block_table and cache_batch_idx exclude each other. Fix: the rows of block_table."
+            )
+        self.k, self.v, self.batch = k, v, q.shape[0]
+        self.table = None if table is None else whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)
+        self.index = None if index is None else whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), len(k))
+        self.count = k.shape[1] if self.table is None else self.table.shape[1] * k.shape[1]
+        if table is None and index is None and len(k) != self.batch:
+            raise CallError(
+                f"{_CACHE}: q has {self.batch} rows, but the cache {len(k)}. Fix: cache_batch_idx=, one per row of q."
+            )
+
+    def of_rows(self, argument: str, value: int | Tensor) -> Tensor:
+        """(B,) numbers from one for all rows, or one for each."""
+        sizes = () if np.ndim(value) == 0 else (self.batch,)
+        return whole_numbers(_CACHE, argument, value, sizes, POSITION_MAX).expand(self.batch)
+
+    def check_new(self, k: Any, v: Any) -> int:
+        """The number of new tokens of each row."""
+        for argument, x, cache in (("k", k, self.k), ("v", v, self.v)):
+            check_tensor(_CACHE, argument, x, "(B, N, H, D)")
+            expected = (self.batch, k.shape[1], *cache.shape[2:])
+            if tuple(x.shape) != expected or not x.is_floating_point():
+                raise CallError(
+                    f"{_CACHE}: {argument} is {tuple(x.shape)} {x.dtype}. Fix: {expected} floats, as q and the cache."
+                )
+            if any(step == 0 and size > 1 for step, size in zip(cache.stride(), cache.shape, strict=True)):
+                raise CallError(
+                    f"{_CACHE}: {argument}_cache is expanded, so its rows share memory and cannot hold different tokens. "
+                    f"Fix: {argument}_cache.contiguous()."
+                )
+        return int(k.shape[1])
+
+    def check_pages(self, ends: Ints) -> None:
+        """Raise if a page that is used does not exist; other entries of the table may hold anything."""
+        if self.table is None:
+            return
+        used = torch.from_numpy(np.arange(self.table.shape[1]) < -(-ends // max(1, self.k.shape[1]))[:, None])
+        whole_numbers(_CACHE, "block_table", self.table[used], ("pages",), len(self.k))
+        self.table = self.table.where(used, 0)
+
+    def write(self, lengths: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write new keys and values (B, N, H, D) after the present ones."""
+        slot = lengths[:, None] + torch.arange(k.shape[1])  # (B, N)
+        if self.table is not None:
+            row, slot = self.table.gather(1, slot // self.k.shape[1]), slot % self.k.shape[1]
+        else:
+            row = (torch.arange(self.batch) if self.index is None else self.index)[:, None]
+        for cache, fresh in ((self.k, k), (self.v, v)):
+            cache[row.to(cache.device), slot.to(cache.device)] = fresh.to(cache.dtype)
+
+    def read(self, n: int) -> tuple[Tensor, Tensor]:
+        """The first ``n`` slots of each row, (B, n, H, D): views, except for pages and chosen rows."""
+        if self.table is not None:
+            pages = self.table[:, : -(-n // self.k.shape[1])]
+            return self.k[pages].flatten(1, 2)[:, :n], self.v[pages].flatten(1, 2)[:, :n]
+        if self.index is not None:
+            return self.k[self.index, :n], self.v[self.index, :n]
+        return self.k[:, :n], self.v[:, :n]
+
+
+def _slot_positions(nq: int, nk: int, starts: Ints, ends: Ints) -> dict[str, Ints]:
+    """Slots as positions, -1 before a row's start and after its end; the last query stands at the last key."""
+    if not len(ends):  # no rows, so no position of each row
+        return {"q_positions": np.arange(nq), "k_positions": np.arange(nk)}
+    if (ends == nk).all() and not starts.any() and nq <= nk:
+        return {}
+    slots = np.arange(nk)
+    k = np.where((slots >= starts[:, None]) & (slots < ends[:, None]), slots + nq, -1)  # + nq: none of q's is negative
+    return {"q_positions": ends[:, None] + np.arange(nq), "k_positions": k}
