@@ -1,4 +1,4 @@
-"""The README and docs/claims.md: Python blocks with their output, verbs, pictures of masks, links, and named tests."""
+"""The README, and pages that name verbs, masks and tests: Python blocks, verbs, pictures of masks, links, and named tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+GUIDE = (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+ALL_MASKS = re.findall(r"^\| `(.+?)` \| <code>(.*?)</code>", GUIDE, re.M)
 MASKS = re.findall(r"^\| `(.+?)` \| <code>(.*?)</code>", README, re.M)
 
 
@@ -31,16 +33,18 @@ def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> No
         assert len(BLOCKS[number].splitlines()) <= 10
 
 
-def test_blocks_and_masks_were_extracted() -> None:
-    assert len(BLOCKS) >= 2 and len(MASKS) >= 8
+def test_the_readme_is_short_and_has_a_block_and_masks() -> None:
+    assert len(README.splitlines()) <= 150
+    assert BLOCKS and len(ALL_MASKS) >= 8
+    assert len(MASKS) == 5 and set(MASKS) <= set(ALL_MASKS)
 
 
-@pytest.mark.parametrize(("text", "picture"), MASKS, ids=[text for text, _ in MASKS])
+@pytest.mark.parametrize(("text", "picture"), ALL_MASKS, ids=[text for text, _ in ALL_MASKS])
 def test_every_picture_of_a_mask(text: str, picture: str) -> None:
     assert picture.split("<br>") == lowtri.mask(text.replace("\\|", "|")).draw(6).splitlines()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/claims.md", "docs/commands.md", "docs/models.md"])
 def test_links_verbs_and_files_exist(page: str) -> None:
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
@@ -61,7 +65,8 @@ def test_the_table_of_packages_is_complete() -> None:
         "pages",
         "plain",
     }
-    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", README, re.M)) == packages
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", contributing, re.M)) == packages
 
 
 def test_every_claim_names_an_existing_test_or_a_command() -> None:
