@@ -21,7 +21,7 @@ import lowtri
 from lowtri.backends.formula import tiles
 from lowtri.errors import CallError
 from lowtri.integrations.flex import create_block_mask, flex_attention
-from lowtri.integrations.flex_scores import read_score_mod
+from lowtri.integrations.flex.scores import read_score_mod
 
 B, H, N, D = 2, 4, 150, 16
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from integrations.test_flex import GATE, OF_DISTANCE, SLOPES, B, H, N, agree, numbers
-from lowtri.integrations.flex_scores import read_score_mod
+from lowtri.integrations.flex.scores import read_score_mod
 
 WIDTH = 15  # of an image of 10 x 15 pixels
 LENGTHS = torch.tensor([40, 60, 50])

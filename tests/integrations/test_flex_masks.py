@@ -17,9 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torchs
 from backends.test_flex_block_mask import same_blocks
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.flex import block_mask, create_block_mask, flex_attention
-from lowtri.integrations.flex_block_masks import mask_of
-from lowtri.integrations.flex_masks import function_mask
-from lowtri.integrations.flex_trace import trace
+from lowtri.integrations.flex.masks import function_mask, mask_of
+from lowtri.integrations.function_mask import trace
 from lowtri.masks import EMPTY, FULL, PARTIAL, causal, heads, strided, window
 from lowtri.masks.mask import Mask
 

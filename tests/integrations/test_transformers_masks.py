@@ -16,7 +16,8 @@ from transformers import masking_utils as theirs
 import lowtri
 from lowtri.errors import CallError
 from lowtri.integrations import transformers_masks
-from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask
+from lowtri.integrations.function_mask import FunctionMask
+from lowtri.integrations.transformers_functions import RemappedMask, ShiftedMask
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.integrations.transformers_masks import make_mask, read_function
 from lowtri.masks import EMPTY, FULL, PARTIAL, causal, chunks, full, window
@@ -154,7 +155,8 @@ def test_unknown_functions_are_evaluated_only_in_tiles_that_other_masks_leave_op
     asked: list[torch.Tensor] = []
 
     def own(b: Any, h: Any, q: Any, k: Any) -> Any:
-        asked.append(torch.stack(torch.broadcast_tensors(q, k)))
+        if q.ndim:  # not while it is traced
+            asked.append(torch.stack(torch.broadcast_tensors(q, k)))
         return (q + k) % 3 > 0
 
     mask = read_function(theirs.and_masks(theirs.sliding_window_causal_mask_function(64), own))
@@ -163,6 +165,26 @@ def test_unknown_functions_are_evaluated_only_in_tiles_that_other_masks_leave_op
     assert pairs.shape[1] < 1024 * 1024 / 4  # the tiles along the diagonal, and no others
     q, k = np.arange(1024)[:, None], np.arange(1024)
     assert np.array_equal(planned.dense(), (k <= q) & (k > q - 64) & ((q + k) % 3 > 0))
+
+
+def test_unknown_functions_of_indices_decide_whole_tiles() -> None:
+    """A prefix that grows by rows: neither the tiles below the diagonal nor those above are evaluated."""
+    lengths, pairs = torch.tensor([1000, 3000]), 0
+
+    def prefix(b: Any, h: Any, q: Any, k: Any) -> Any:
+        nonlocal pairs
+        pairs += max(q.numel(), k.numel()) if q.ndim else 0
+        return (k < lengths[b]) | (k <= q)
+
+    mask = read_function(prefix, 2)
+    assert mask.tile(0, 1000, 3000, 4096).tolist() == [EMPTY, EMPTY]
+    assert mask.tile(0, 1000, 0, 3000).tolist() == [PARTIAL, FULL]
+    planned = plan(mask, np.arange(4096), np.arange(4096))
+    assert pairs < 2 * 4096 * 4096 / 16  # of two rows, the tiles at the boundary
+    q, k = np.arange(4096)[:, None], np.arange(4096)
+    tables = [(k < length) | (k <= q) for length in lengths.tolist()]
+    assert np.array_equal(planned.dense(), tables[0])
+    assert planned.mask_pairs == tuple(int(table.sum()) for table in tables)
 
 
 def test_no_table_on_the_way() -> None:

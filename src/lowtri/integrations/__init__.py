@@ -13,17 +13,12 @@ transformers_generating whether a forward is a step of generate without a cache
 transformers_falcon     Falcon, whose layers choose their attention code when they are built
 transformers_attend     the attention function that every layer of a switched model calls
 transformers_masks      transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
-transformers_functions  mask functions that are not recognised, evaluated pair by pair; masks at remapped positions
+transformers_functions  mask functions that are not recognised; masks at remapped positions
 transformers_lazy       lazy masks: a mask and its positions as a tensor subclass without a table
 transformers_dense      dense masks, boolean or additive, as lazy masks and biases
 transformers_traced     the same attention under torch.compile and torch.export
+function_mask           mask functions of other libraries as masks, with tile answers from their graphs
 flex                    torch's FlexAttention on CPU, with gradients; its BlockMask from a lowtri mask
-flex_trace              mask_mod and score_mod as graphs of torch operations
-flex_bounds             tile answers from the graph of a mask_mod
-flex_masks              a mask_mod, and the blocks of a BlockMask, as a lowtri mask
-flex_block_masks        BlockMasks from masks and from mask_mods, and back
-flex_scores             what of a score_mod the kernels compute
-flex_biases             biases in a score_mod, as the kernels read them
 flash_attn              the functions of flash-attn with its signatures, and `import flash_attn` without a GPU
 
 `import lowtri` imports nothing of this package, and each library is imported only when it is used.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.compat.torch_private import mapped_indexing
+from lowtri.integrations.function_mask import BatchedMask, FunctionMask, bounds_of, trace
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.document_masks import Extremes
 from lowtri.masks.formulas import Band, full
@@ -20,56 +21,27 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.positions import Positions, within
 from lowtri.masks.tile import Answer
 
-__all__ = ["FunctionMask", "RemappedMask", "ShiftedMask", "from_first_tokens"]
-
-_CHUNK = 2**20  # pairs evaluated in one call: 8 MB for each of the two indices
+__all__ = ["RemappedMask", "ShiftedMask", "evaluated_mask", "from_first_tokens"]
 
 
-@dataclass(frozen=True)
-class FunctionMask(Mask):
-    """A function ``fn(batch, head, query, key)`` that can only be evaluated.
+def evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bool) -> Mask:
+    """A function ``fn(batch, head, query, key)`` that is not recognised; it is traced for tile answers, else evaluated.
 
-    All its tiles are PARTIAL, so pairs are evaluated tile by tile, and not at all where another mask makes the tile EMPTY.
+    Args:
+        rows: how many batch rows it is defined for.
+        use_vmap: whether it takes single indices, and must be mapped by torch.vmap.
     """
+    mapped = torch.vmap(fn, in_dims=(None, None, 0, 0)) if use_vmap else fn
 
-    fn: Callable[..., Any]
-    rows: int
-    device: str
-    use_vmap: bool  # whether the function takes single indices, and must be mapped by torch.vmap
-    row: int | None = None
+    def evaluate(*indices: Tensor) -> Tensor:
+        with mapped_indexing() if use_vmap else nullcontext():
+            return mapped(*indices)
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return (self.rows,) if self.row is None and self.rows > 1 else ()
-
-    def _at(self, b: int, h: int) -> Mask:
-        return FunctionMask(self.fn, self.rows, self.device, self.use_vmap, b)
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        shape = np.broadcast_shapes(np.shape(q), np.shape(k))
-        # The result at position -1 is not used, but an index must lie inside.
-        q, k = (np.maximum(np.broadcast_to(x, shape), 0).ravel() for x in (q, k))
-        visible = np.empty(len(q), bool)
-        for start in range(0, len(q), _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            visible[chunk] = self._evaluate(q[chunk], k[chunk])
-        return visible.reshape(shape) if shape else bool(visible[0])
-
-    def _evaluate(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
-        q_index, k_index = (torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for x in (q, k))
-        row, head = (torch.tensor(n, device=self.device) for n in (self.row or 0, 0))
-        if self.use_vmap:
-            with mapped_indexing():
-                visible = torch.vmap(self.fn, in_dims=(None, None, 0, 0))(row, head, q_index, k_index)
-        else:
-            visible = self.fn(row, head, q_index, k_index)
-        return np.broadcast_to(visible.detach().to("cpu", torch.bool).numpy(), q.shape)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 1 + 0 * (q0 + k0)
-
-    def __repr__(self) -> str:
-        return f"function(<{getattr(self.fn, '__qualname__', type(self.fn).__name__)}>)"
+    bounds = cache(lambda: bounds_of(trace(fn, device, of_score=False)))
+    parts: dict[tuple[int, ...], Mask] = {
+        (b, 0): FunctionMask(fn, evaluate, b, 0, device, bounds) for b in range(max(rows, 1))
+    }
+    return BatchedMask(parts, (rows,)) if rows > 1 else parts[0, 0]
 
 
 @dataclass(frozen=True)

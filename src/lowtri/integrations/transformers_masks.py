@@ -2,8 +2,8 @@
 
 transformers describes a mask as a function of (batch, head, query, key), combined from a few known functions by "and" and "or". Each
 known function is recognised by its code object and becomes a formula, so that no pair is evaluated. Each formula is checked once
-against its function on every pair of a small square; if they differ, the function is not recognised. Other functions are
-evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.transformers_functions.FunctionMask`).
+against its function on every pair of a small square; if they differ, the function is not recognised. Other functions are traced, so
+that tiles are skipped, and evaluated pair by pair where a tile needs it (:class:`~lowtri.integrations.function_mask.FunctionMask`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.transformers_caches import check_cache
-from lowtri.integrations.transformers_functions import FunctionMask, RemappedMask, ShiftedMask, from_first_tokens
+from lowtri.integrations.transformers_functions import RemappedMask, ShiftedMask, evaluated_mask, from_first_tokens
 from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
 from lowtri.integrations.transformers_sharded import mask_of_plan
 from lowtri.integrations.transformers_traced import can_omit_mask
@@ -127,7 +127,7 @@ def read_function(
     """
     reader = _readers().get(getattr(fn, "__code__", None))
     if reader is None:
-        return FunctionMask(fn, rows, device, use_vmap)
+        return evaluated_mask(fn, rows, device, use_vmap)
     if pattern is not None and reader in _PATTERNS:
         return pattern
     return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
@@ -261,8 +261,8 @@ def _readers() -> dict[Any, Callable[..., Mask]]:
 def _agree(fn: Callable[..., Any], reader: Callable[..., Mask]) -> bool:
     """Whether a function and the mask read from it agree on every pair of 12 positions in two batch rows."""
     try:
-        mask = _read(reader, fn, 2, lambda part: FunctionMask(part, 2, "cpu", False))
+        mask = _read(reader, fn, 2, lambda part: evaluated_mask(part, 2, "cpu", False))
     except (KeyError, TypeError, AttributeError, MaskError):  # it closes over other variables than the reader expects
         return False
-    expected = FunctionMask(fn, 2, "cpu", False).dense(12)
+    expected = evaluated_mask(fn, 2, "cpu", False).dense(12)
     return bool(np.array_equal(np.broadcast_to(mask.dense(12), expected.shape), expected))

@@ -1,7 +1,12 @@
-"""Block masks for FlexAttention: from a lowtri mask, from a mask_mod, and back to a lowtri mask."""
+"""FlexAttention's mask functions and block masks as lowtri masks, and BlockMasks from either.
+
+A block of a BlockMask is EMPTY if it is not listed and FULL if it is listed as full. In all other tiles, the bounds of the traced
+``mask_mod`` (:mod:`~lowtri.integrations.function_mask`) decide where they can. What is left is evaluated pair by pair.
+"""
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,21 +18,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
-from lowtri.compat.torch_private import version_of
+from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.errors import CallError, MaskError
-from lowtri.integrations.flex_functions import check_function
-from lowtri.integrations.flex_masks import Blocks, function_mask
-from lowtri.integrations.flex_trace import trace
+from lowtri.integrations.function_mask import BatchedMask, FunctionMask, Trace, bounds_of, trace
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
-from lowtri.masks.positions import check_count
+from lowtri.masks.positions import Positions, check_count
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import FULL, PARTIAL, default_positions
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, default_positions
 
-__all__ = ["block_mask", "create_block_mask", "mask_of"]
+__all__ = ["block_mask", "check_function", "create_block_mask", "function_mask", "mask_of", "tensor_function"]
 
 _NO_BLOCKS = 1 << 30  # the block size of a BlockMask that stands for no mask
 _PAIRS_AT_ONCE = 2**22
@@ -176,16 +179,58 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     kept = _MASKS.setdefault(blocks, {})
     if key not in kept:
         kept.clear()
-        kept[key] = function_mask(
-            fn, shape, device, blocks=Blocks(_answers(blocks), *blocks.BLOCK_SIZE), traced=(traced, None)
-        )
+        kept[key] = function_mask(fn, shape, device, blocks=blocks, traced=(traced, None))
     return kept[key]
 
 
 _MASKS: weakref.WeakKeyDictionary[BlockMask, dict[Any, Mask]] = weakref.WeakKeyDictionary()
 
 
-def _answers(blocks: BlockMask) -> NDArray[np.int8]:
+def function_mask(
+    fn: Callable[..., Any],
+    shape: tuple[int, int, int, int],
+    device: Any,
+    *,
+    blocks: BlockMask | None = None,
+    traced: tuple[Trace | None, Any] | None = None,
+) -> Mask:
+    """A mask_mod as a mask whose positions are indices.
+
+    Args:
+        fn: the mask_mod; True = may see.
+        shape: B, H, Nq, Nk; the mask has a batch row or head for each index that the function depends on, or the blocks differ by.
+        device: where the function is evaluated.
+        blocks: whose lists decide; in blocks that are not full, the function does.
+        traced: the trace and the node that ``fn`` computes, where it is a part of a traced function.
+    """
+    batch, heads, *size = shape
+    graph, node = traced or (trace(fn, device, of_score=False), None)
+    by_row, by_head = ((graph is None or graph.depends_on(node or graph.output, name)) for name in "bh")
+    answers = None if blocks is None else _block_answers(blocks)
+    known = (1, 1) if answers is None else answers.shape[:2]
+    rows, columns = batch if by_row or known[0] > 1 else 1, heads if by_head or known[1] > 1 else 1
+    bounds = bounds_of(graph, node)
+    mapped = torch.vmap(tensor_function("mask_mod", fn), in_dims=(None, None, 0, 0))
+
+    def evaluate(*indices: Tensor) -> Tensor:
+        with mapped_indexing(), torch.no_grad():
+            visible: Tensor = mapped(*indices)
+        if visible.dtype != torch.bool:
+            raise MaskError(
+                f"flex_attention: mask_mod gives {visible.dtype}, but it must give bools, True = may see. Fix: != 0."
+            )
+        return visible
+
+    parts: dict[tuple[int, ...], Mask] = {}
+    for b, h in np.ndindex(rows, columns):
+        of_blocks = None
+        if blocks is not None and answers is not None:
+            of_blocks = _tile_answers(answers[b % known[0], h % known[1]], *blocks.BLOCK_SIZE)
+        parts[b, h] = FunctionMask(fn, evaluate, b, h, device, lambda: bounds, (size[0], size[1]), of_blocks)
+    return parts[0, 0] if len(parts) == 1 else BatchedMask(parts, (rows, columns) if columns > 1 else (rows,))
+
+
+def _block_answers(blocks: BlockMask) -> NDArray[np.int8]:
     """(B, H, rows, columns): the answer for each block, from the lists."""
     columns = -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])
     answers = np.zeros((*blocks.kv_num_blocks.shape, columns), np.int8)
@@ -196,9 +241,29 @@ def _answers(blocks: BlockMask) -> NDArray[np.int8]:
     for counts, indices, answer in listed:
         if counts is not None and indices is not None:
             number, column = counts.cpu().numpy(), indices.cpu().numpy()
-            b, h, row, place = np.nonzero(np.arange(column.shape[3]) < number[..., None])
-            answers[b, h, row, column[b, h, row, place]] = answer
+            b, h, row, entry = np.nonzero(np.arange(column.shape[3]) < number[..., None])
+            answers[b, h, row, column[b, h, row, entry]] = answer
     return answers
+
+
+def _tile_answers(answers: NDArray[np.int8], queries: int, keys: int) -> Callable[..., Answer]:
+    """The answers of blocks of ``queries`` x ``keys``, in one batch row and head, as those of tiles of any size."""
+    rows, columns = answers.shape
+    visible, whole = np.zeros((2, rows + 1, columns + 1), np.int64)  # summed over all blocks before
+    for sums, of in ((visible, answers != EMPTY), (whole, answers == FULL)):
+        np.cumsum(np.cumsum(of, axis=0, dtype=np.int64), axis=1, out=sums[1:, 1:])
+
+    def tile(q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        top, bottom = np.minimum(q0 // queries, rows), np.minimum(-(-q1 // queries), rows)
+        left, right = np.minimum(k0 // keys, columns), np.minimum(-(-k1 // keys), columns)
+
+        def count(sums: NDArray[np.int64]) -> Any:
+            return sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+
+        area = (bottom - top) * (right - left)
+        return 1 + (count(whole) == area).astype(np.int8) - (count(visible) == 0).astype(np.int8)
+
+    return tile
 
 
 def _blocks_by_pairs(mask: Mask, nq: int, nk: int, size: tuple[int, int]) -> tuple[Bools, Bools]:
@@ -239,3 +304,57 @@ def _device(name: str, device: Any) -> Any:
     except (RuntimeError, AssertionError, TypeError):
         raise CallError(f'{name}: torch cannot use the device {device!r} here. Fix: device="cpu".') from None
     return device
+
+
+# The user's functions: checks that they can be called, and errors that name them.
+
+_ARGUMENTS = {"mask_mod": ("b", "h", "q", "k"), "score_mod": ("score", "b", "h", "q", "k")}
+
+
+def check_function(name: str, argument: str, function: Any) -> None:
+    """Raise unless a mask_mod or score_mod can be called with its arguments."""
+    arguments = _ARGUMENTS[argument]
+    wanted = f"{argument}({', '.join(arguments)})"
+    if not callable(function) or isinstance(function, Tensor | Mask | BlockMask):
+        fix = f"a function {wanted}"
+        if isinstance(function, BlockMask):
+            fix = "block_mask="
+        elif isinstance(function, Mask | str) and argument == "mask_mod":
+            fix = "lowtri.integrations.flex.block_mask for a mask of lowtri"
+        raise CallError(f"{name}: {argument} is {type(function).__name__}. Fix: {fix}.")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        given = inspect.signature(function)
+        fix = "create_block_mask for a mask_mod" if argument == "score_mod" and len(given.parameters) == 4 else wanted
+        raise CallError(
+            f"{name}: {argument} takes {given}, but it is called with ({', '.join(arguments)}). Fix: {fix}."
+        ) from None
+    except ValueError:  # a built-in function without a signature
+        pass
+
+
+def tensor_function(argument: str, function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The function, with errors for results that are no tensors, and for branches on values."""
+
+    def checked(*values: Any) -> Tensor:
+        try:
+            result = function(*values)
+        except RuntimeError as error:
+            if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+                raise
+            raise CallError(
+                f"flex_attention: {argument} reads the value of an index, as in `if`, `and` or a list's index.\n"
+                "Fix: torch.where, & and |, and tensors in place of lists; it is called with all indices at once."
+            ) from error
+        if not isinstance(result, Tensor):
+            raise CallError(
+                f"flex_attention: {argument} gives {type(result).__name__}. Fix: a tensor, made of its arguments."
+            )
+        if argument == "score_mod" and result.dtype == torch.bool:
+            raise CallError(
+                "flex_attention: score_mod gives torch.bool, but it must give scores. Fix: torch.where(condition, score, -inf)."
+            )
+        return result
+
+    return checked

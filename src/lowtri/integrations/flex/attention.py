@@ -1,18 +1,4 @@
-"""FlexAttention on CPU: torch's ``flex_attention`` and ``create_block_mask`` with torch's arguments, forward and backward.
-
-    from lowtri.integrations.flex import create_block_mask, flex_attention
-
-torch's own function does not train on a CPU: it raises for tensors that require gradients. :func:`block_mask` makes torch's BlockMask
-from a lowtri mask, also for torch's own function on a GPU.
-
-flex_functions    checks of mask_mod and score_mod, and errors that name them
-flex_trace        mask_mod and score_mod as graphs of torch operations
-flex_bounds       tile answers from the graph of a mask_mod
-flex_masks        a mask_mod, and the blocks of a BlockMask, as a lowtri mask
-flex_block_masks  BlockMasks from masks and from mask_mods, and back
-flex_scores       what of a score_mod the kernels compute
-flex_biases       biases in a score_mod, as the kernels read them
-"""
+"""torch's ``flex_attention`` on CPU, forward and backward."""
 
 from __future__ import annotations
 
@@ -29,15 +15,14 @@ from lowtri.backends.formula.tiles import Tile, Tiles
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.eager import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
-from lowtri.integrations.flex_block_masks import block_mask, create_block_mask, mask_of
-from lowtri.integrations.flex_functions import check_function
-from lowtri.integrations.flex_scores import read_score_mod, tile_function
+from lowtri.integrations.flex.masks import check_function, mask_of
+from lowtri.integrations.flex.scores import read_score_mod, tile_function
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
 
-__all__ = ["block_mask", "create_block_mask", "flex_attention"]
+__all__ = ["flex_attention"]
 
 _NAME = "flex_attention"
 
@@ -57,6 +42,7 @@ def flex_attention(
 ) -> Any:
     """torch's ``flex_attention`` with torch's arguments and meanings, with gradients on CPU.
 
+    >>> from lowtri.integrations.flex import create_block_mask
     >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
     >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
     >>> blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
