@@ -19,7 +19,7 @@ The packages, in reading order; a package imports only packages above it:
     parallel      one sequence over many processes, split by what its mask shows
     training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
-    verifying     anyone's attention held to the definition; well-known mistakes by name
+    verifying     compares any attention function with the definition; names well-known mistakes
     explaining    every step of attention, with numbers
     benching      benchmarks against torch and the CPU's own limits
     integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX

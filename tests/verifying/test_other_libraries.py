@@ -94,7 +94,7 @@ def test_the_interface_of_transformers(implementation: str) -> None:
         hidden = torch.zeros(given.visible.shape, dtype=given.q.dtype).masked_fill(~given.visible, -torch.inf)
         mask = None if case.text == "full" else hidden
         softcap = {} if case.softcap is None else {"softcap": case.softcap}
-        return function(module, given.q, given.k, given.v, mask, scaling=case.factor, **softcap)[0].transpose(1, 2)
+        return function(module, given.q, given.k, given.v, mask, scaling=given.scale, **softcap)[0].transpose(1, 2)
 
     report = lowtri.verify(attend, signature=call, dtypes=["float32"])
     assert report.ok and report.passed > 25, report

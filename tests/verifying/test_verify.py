@@ -59,7 +59,7 @@ def test_an_unexplained_difference_is_located_and_shrunk() -> None:
 
     report = verify(attend, cases="causal", gradients=False)
     (finding,) = report.wrong
-    assert not report.mistakes and "query 16 to the end, the feature alone (3)" in finding.where
+    assert not report.mistakes and "query 16 to the end, only the feature (3)" in finding.where
     assert "Nq 18" in finding.where and "mask causal" in finding.where, finding.where
 
 
@@ -107,7 +107,7 @@ def test_a_signature_of_ones_own() -> None:
     def call(attend: Any, given: Any) -> Any:
         if given.bias is not None or given.sinks is not None or given.case.softcap or given.case.lse:
             raise NotImplementedError("softcap")
-        return attend(given.visible, given.q, given.k, given.v, given.case.factor)
+        return attend(given.visible, given.q, given.k, given.v, given.scale)
 
     def attend(visible: Any, q: Any, k: Any, v: Any, factor: float) -> Any:
         return kernel()(q, k, v, lowtri.table(visible.numpy()) if visible.numel() else lowtri.full(), factor)
@@ -152,17 +152,17 @@ def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
     report = verify(raises)
     assert not report.ok and "64 tokens, float32: it raised IndexError: tile 1 of 1" in str(report), report
     report = verify(hangs, limit=0.5, cases=["causal", "64 tokens", "full"])
-    assert report.exit_code == 3 and "64 tokens, float32: no answer within 0.5 s" in str(report)
+    assert report.exit_code == 3 and "64 tokens, float32: no result within 0.5 s" in str(report)
 
 
 ERRORS = {
     "no function": (lambda: verify(3), "attend is int; expected a function"),
     "nothing works": (lambda: verify(lambda q, k, v, mask: 1 / 0), "ZeroDivisionError: division by zero\nFix: check signature="),
     "a signature": (lambda: verify(kernel(), signature="triton"), "signature='triton'; expected mask, sdpa, flash, flex"),
-    "a dtype": (lambda: verify(kernel(), dtypes=["int8"]), "dtypes= names 'int8'; expected float32"),
-    "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes= is empty"),
-    "a case": (lambda: verify(kernel(), cases=["causl"]), "cases= names 'causl', which no case has"),
-    "a part of a name": (lambda: verify(kernel(), cases="zebra"), "cases= names 'zebra'"),
+    "a dtype": (lambda: verify(kernel(), dtypes=["int8"]), "dtypes=['int8']; expected float32"),
+    "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes=[]; expected float32"),
+    "a case": (lambda: verify(kernel(), cases=["causl"]), "cases='causl', which is in the name of no case"),
+    "a part of a name": (lambda: verify(kernel(), cases="zebra"), "cases='zebra'"),
 }  # fmt: skip
 
 
@@ -182,6 +182,22 @@ def test_the_report(tmp_path: Path) -> None:
     assert fields["mistakes"] == ["scale missing"] and not fields["ok"] and fields["findings"][0]["case"] == "causal"
     for name in ("r.html", "r.json", "r.txt"):
         assert "scale missing" in report.save(tmp_path / name).read_text()
-    with pytest.raises(DataError, match=r"\.html, \.json, \.txt"):
-        report.save(tmp_path / "r.pdf")
+    with pytest.raises(DataError, match=r"\.html, \.json, \.txt, \.svg"):
+        report.save(tmp_path / "r.doc")
     assert "scale missing" in report._repr_html_()
+
+
+def test_the_picture_has_a_cell_for_each_case_and_dtype() -> None:
+    known = {"NaN from hidden keys": "a weight of 0 times NaN is NaN"}
+    report = lowtri.verify(
+        kernel("NaN from hidden keys", "softcap missing"),
+        dtypes=["float32", "float64"],
+        cases=["causal", "softcap", "NaN in hidden keys and values", "no rows"],
+        differences=known,
+    )
+    assert list(report.results.values()) == [
+        {"float32": status, "float64": status} for status in ("right", "wrong", "documented", "right")
+    ]
+    picture = report.to_svg()
+    assert all(words in picture for words in ("float64", "NaN in hidden keys and values", "wrong", "documented"))
+    assert picture.count('class="lowtri-leak"') == 2  # the case of the softcap, and the legend

@@ -1,4 +1,4 @@
-"""What is tried, as data: each case has a name, the reason why it is there, and sizes that no tile divides."""
+"""The calls of a verification, as data: each case has a name, the reason why it is there, and its sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,39 +13,28 @@ from torch import Tensor
 
 from lowtri.masks import Mask, keys, table
 from lowtri.masks import mask as mask_of
-from lowtri.verifying.formula import Formula
+from lowtri.verifying.definition import Call
 
-__all__ = ["CASES", "Case", "Numbers"]
-
-
-class Numbers(NamedTuple):
-    """The inputs of a case, rounded to its dtype and given as float64."""
-
-    q: Tensor  # (B, Hq, Nq, D)
-    k: Tensor  # (B, Hkv, Nk, D)
-    v: Tensor  # (B, Hkv, Nk, Dv)
-    bias: Tensor | None
-    sinks: Tensor | None
-    slopes: Tensor | None  # (Hq,), of ALiBi
-    d_output: Tensor  # (B, Hq, Nq, Dv)
+__all__ = ["CASES", "Case"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. A custom ``signature`` function reads it: the sizes, ``mask``, ``visible``, ``scale``, ``softcap``.
+    """One call of a verification.
 
     Attributes:
-        name, why: what it is, and what it is there for.
+        name, why: what it is, and the reason why it is there.
         text: the mask; "random table", "empty rows" and "padding ..." are drawn for the sizes.
         b, hq, hkv, nq, nk, d, dv: the sizes; hq is a multiple of hkv.
         scale, softcap: None for the default and for none.
         bias: "" for none, or "full", "broadcast", "with -inf", "alibi".
         sinks: whether each head has a sink.
         lse: whether the log-sum-exp is compared.
-        numbers: "normal", "large", "equal", "denormal", "low" (scores below -1e9) or where garbage lies: "NaN keys" ...
+        numbers: "normal", "large", "equal", "denormal", "low" (scores below -1e9), or where NaN or inf lies: "NaN queries" ...
         layout: "contiguous", "transposed" (tokens before heads) or "strided".
         gradients: whether gradients are compared.
-        other: by a mistake's name, the mask that a call with this mistake uses.
+        other: by a mistake's name, the mask of a call with this mistake.
+        seed: of the random numbers.
     """
 
     name: str
@@ -67,7 +55,7 @@ class Case:
     numbers: str = "normal"
     layout: str = "contiguous"
     gradients: bool = True
-    other: Mapping[str, str] = field(default_factory=dict)
+    other: Mapping[str, str] = field(default_factory=dict, hash=False)
     seed: int = 0
 
     @cached_property
@@ -98,13 +86,8 @@ class Case:
             return mask_of("causal") & keys(real) if self.b > 1 else mask_of("causal") & keys(real[0])
         return mask_of(text)
 
-    @property
-    def factor(self) -> float:
-        """The scale of the scores."""
-        return 1 / math.sqrt(self.d) if self.scale is None else self.scale
-
-    def draw(self, dtype: torch.dtype) -> Numbers:
-        """The case's inputs in a dtype; garbage included."""
+    def draw(self, dtype: torch.dtype) -> Call:
+        """The call, with numbers that are rounded to a dtype and given as float64; NaN and infinity included."""
         source = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int) -> Tensor:
@@ -120,42 +103,37 @@ class Case:
             v = v * float(torch.finfo(dtype).tiny) / 4
         elif self.numbers == "low":
             q, k = torch.full_like(q, 2.0**15), torch.full_like(k, -(2.0**15))
+        elif self.numbers == "NaN seen late":  # a token that later queries see, and earlier ones do not
+            k[:, :, self.nk // 2], v[:, :, self.nk // 2] = math.nan, math.nan
         bias = {
-            "": None,
             "full": normal(self.b, self.hq, self.nq, self.nk),
             "broadcast": normal(1, self.hq, 1, self.nk),
             "with -inf": torch.where(normal(1, 1, self.nq, self.nk) < 1, normal(1, 1, self.nq, self.nk), -math.inf),
-            "alibi": None,
-        }[self.bias]
+        }.get(self.bias)
         slopes = 2.0 ** -torch.arange(1.0, self.hq + 1, dtype=torch.float64) if self.bias == "alibi" else None
         if slopes is not None:
             distance = torch.arange(self.nk - self.nq, self.nk)[:, None] - torch.arange(self.nk)
-            bias = -slopes[:, None, None] * distance.abs()
+            bias = -slopes[None, :, None, None] * distance.abs()
         sinks = normal(self.hq) if self.sinks else None
-        hidden_keys = ~self.visible.any(2).any(1)  # (B, Nk)
+        unseen_keys = ~self.visible.any(2).any(1)[:, None, :, None]  # (B, 1, Nk, 1)
         garbage = math.nan if self.numbers.startswith("NaN") else math.inf
-        if self.numbers.endswith(("keys", "keys and values")):
-            k = torch.where(hidden_keys[:, None, :, None], garbage, k)
+        if self.numbers.endswith("keys and values"):
+            k = torch.where(unseen_keys, garbage, k)
         if self.numbers.endswith("values"):
-            v = torch.where(hidden_keys[:, None, :, None], garbage, v)
+            v = torch.where(unseen_keys, garbage, v)
         if self.numbers.endswith("queries"):
             q = torch.where(self.visible.any(-1)[..., None], q, garbage)
-        if self.numbers == "NaN seen late":  # a token that later queries see, and earlier ones do not
-            k[:, :, self.nk // 2], v[:, :, self.nk // 2] = math.nan, math.nan
         d_output = normal(self.b, self.hq, self.nq, self.dv)
         q, k, v, d_output = (x.to(dtype).double() for x in (q, k, v, d_output))
         bias, sinks = (None if x is None else x.to(dtype).double() for x in (bias, sinks))
-        return Numbers(q, k, v, bias, sinks, slopes, d_output)
-
-    def formula(self, numbers: Numbers) -> Formula:
-        """The definition of this case."""
-        group = torch.arange(self.hq) // (self.hq // self.hkv)
-        return Formula(self.visible, self.factor, group, self.softcap, numbers.bias, numbers.sinks)
+        scale = 1 / math.sqrt(self.d) if self.scale is None else self.scale
+        kv_heads = torch.arange(self.hq) // (self.hq // self.hkv)
+        return Call(self, q, k, v, self.visible, scale, self.softcap, bias, sinks, slopes, d_output, kv_heads)
 
     @property
     def features(self) -> frozenset[str]:
         """What a callable must offer to take this case, beyond equal heads and lengths and a common head size."""
-        asked = {
+        features = {
             "grouped heads": 1 < self.hkv < self.hq,
             "one key/value head": self.hkv == 1 < self.hq,
             f"head size {self.d}": self.d not in (16, 64),
@@ -173,24 +151,28 @@ class Case:
             "masks by row": self.text.startswith("padding"),
             f"mask {self.text}": self.text not in ("causal", "full"),
         }
-        return frozenset(name for name, yes in asked.items() if yes)
+        return frozenset(name for name, needed in features.items() if needed)
 
     def smaller(self) -> list[Case]:
-        """Cases with one size halved, for the smallest one that shows a difference."""
-        sizes = {"b": self.b, "nq": self.nq, "d": self.d, "dv": self.dv}
-        halves = [replace(self, **{name: size // 2}) for name, size in sizes.items() if size > 1]  # type: ignore[arg-type]
+        """Cases with one size halved, to find the smallest one that shows a difference."""
+        cases = [
+            replace(self, b=self.b // 2),
+            replace(self, nq=self.nq // 2),
+            replace(self, hq=self.hq // self.hkv, hkv=1),
+        ]
+        if self.nq == self.nk:
+            cases[1] = replace(cases[1], nk=cases[1].nq)
+        else:
+            cases.append(replace(self, nk=max(self.nk // 2, min(self.nq, self.nk))))
         if self.d == self.dv:
-            halves = [replace(one, d=min(one.d, one.dv), dv=min(one.d, one.dv)) for one in halves]
-        halves = [replace(one, nk=one.nq) if self.nq == self.nk else one for one in halves]
-        if self.nk != self.nq and self.nk > 1:
-            halves.append(replace(self, nk=max(self.nk // 2, min(self.nq, self.nk))))
-        if self.hkv > 1:
-            halves.append(replace(self, hq=self.hq // self.hkv, hkv=1))
-        return [one for one in halves if one != self]
+            cases.append(replace(self, d=self.d // 2, dv=self.d // 2))
+        else:
+            cases += [replace(self, d=self.d // 2), replace(self, dv=self.dv // 2)]
+        return [case for case in cases if case != self and 0 not in (case.b, case.nq, case.nk, case.d, case.dv)]
 
 
 def _cases() -> tuple[Case, ...]:
-    leak, pads = "documents leak", "padding seen"
+    leaks, pads = "documents leak", "padding seen"
     alone = {"window missing": "causal"}
     return (
         Case("full", "no mask: scale, softmax and heads alone", "full"),
@@ -215,8 +197,8 @@ def _cases() -> tuple[Case, ...]:
         Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150, other=alone),
         Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90, other=alone),
         Case("window on both sides", "before and after", "band(3, 2)", other={"window missing": "full"}),
-        Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leak: "causal"}),
-        Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leak: "full"}),
+        Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leaks: "causal"}),
+        Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leaks: "full"}),
         Case("prefix", "a prefix read in both directions", "causal | first(5)"),
         Case("sinks and window", "the first keys stay visible", "causal & (window(4) | first(2))"),
         Case("dilated", "every third key", "causal & strided(3)"),

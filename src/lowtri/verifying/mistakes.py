@@ -1,7 +1,7 @@
-"""Well-known mistakes of attention kernels. Each is one function: the right formula in, the wrong ones out.
+"""Well-known mistakes of attention kernels: each is a function of the right call that gives the fields of wrong ones.
 
-A mistake that can be made in several ways returns several formulas; one that a case cannot show returns none. To add one, write
-the function here; its name is what :func:`lowtri.verify` prints.
+A mistake that can be made in several ways has several entries; one that a call cannot show changes nothing or gives none. To add
+one, write a line here: its name is what :func:`lowtri.verify` prints.
 """
 
 from __future__ import annotations
@@ -9,36 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtri.verifying.cases import Case
-from lowtri.verifying.formula import Formula
+from lowtri.verifying.definition import Call
 
-__all__ = ["MISTAKES", "ROUNDINGS", "Mistake"]
+__all__ = ["MISTAKES", "ROUNDINGS", "wrong_calls"]
 
-Mistake = Callable[[Case, Formula], Iterator[Formula]]
-MISTAKES: dict[str, Mistake] = {}
-ROUNDINGS = ("probabilities in half precision", "sums in half precision")  # judged by the size of errors
+Changes = list[dict[str, Any]]
 
-
-def mistake(name: str) -> Callable[[Mistake], Mistake]:
-    """List a mistake under its name."""
-
-    def add(function: Mistake) -> Mistake:
-        MISTAKES[name] = function
-        return function
-
-    return add
+ROUNDINGS = ("probabilities in half precision", "sums in half precision")  # recognised by the size of errors
+_HALF = (torch.bfloat16, torch.float16)
 
 
-@mistake("top-left alignment")
-def _top_left(case: Case, right: Formula) -> Iterator[Formula]:
-    """The first query stands at the first key, where it should be the last at the last."""
-    if case.nq != case.nk and 0 not in (case.nq, case.nk):
-        square = replace(case, nq=max(case.nq, case.nk), nk=max(case.nq, case.nk))
-        yield replace(right, visible=square.visible[:, :, : case.nq, : case.nk])
+def wrong_calls(name: str, call: Call) -> Iterator[Call]:
+    """The calls with a mistake that differ from ``call``."""
+    for changes in MISTAKES[name](call):
+        if any(_differ(getattr(call, field), value) for field, value in changes.items()):
+            yield replace(call, **changes)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return bool(one is not other and one != other)
+
+
+def _top_left(call: Call) -> Changes:
+    """The first query is aligned with the first key; right is the last query with the last key."""
+    n = max(call.case.nq, call.case.nk)
+    if 0 in (call.case.nq, call.case.nk):
+        return []
+    return [{"visible": replace(call.case, nq=n, nk=n).visible[:, :, : call.case.nq, : call.case.nk]}]
 
 
 def _shifted(visible: Tensor, by: int) -> Tensor:
@@ -48,142 +52,69 @@ def _shifted(visible: Tensor, by: int) -> Tensor:
     return moved
 
 
-@mistake("window one too wide")
-def _wide(case: Case, right: Formula) -> Iterator[Formula]:
-    if case.nk:
-        for by in (-1, 1):
-            yield replace(right, visible=right.visible | _shifted(right.visible, by))
-        yield replace(right, visible=right.visible | _shifted(right.visible, -1) | _shifted(right.visible, 1))
+def _too_wide(call: Call) -> Changes:
+    if not call.case.nk:
+        return []
+    left, right = (_shifted(call.visible, by) for by in (-1, 1))
+    return [{"visible": call.visible | more} for more in (left, right, left | right)]
 
 
-@mistake("window one too narrow")
-def _narrow(case: Case, right: Formula) -> Iterator[Formula]:
-    if case.nk and case.text not in ("causal", "full"):
-        count = right.visible.sum(-1, keepdim=True)
-        inside = count == count.max()  # rows whose window does not reach beyond the text
-        oldest = inside & (right.visible.cumsum(-1) == 1)
-        newest = inside & (right.visible.flip(-1).cumsum(-1) == 1).flip(-1)
-        yield replace(right, visible=right.visible & ~oldest)
-        yield replace(right, visible=right.visible & ~newest)
-        yield replace(right, visible=right.visible & _shifted(right.visible, -1))
-        yield replace(right, visible=right.visible & _shifted(right.visible, 1))
+def _too_narrow(call: Call) -> Changes:
+    if not call.case.nk or call.case.text in ("causal", "full"):
+        return []
+    count = call.visible.sum(-1, keepdim=True)
+    whole = count == count.max()  # rows whose window does not reach beyond the text
+    oldest = whole & (call.visible.cumsum(-1) == 1)
+    newest = whole & (call.visible.flip(-1).cumsum(-1) == 1).flip(-1)
+    kept = (~oldest, ~newest, _shifted(call.visible, -1), _shifted(call.visible, 1))
+    return [{"visible": call.visible & keys} for keys in kept]
 
 
-@mistake("mask inverted")
-def _inverted(case: Case, right: Formula) -> Iterator[Formula]:
-    """True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention."""
-    yield replace(right, visible=~right.visible)
-
-
-@mistake("mask ignored")
-def _ignored(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, visible=torch.ones_like(right.visible))
-
-
-def _under_another_mask(name: str) -> None:
+def _forgets(name: str) -> Callable[[Call], Changes]:
     """A mistake that forgets a part of the mask: the case says which mask is left."""
-
-    @mistake(name)
-    def _forgets(case: Case, right: Formula) -> Iterator[Formula]:
-        if name in case.other:
-            yield replace(right, visible=case.visible_under(case.other[name]))
+    return lambda call: [{"visible": call.case.visible_under(call.case.other[name])}] if name in call.case.other else []
 
 
-for _name in ("window missing", "documents leak", "padding seen"):
-    _under_another_mask(_name)
+def _cap_after_bias(call: Call) -> Changes:
+    return [{"cap_after_bias": True}] if call.softcap and call.bias is not None else []
 
 
-@mistake("scale missing")
-def _no_scale(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, scale=1.0)
-    if case.scale is not None:  # the argument is ignored
-        yield replace(right, scale=1 / math.sqrt(case.d))
+def _bias_ignored(call: Call) -> Changes:
+    """Also one that is used only where it is -inf."""
+    if call.bias is None:
+        return []
+    return [{"bias": torch.zeros_like(call.bias)}, {"bias": torch.where(call.bias == -math.inf, call.bias, 0.0)}]
 
 
-@mistake("scale applied twice")
-def _scale_twice(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, scale=right.scale**2)
-    if case.scale is not None:
-        yield replace(right, scale=right.scale / math.sqrt(case.d))
-
-
-@mistake("grouped heads interleaved")
-def _interleaved(case: Case, right: Formula) -> Iterator[Formula]:
-    """Query head h reads key/value head h % Hkv, where it should read h // group."""
-    if 1 < case.hkv < case.hq:
-        yield replace(right, kv_heads=torch.arange(case.hq) % case.hkv)
-
-
-@mistake("softcap missing")
-def _no_cap(case: Case, right: Formula) -> Iterator[Formula]:
-    if right.softcap:
-        yield replace(right, softcap=None)
-
-
-@mistake("softcap after the mask's bias")
-def _cap_after(case: Case, right: Formula) -> Iterator[Formula]:
-    if right.softcap and right.bias is not None:
-        yield replace(right, cap_after_bias=True)
-
-
-@mistake("bias ignored")
-def _no_bias(case: Case, right: Formula) -> Iterator[Formula]:
-    if right.bias is not None:
-        yield replace(right, bias=torch.zeros_like(right.bias))
-        yield replace(right, bias=torch.where(right.bias == -math.inf, right.bias, 0.0))
-
-
-@mistake("bias scaled")
-def _scaled_bias(case: Case, right: Formula) -> Iterator[Formula]:
-    """Added before the scale, which then multiplies it."""
-    if right.bias is not None:
-        yield replace(right, bias=right.bias * right.scale)
-
-
-@mistake("NaN from hidden keys")
-def _not_contained(case: Case, right: Formula) -> Iterator[Formula]:
-    """A weight of 0 times NaN is NaN."""
-    yield replace(right, contained=False)
-
-
-@mistake("hidden as -1e9")
-def _finite(case: Case, right: Formula) -> Iterator[Formula]:
-    """A query that sees nothing then sees everything, and scores below -1e9 lose against hidden keys."""
-    yield replace(right, hidden="replaced")
-    yield replace(right, hidden="added")
-
-
-@mistake("empty rows not zero")
-def _empty(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, empty=math.nan)
-
-
-@mistake("probabilities in half precision")
-def _half_weights(case: Case, right: Formula) -> Iterator[Formula]:
-    for dtype in (torch.bfloat16, torch.float16):
-        for normalised in (True, False):
-            yield replace(right, weights_in=dtype, normalised=normalised)
-
-
-@mistake("sums in half precision")
-def _half_sums(case: Case, right: Formula) -> Iterator[Formula]:
-    """The sum over keys is rounded after each key; its error depends on the order, so its size is compared."""
-    for dtype in (torch.bfloat16, torch.float16):
-        yield replace(right, sums_in=dtype)
-
-
-@mistake("lse in base 2")
-def _base_two(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, lse_base=2.0)
-
-
-@mistake("lse of unscaled scores")
-def _unscaled(case: Case, right: Formula) -> Iterator[Formula]:
-    yield replace(right, lse_scaled=False)
-
-
-@mistake("gradients not summed over groups")
-def _one_of_group(case: Case, right: Formula) -> Iterator[Formula]:
-    if case.hkv < case.hq:
-        for group in ("first", "last", "mean"):
-            yield replace(right, group=group)
+MISTAKES: dict[str, Callable[[Call], Changes]] = {
+    "top-left alignment": _top_left,
+    "window one too wide": _too_wide,
+    "window one too narrow": _too_narrow,
+    # True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention.
+    "mask inverted": lambda call: [{"visible": ~call.visible}],
+    "mask ignored": lambda call: [{"visible": torch.ones_like(call.visible)}],
+    "window missing": _forgets("window missing"),
+    "documents leak": _forgets("documents leak"),
+    "padding seen": _forgets("padding seen"),
+    "scale missing": lambda call: [{"scale": 1.0}, {"scale": 1 / math.sqrt(call.case.d)}],  # or scale= is ignored
+    "scale applied twice": lambda call: [{"scale": call.scale**2}, {"scale": call.scale / math.sqrt(call.case.d)}],
+    # Query head h reads key/value head h % Hkv; right is h // group.
+    "grouped heads interleaved": lambda call: [{"kv_heads": torch.arange(call.case.hq) % call.case.hkv}],
+    "softcap missing": lambda call: [{"softcap": None}],
+    "softcap after the mask's bias": _cap_after_bias,
+    "bias ignored": _bias_ignored,
+    "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
+    "NaN from hidden keys": lambda call: [{"contained": False}],  # a weight of 0 times NaN is NaN
+    # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.
+    "hidden as -1e9": lambda call: [{"hidden": "replaced"}, {"hidden": "added"}],
+    "empty rows not zero": lambda call: [{"empty": math.nan}],
+    "probabilities in half precision": lambda call: [
+        {"weights_in": dtype, "normalised": normalised} for dtype in _HALF for normalised in (True, False)
+    ],
+    "sums in half precision": lambda call: [{"sums_in": dtype} for dtype in _HALF],  # after each key
+    "lse in base 2": lambda call: [{"lse_base": 2.0}],
+    "lse of unscaled scores": lambda call: [{"lse_scaled": False}],
+    "gradients not summed over groups": lambda call: (
+        [{"group": group} for group in ("first", "last", "mean")] if call.case.hkv < call.case.hq else []
+    ),
+}

@@ -1,20 +1,27 @@
-"""The result of a verification: text with the verdict first, a page, JSON, and an exit code."""
+"""The report of a verification: text with the verdict first, a picture of all cases, HTML, JSON, and an exit code."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lowtri.errors import DataError, VerifyError
-from lowtri.files import write_text
-from lowtri.masks.notebook import output, page
+from lowtri.errors import VerifyError
+from lowtri.masks.notebook import image, output, page
+from lowtri.masks.svg_parts import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, text
 from lowtri.pages import TABLE_STYLE, html_table, html_text, json_text
+from lowtri.picture_files import save_picture
 
 __all__ = ["Finding", "VerifyReport"]
 
-_SHOWN = 12  # findings in the text
+_LOOKS = {  # by the result of a case
+    "right": fill("value"),
+    "documented": fill("partly"),
+    "wrong": fill("leak"),
+    "not offered": HIDDEN,
+    "not tried": fill("paper"),
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Finding:
 
     Attributes:
         case, dtype: the case by name, and its dtype.
-        where: the mistake, or where the wrong numbers lie; for a call that broke, what it did.
+        where: the mistake, or where the wrong numbers lie; for a call that gave no result, what happened.
         mistake: the well-known mistake that reproduces the result, two joined by " and ", or "".
         difference, tolerance: the greatest difference, and what rounding allows; None if nothing could be compared.
         position: of the greatest difference, (row, head, query or key, feature).
@@ -34,10 +41,10 @@ class Finding:
     case: str
     dtype: str
     where: str
-    mistake: str
-    difference: float | None
-    tolerance: float | None
-    position: tuple[int, ...]
+    mistake: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+    position: tuple[int, ...] = ()
     known: str = ""
     what: str = ""
 
@@ -51,29 +58,36 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What :func:`lowtri.verify` found.
+    """The result of :func:`lowtri.verify`.
 
     Attributes:
         name: of the function.
-        arrays: the library whose arrays it was given.
-        dtypes: that were tried.
-        passed: how many cases agree with the definition, each dtype counted.
-        findings: what does not, with documented differences.
+        arrays: the library whose arrays it was called with.
+        results: by case and dtype, "right", "wrong", "documented", "not offered" or "not tried".
+        findings: each difference from the definition, with the documented ones.
         mistakes: the names of the mistakes, in order of evidence.
-        not_offered: what the function does not take, and how it says so.
+        not_offered: what the function does not take, and the reason.
         stopped: why the verification ended early, or None.
         seconds: how long it took.
     """
 
     name: str
     arrays: str
-    dtypes: tuple[str, ...]
-    passed: int
+    results: Mapping[str, Mapping[str, str]]
     findings: tuple[Finding, ...]
     mistakes: tuple[str, ...]
     not_offered: Mapping[str, str]
     stopped: str | None = None
     seconds: float = 0.0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(dtype for each in self.results.values() for dtype in each))
+
+    @property
+    def passed(self) -> int:
+        """How many cases agree with the definition, each dtype counted."""
+        return sum(status == "right" for each in self.results.values() for status in each.values())
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
@@ -116,24 +130,21 @@ class VerifyReport:
             raise VerifyError(str(self))
 
     def __str__(self) -> str:
-        lines = [self.message]
-        counts = Counter(finding.mistake or "not explained" for finding in self.wrong)
-        for mistake, count in counts.most_common():
-            examples = [finding for finding in self.wrong if (finding.mistake or "not explained") == mistake]
-            lines.append(f"  {mistake}: {count} of them" if mistake != "not explained" else f"  not explained: {count}")
-            shown = examples[:3] if mistake != "not explained" else examples[:_SHOWN]
-            lines += [f"    {finding.sentence}" for finding in shown]
-            if len(examples) > len(shown):
-                lines.append(f"    ... and {len(examples) - len(shown)} more")
+        lines, groups = [self.message], defaultdict(list)
+        for finding in self.wrong:
+            groups[finding.mistake].append(finding)
+        for mistake in sorted(groups, key=lambda name: -len(groups[name])):
+            each, shown = groups[mistake], 3 if mistake else 12
+            lines.append(f"  {mistake}: {len(each)} differences" if mistake else f"  not explained: {len(each)}")
+            lines += [f"    {finding.sentence}" for finding in each[:shown]]
+            lines += [f"    ... and {len(each) - shown} more"] if len(each) > shown else []
         documented = Counter(finding.known for finding in self.findings if finding.known)
         lines += [f"  documented ({count}): {sentence}" for sentence, count in documented.items()]
-        if self.not_offered:
-            reasons: dict[str, list[str]] = {}
-            for feature, reason in sorted(self.not_offered.items()):
-                reasons.setdefault(reason, []).append(feature)
-            lines += [f"  not offered: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        if self.stopped is not None:
-            lines.append(f"  stopped: {self.stopped}")
+        reasons = defaultdict(list)
+        for feature, reason in sorted(self.not_offered.items()):
+            reasons[reason].append(feature)
+        lines += [f"  not offered: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        lines += [f"  stopped: {self.stopped}"] if self.stopped is not None else []
         lines.append(f"  {self.arrays} arrays in {', '.join(self.dtypes)}; {self.seconds:.1f} s")
         return "\n".join(lines)
 
@@ -141,30 +152,51 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """The whole report, for programs."""
-        fields = {"ok": self.ok, "message": self.message, **asdict(self)}
-        return json_text(fields)
+        return json_text({"ok": self.ok, "message": self.message, "exit_code": self.exit_code, **asdict(self)})
 
     def to_html(self) -> str:
         """A page without network, script or font."""
-        return page("verify", f"{self.name} against the definition", self._parts(), TABLE_STYLE)
+        return page("verify", f"{self.name} and the definition", self._parts(self.to_svg()), TABLE_STYLE)
 
     def _repr_html_(self) -> str:
-        return output("verify", self._parts(), TABLE_STYLE)
+        return output("verify", self._parts(image(self.to_svg())), TABLE_STYLE)
 
-    def _parts(self) -> list[str]:
-        """The verdict, a table with a row for each mistake and case, and what is not offered."""
-        rows: dict[tuple[str, str], list[Finding]] = {}
+    def to_svg(self) -> str:
+        """The picture: a row for each case, a column for each dtype, coloured by the result."""
+        names, dtypes, high, wide = list(self.results), self.dtypes, 16, 72
+        left, used = (
+            LETTER * max(map(len, names)) + 16,
+            {status for each in self.results.values() for status in each.values()},
+        )
+
+        def body() -> Iterator[str]:
+            yield from (text(left + i * wide, 20, dtype) for i, dtype in enumerate(dtypes))
+            for i, name in enumerate(names):
+                yield text(8, 28 + i * high + 12, name)
+                statuses = list(self.results[name].values())
+                yield from cell_row(left, 28 + i * high, (_LOOKS[status] for status in statuses), wide, high)
+            yield grid_lines(left, 28, len(names), len(dtypes), wide, high)
+            for i, status in enumerate(status for status in _LOOKS if status in used):
+                yield from legend(left, 36 + (len(names) + 1.25 * i) * high, [(_LOOKS[status], status)])
+
+        title = f"{self.name}: results of all cases"
+        return document(
+            left + max(wide * len(dtypes), 140) + 8, 44 + (len(names) + 1.25 * len(used)) * high, title, body()
+        )
+
+    def _parts(self, picture: str) -> list[str]:
+        """The verdict, a table with a row for each mistake and case, what is not offered, and the picture."""
+        rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
         for finding in self.findings:
-            rows.setdefault((finding.mistake or finding.where, finding.case), []).append(finding)
+            rows[finding.mistake or finding.where, finding.case].append(finding)
         table = [
             (
-                mistake,
-                case,
+                *names,
                 ", ".join(dict.fromkeys(f.dtype for f in each)),
                 f"{max(f.difference or 0.0 for f in each):.2g}",
                 each[0].known,
             )
-            for (mistake, case), each in rows.items()
+            for names, each in rows.items()
         ]
         parts = [f"<h1>{html_text(self.message)}</h1>"]
         if table:
@@ -172,19 +204,13 @@ class VerifyReport:
             parts.append(f'<div class="scroll">{html_table(head, table)}</div>')
         if self.not_offered:
             parts.append(f"<p>Not offered: {html_text(', '.join(sorted(self.not_offered)))}.</p>")
-        return parts
+        return [*parts, f"<figure>{picture}</figure>"]
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as .html, .json or .txt.
+        """Write the report as .html, .json or .txt, or its picture as .svg, .png or .pdf.
 
         Raises:
             DataError: if the ending is another one, or the file cannot be written.
         """
-        path = Path(path)
-        forms = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
-        if path.suffix not in forms:
-            raise DataError(
-                f"{path}: a report is written as {', '.join(forms)}.\nFix: give the file one of these endings."
-            )
-        write_text(path, forms[path.suffix]() + "\n")
-        return path
+        forms = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__, ".svg": self.to_svg}
+        return save_picture(path, forms)

@@ -1,24 +1,29 @@
-"""``verify``: hold anyone's attention to the definition, and name the mistake where it differs."""
+"""``verify``: compares anyone's attention with the definition, and names the mistake where it differs."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtri.errors import CallError
+from lowtri.verifying.calling import Caller, CallFailed, caller_of
 from lowtri.verifying.cases import CASES, Case
-from lowtri.verifying.report import VerifyReport
-from lowtri.verifying.running import Runner, arrays_that_work
-from lowtri.verifying.signatures import SIGNATURES, Signature, custom
-from lowtri.verifying.verification import Verification
+from lowtri.verifying.judging import Trial, tolerances
+from lowtri.verifying.mistakes import MISTAKES
+from lowtri.verifying.report import Finding, VerifyReport
 
 __all__ = ["verify"]
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SMALLER = 24  # calls to find the smallest case that shows an unexplained difference
+_FREQUENT = ("scale missing", "window one too wide", "window one too narrow", "softcap missing", "mask inverted")
+_PAIRED = 6  # unexplained calls for which two mistakes together are tried
 
 
 def verify(
@@ -45,18 +50,18 @@ def verify(
     (False, ('scale missing',))
 
     Each case is compared with the definition in float64. An error may be twice the plain formula's own in the same dtype and
-    two units in the last place (as root of the mean square 1.5 times). What the callable does not take, it does not offer:
-    that is listed and is no failure.
+    two units in the last place (as root of the mean square 1.5 times). Options that the callable does not take are listed as
+    not offered, which is no failure.
 
     Args:
         attend: the function. It takes and returns NumPy arrays, torch tensors or JAX arrays.
         signature: how it is called. "mask": ``attend(q, k, v, mask, ...)`` with arrays (B, H, N, D) and a lowtri mask;
             "sdpa": torch's arguments; "flash": flash-attn's, with arrays (B, N, H, D); "flex": FlexAttention's. Or a function
             ``call(attend, given)`` that makes the call and returns the output (B, H, N, D), or (output, lse); ``given`` is
-            :class:`lowtri.verifying.signatures.Given`. It raises NotImplementedError for what cannot be expressed.
+            :class:`lowtri.verifying.definition.Call`. It raises NotImplementedError for what cannot be expressed.
         dtypes: of "float32", "bfloat16", "float16", "float64"; default: the first three, of which those count that it takes.
         device: where torch tensors lie.
-        gradients: whether gradients of q, k and v are compared too.
+        gradients: whether gradients are compared, too.
         cases: names of cases, or a text that their names contain; default: all.
         differences: documented differences: the name of a case or of a mistake, and the sentence that documents it.
         limit: seconds that one call may take.
@@ -66,63 +71,208 @@ def verify(
         CallError: if an argument is wrong, or ``attend`` takes no arrays at all.
     """
     started = time.perf_counter()
-    chosen = [replace(case, seed=seed) for case in _chosen(cases)]
     if not callable(attend):
         raise CallError(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
-    name = getattr(attend, "__name__", type(attend).__name__)
-    attend, how = _signature(attend, signature)
-    given = _dtypes(dtypes)
-    arrays = arrays_that_work(attend, how, device, limit)
-    run = Verification(Runner(attend, how, arrays, device, gradients, limit), dict(differences or {}))
-    for dtype in given:
+    chosen = [replace(case, seed=seed) for case in _cases(cases)]
+    names = _dtypes(dtypes)
+    run = _Verification(caller_of(attend, signature, device, gradients, limit), dict(differences or {}))
+    for dtype in names:
         for case in chosen:
-            if run.stopped is None:
-                run.try_case(case, DTYPES[dtype])
-    run.repeat(chosen, DTYPES[given[0]])
-    return run.report(name, arrays, given, time.perf_counter() - started)
+            run.try_case(case, dtype)
+    run.repeat(chosen, names[0])
+    findings = run.findings()
+    undocumented = Counter(finding.mistake for finding in findings if finding.mistake and not finding.known)
+    return VerifyReport(
+        name=getattr(attend, "__name__", type(attend).__name__),
+        arrays=run.caller.arrays,
+        results={case.name: {dtype: run.status[case, dtype] for dtype in names} for case in chosen},
+        findings=tuple(findings),
+        mistakes=tuple(dict.fromkeys(one for both, _ in undocumented.most_common() for one in both.split(" and "))),
+        not_offered=run.not_offered,
+        stopped=run.stopped,
+        seconds=time.perf_counter() - started,
+    )
 
 
-def _chosen(cases: str | Iterable[str] | None) -> list[Case]:
-    if cases is None:
-        return list(CASES)
+class _Verification:
+    """The state of one verification.
+
+    Attributes:
+        status: of each case and dtype: "right", "wrong", "documented", "not offered" or "not tried".
+        trials: the calls that gave a wrong result, with their findings.
+        failures: the calls that gave none: case, dtype, and the exception.
+        not_offered: options, and why they are not offered.
+        stopped: why the verification ended early, or None.
+    """
+
+    def __init__(self, caller: Caller, known: Mapping[str, str]) -> None:
+        self.caller, self.known = caller, known
+        self.status: dict[tuple[Case, str], str] = {}
+        self.trials: list[tuple[Trial, list[Finding]]] = []
+        self.failures: list[tuple[Case, str, CallFailed]] = []
+        self.not_offered = caller.no_gradient
+        self.stopped: str | None = None
+        self.has_gradients = False
+
+    def try_case(self, case: Case, dtype: str) -> None:
+        """Each call of a case in one dtype."""
+        if self.stopped is not None:
+            self.status[case, dtype] = "not tried"
+            return
+        try:
+            trials = [(trial, list(trial.findings())) for trial in self._trials(case, dtype)]
+        except CallFailed as error:
+            self.failures.append((case, dtype, error))
+            self.status[case, dtype] = {"timeout": "not tried", "not offered": "not offered"}.get(error.status, "wrong")
+            if error.status == "not offered":
+                self.not_offered[str(error)] = "its signature has no argument for it, or it raises NotImplementedError"
+            elif error.status == "timeout":
+                self.stopped = f"{case.name}, {dtype}: {error}; the cases after it were not tried"
+            return
+        wrong = [(trial, findings) for trial, findings in trials if findings]
+        self.trials += wrong
+        self.status[case, dtype] = "wrong" if wrong else "right"
+
+    def repeat(self, cases: Sequence[Case], dtype: str) -> None:
+        """The same call twice gives the same bits."""
+        case = max(cases, key=lambda one: one.nq * one.nk)
+        if self.stopped is not None or any(case is failed for failed, _, _ in self.failures):
+            return
+        call = case.draw(getattr(torch, dtype))
+        one, other = (self.caller.results(call, getattr(torch, dtype)) for _ in range(2))
+        for (_, first), (_, second) in zip(one, other, strict=True):
+            for what, x in first.items():
+                if not torch.equal(x.nan_to_num(7.0), second[what].nan_to_num(7.0)):
+                    size = float((x - second[what]).abs().nan_to_num(0.0).max())
+                    words = (
+                        f"two equal calls differ by {size:.2g} in the {what}: random numbers, or sums in no fixed order"
+                    )
+                    self.failures.append((case, dtype, CallFailed("wrong", words)))
+                    self.status[case, dtype] = "wrong"
+                    return
+
+    def findings(self) -> list[Finding]:
+        """What differs, with the mistakes that explain it; afterwards ``status`` and ``not_offered`` are complete."""
+        offered = {
+            feature
+            for (case, dtype), status in self.status.items()
+            if status == "right"
+            for feature in (*case.features, dtype)
+        }
+        offered |= {feature for trial, each in self.trials for feature in (*trial.call.case.features, each[0].dtype)}
+        findings = []
+        for case, dtype, error in self.failures:
+            missing, words = {*case.features, dtype} - offered, str(error)
+            if error.status == "raised" and missing:
+                self.not_offered.update(dict.fromkeys(missing, words))
+                self.status[case, dtype] = "not offered"
+            elif error.status in ("raised", "wrong"):
+                words = f"it raised {words}" if error.status == "raised" else words
+                findings.append(Finding(case.name, dtype, words, known=self._known(case.name)))
+                if findings[-1].known:
+                    self.status[case, dtype] = "documented"
+        for (trial, each), mistake in zip(self.trials, self._mistakes(), strict=True):
+            known = self._known(trial.call.case.name, trial.name, mistake)
+            findings += [replace(one, mistake=mistake, where=mistake or one.where, known=known) for one in each]
+            if known:
+                self.status[trial.call.case, each[0].dtype] = "documented"
+        for i, one in enumerate(findings):
+            if not one.mistake and one.difference is not None and not one.known:
+                trial = min((t for t, _ in self.trials if t.name == one.case), key=lambda t: t.call.visible.numel())
+                findings[i] = replace(one, where=f"{one.where}; smallest case: {self._smallest(trial)}")
+                break
+        return findings
+
+    def _trials(self, case: Case, dtype: str) -> list[Trial]:
+        """The calls of a case."""
+        kind = getattr(torch, dtype)
+        call = case.draw(kind)
+        clean = replace(call, q=_zero_unseen(call.q, call.visible.any(-1)))
+        if case.numbers != "NaN seen late":
+            seen = call.visible.any(2).any(1)[:, None].expand(-1, case.hkv, -1)
+            clean = replace(clean, k=_zero_unseen(call.k, seen), v=_zero_unseen(call.v, seen))
+        try:
+            results = self.caller.results(call, kind)
+        except CallFailed as error:
+            if error.status != "raised" or self.has_gradients or not (self.caller.gradients and case.gradients):
+                raise
+            self.caller.gradients = False  # perhaps it has no backward pass
+            try:
+                results = self.caller.results(call, kind)
+            except CallFailed:
+                self.caller.gradients = True
+                raise
+            self.not_offered["gradients"] = str(error)
+        trials = []
+        for arguments, actual in results:
+            visible = call.visible if arguments.visible is None else arguments.visible
+            right, garbage_free = replace(call, visible=visible), replace(clean, visible=visible)
+            exact = garbage_free.results("gradient of q" in actual)
+            self.has_gradients |= "gradient of q" in actual
+            name = f"{case.name} ({arguments.name})" if arguments.name else case.name
+            allowed = tolerances(garbage_free, exact, kind)
+            trials.append(Trial(right, garbage_free, kind, name, exact, actual, allowed))
+        return trials
+
+    def _mistakes(self) -> list[str]:
+        """For each wrong call, of the mistakes that explain it, the one that explains most calls; "" for none."""
+        matches = [trial.explain() for trial, _ in self.trials]
+        chosen: dict[int, str] = {}
+        while votes := Counter(name for i, names in enumerate(matches) if i not in chosen for name in names):
+            best = max(votes, key=lambda name: (votes[name], -list(MISTAKES).index(name)))
+            chosen |= {i: best for i, names in enumerate(matches) if i not in chosen and best in names}
+        singles = list(dict.fromkeys(chosen.values())) or _FREQUENT
+        unexplained = [i for i in range(len(matches)) if i not in chosen]
+        for i in sorted(unexplained, key=lambda i: self.trials[i][0].call.visible.numel())[:_PAIRED]:
+            trial = self.trials[i][0]
+            if pairs := trial.explain(singles) or trial.explain(results=["output"]):
+                chosen[i] = min(pairs, key=pairs.__getitem__)
+        return [chosen.get(i, "") for i in range(len(matches))]
+
+    def _known(self, *names: str) -> str:
+        return next((sentence for key, sentence in self.known.items() if key in names), "")
+
+    def _smallest(self, trial: Trial) -> str:
+        """The sizes of the smallest case that still differs."""
+        case, dtype = trial.call.case, str(trial.dtype).removeprefix("torch.")
+        candidates, calls = case.smaller(), 0
+        while candidates and calls < _SMALLER:
+            smaller, calls = candidates.pop(0), calls + 1
+            try:
+                if any(True for one in self._trials(smaller, dtype) for _ in one.findings()):
+                    case, candidates = smaller, smaller.smaller()
+            except CallFailed:  # another kind of failure shows less
+                continue
+        sizes = f"B {case.b}, heads {case.hq}/{case.hkv}, Nq {case.nq}, Nk {case.nk}, D {case.d}, Dv {case.dv}"
+        return f"{sizes}, mask {case.text}"
+
+
+def _zero_unseen(x: Tensor, seen: Tensor) -> Tensor:
+    return torch.where(seen[..., None], x, 0.0)
+
+
+def _cases(cases: str | Iterable[str] | None) -> list[Case]:
     known = {case.name: case for case in CASES}
-    if isinstance(cases, str):
-        found = [case for name, case in known.items() if cases in name]
-        unknown = [] if found else [cases]
-    else:
-        found = [known[name] for name in cases if name in known]
-        unknown = [name for name in cases if name not in known]
-    if unknown:
+    names = (
+        [name for name in known if cases in name] if isinstance(cases, str) else list(known if cases is None else cases)
+    )
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
         raise CallError(
-            f"verify: cases= names {unknown[0]!r}, which no case has.\nFix: one of {', '.join(list(known)[:6])}, ... "
-            "(lowtri.verifying.cases.CASES), or a part of a name."
+            f"verify: cases={(unknown[0] if unknown else cases)!r}, which is in the name of no case.\nFix: one of "
+            f"{', '.join(list(known)[:6])}, ... (lowtri.verifying.cases.CASES), or a part of a name."
         )
-    return found
+    return [known[name] for name in names]
 
 
 def _dtypes(dtypes: Sequence[str] | None) -> list[str]:
-    given = (
-        ["float32", "bfloat16", "float16"] if dtypes is None else [dtypes] if isinstance(dtypes, str) else list(dtypes)
-    )
+    given = DTYPES[:3] if dtypes is None else [dtypes] if isinstance(dtypes, str) else dtypes
     names = [str(one).removeprefix("torch.") for one in given]
-    for name in names:
-        if name not in DTYPES:
-            raise CallError(
-                f"verify: dtypes= names {name!r}; expected {', '.join(DTYPES)}.\nFix: one or more of these."
-            )
-    if not names:
-        raise CallError("verify: dtypes= is empty.\nFix: dtypes=['float32'], or leave it out.")
-    return names
-
-
-def _signature(attend: Any, signature: str | Callable[..., Any]) -> tuple[Callable[..., Any], Signature]:
-    if callable(signature):
-        return custom(attend, signature)
-    if signature not in SIGNATURES:
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown or not names:
         raise CallError(
-            f"verify: signature={signature!r}; expected {', '.join(SIGNATURES)}, or a function that makes the call.\n"
-            "Fix: name the library whose arguments attend takes."
+            f"verify: dtypes={(unknown or names)!r}; expected {', '.join(DTYPES)}.\nFix: one or more of these."
         )
-    return attend, SIGNATURES[signature]
+    return names

@@ -1,0 +1,153 @@
+"""One attention call in float64, computed by its definition; its last fields say how it can be computed wrongly.
+
+This is the oracle of ``lowtri.verify`` and uses no other attention of lowtri, so that all of them can be judged by it: neither the
+backends nor ``ops.reference``, which is NumPy with gradients written by hand, while these are torch's autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "Results"]
+
+Results = dict[str, Tensor]  # "output", "lse", and "gradient of q" and so on
+
+
+@dataclass(frozen=True)
+class Call:
+    """softmax(cap(scale q k^T) + bias) v over visible keys.
+
+    A custom ``signature`` function gets one whose arrays are of the callable's library.
+
+    Attributes:
+        case: the case that it belongs to, with sizes, ``text``, ``mask``, ``scale`` (None: 1 / sqrt(D)), and ``lse``, whether the
+            log-sum-exp is returned, too.
+        q, k, v: (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv).
+        visible: (B, Hq, Nq, Nk), True = may see.
+        scale: of the scores.
+        softcap: None for no cap.
+        bias: (B or 1, Hq or 1, Nq or 1, Nk), added after the cap, or None.
+        sinks: (Hq,), one more logit for each head, without a value, or None.
+        slopes: (Hq,), of ALiBi, whose biases are in ``bias``; or None.
+        d_output: (B, Hq, Nq, Dv), the gradient of the output.
+
+    The other fields are right by default; another value is a mistake.
+
+        kv_heads: (Hq,), the key/value head of each query head.
+        bias_scale: a factor of the bias.
+        cap_after_bias: the cap is applied to the sum of scores and bias.
+        hidden: what hidden scores become: "-inf", "replaced" by -1e9, or -1e9 "added" to them.
+        empty: the output of a query that sees nothing.
+        contained: False multiplies hidden values by a weight of 0, which is NaN if they are.
+        weights_in: the weights are rounded to this dtype; ``normalised``, or before the division.
+        sums_in: the sum over keys is rounded to this dtype after each key.
+        lse_base, lse_scaled: the log-sum-exp in base 2, or of the scores without their scale.
+        group: how the gradients of the query heads of a group become one: "sum", "first", "last", "mean".
+    """
+
+    case: Any  # a Case, whose file imports this one
+    q: Any
+    k: Any
+    v: Any
+    visible: Any
+    scale: float
+    softcap: float | None
+    bias: Any
+    sinks: Any
+    slopes: Any
+    d_output: Any
+    kv_heads: Any
+    bias_scale: float = 1.0
+    cap_after_bias: bool = False
+    hidden: str = "-inf"
+    empty: float = 0.0
+    contained: bool = True
+    weights_in: torch.dtype | None = None
+    normalised: bool = True
+    sums_in: torch.dtype | None = None
+    lse_base: float = math.e
+    lse_scaled: bool = True
+    group: str = "sum"
+
+    @property
+    def finite(self) -> bool:
+        """Whether q, k and v have no NaN and no infinity."""
+        return all(bool(x.isfinite().all()) for x in (self.q, self.k, self.v))
+
+    def results(self, gradients: bool, compute: torch.dtype = torch.float64) -> Results:
+        """Output (B, Hq, Nq, Dv), log-sum-exp (B, Hq, Nq), and gradients of q, k, v, bias and sinks.
+
+        Source: Vaswani et al. 2017, section 3.2.
+        """
+        inputs = {"q": self.q, "k": self.k[:, self.kv_heads], "v": self.v[:, self.kv_heads]}  # k, v for each query head
+        inputs |= {name: x for name, x in (("bias", self.bias), ("sinks", self.sinks)) if x is not None}
+        leaves = {name: x.detach().to(compute).requires_grad_(gradients) for name, x in inputs.items()}
+        output, lse = self._attend(**leaves)
+        results = {"output": output.detach(), "lse": lse.detach()}
+        if gradients:
+            d_output, all_leaves = self.d_output.to(compute), list(leaves.values())
+            grads = torch.autograd.grad(output, all_leaves, d_output, allow_unused=True, materialize_grads=True)
+            results |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+            for name in ("gradient of k", "gradient of v"):
+                results[name] = self._reduce_groups(results[name])
+        return results
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        products = q @ k.mT  # (B, Hq, Nq, Nk)
+        scores = products * self.scale
+        if self.softcap and not self.cap_after_bias:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + self.bias_scale * bias
+        if self.softcap and self.cap_after_bias:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.hidden == "added":
+            scores = torch.where(self.visible, scores, scores - 1e9)
+        elif self.contained:
+            scores = torch.where(self.visible, scores, -1e9 if self.hidden == "replaced" else -math.inf)
+        else:
+            scores = scores + torch.where(self.visible, 0.0, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+        nothing = scores.new_full((*scores.shape[:3], 1), -math.inf)
+        row_max = torch.cat([scores.detach(), nothing], -1).amax(-1, keepdim=True)  # -inf if there are no keys
+        sees = row_max != -math.inf  # (B, Hq, Nq, 1); a NaN counts as seen
+        exps = torch.exp(scores - torch.where(sees, row_max, 0.0))
+        divisor = torch.where(sees, exps.sum(-1, keepdim=True), 1.0)
+        if self.weights_in is None:
+            weights = exps / divisor
+        elif self.normalised:
+            weights = (exps / divisor).to(self.weights_in).to(exps.dtype)
+        else:
+            weights = exps.to(self.weights_in).to(exps.dtype) / divisor
+        weights = weights[..., : k.shape[2]]
+        if self.sums_in is not None:
+            output = torch.zeros_like(weights @ v)
+            for key in range(v.shape[2]):
+                part = torch.where(self.visible[..., key, None], weights[..., key, None] * v[:, :, None, key], 0.0)
+                output = (output + part).to(self.sums_in).to(exps.dtype)
+        elif self.contained and not v.isfinite().all():
+            output = torch.where(self.visible[..., None], weights[..., None] * v[:, :, None], 0.0).sum(-2)
+        else:
+            output = weights @ v
+        if not self.lse_scaled:
+            scores = torch.where(self.visible, products, -math.inf)
+        lse = torch.logsumexp(scores, -1) if scores.shape[-1] else nothing[..., 0]
+        return torch.where(sees, output, self.empty), lse / math.log(self.lse_base)
+
+    def _reduce_groups(self, gradient: Tensor) -> Tensor:
+        """(B, Hq, N, D), of the copies of each key/value head, to (B, Hkv, N, D)."""
+        reduce = {
+            "sum": lambda x: x.sum(1),
+            "mean": lambda x: x.mean(1),
+            "first": lambda x: x[:, 0],
+            "last": lambda x: x[:, -1],
+        }
+        return torch.stack([reduce[self.group](gradient[:, self.kv_heads == h]) for h in range(self.k.shape[1])], 1)
