@@ -83,7 +83,7 @@ $(VENV)/made:
 # Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,transformers,gguf,hub]' \
+	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
 		pytest hypothesis onnx ml_dtypes
 	@$(VENV)-floor/bin/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
@@ -92,10 +92,10 @@ $(VENV)/installed-dist: $(VENV)/made
 	@$(BIN)/python -m pip install --quiet build twine
 	@touch $@
 
-$(VENV)/installed: EXTRAS := plot,demo
-$(VENV)/installed-smollm2: EXTRAS := gguf,transformers
-$(VENV)/installed-test: EXTRAS := plot,test
-$(VENV)/installed-lint: EXTRAS := plot,test,lint
+$(VENV)/installed: EXTRAS := demo
+$(VENV)/installed-smollm2: EXTRAS := all
+$(VENV)/installed-test: EXTRAS := test
+$(VENV)/installed-lint: EXTRAS := test,lint
 $(VENV)/installed-docs: EXTRAS := docs
 $(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint $(VENV)/installed-docs: $(VENV)/made pyproject.toml constraints.txt
 	@echo 'installing lowtri[$(EXTRAS)] into $(VENV), and compiling its kernels: some minutes the first time, torch is large'

@@ -20,6 +20,7 @@ SOURCE = Path(lowtri.__file__).parent
 PACKAGES = [  # the order of reading: a package imports only from those before it
     "_version",
     "errors",
+    "extras",
     "files",
     "picture_files",
     "compat",

@@ -3,6 +3,7 @@
 The packages, in reading order; a package imports only packages above it:
 
     errors        the exception classes
+    extras        what needs a package that lowtri itself does not need
     files         atomic writes
     picture_files pictures as SVG, HTML, PNG and PDF
     compat        every use of private APIs of torch, Numba and transformers
@@ -27,6 +28,7 @@ The packages, in reading order; a package imports only packages above it:
     cli           the command `lowtri`, one file per verb
 
 `import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.
+lowtri itself needs NumPy alone; what needs another package says which extra installs it.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
         CallError as CallError,
         DataError as DataError,
         EngineError as EngineError,
+        ExtraError as ExtraError,
         LeakError as LeakError,
         LowtriError as LowtriError,
         MaskError as MaskError,
@@ -108,7 +111,9 @@ _NAMES = {
             "MaskError",
             "CallError",
             "EngineError",
+            "ExtraError",
             "DataError",
+            "ExtraError",
             "LeakError",
             "RankError",
             "UndecidedError",
@@ -125,12 +130,16 @@ __all__ = ["__version__", *_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupport
 if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name in _HOME:
-            value = getattr(importlib.import_module(_HOME[name]), name)
-        elif name in _PACKAGES:
-            value = importlib.import_module(f"lowtri.{name}")
-        else:
+        if name not in _HOME and name not in _PACKAGES:
             raise AttributeError(f"module 'lowtri' has no attribute {name!r}")
+        try:
+            module = importlib.import_module(_HOME.get(name, f"lowtri.{name}"))
+        except ModuleNotFoundError as error:
+            from lowtri.extras import require
+
+            require(f"lowtri.{name}", error.name or "")
+            raise
+        value = getattr(module, name) if name in _HOME else module
         globals()[name] = value
         return value
 

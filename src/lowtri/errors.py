@@ -4,6 +4,7 @@
     ├── MaskError        a mask that cannot be built, read, combined or used      (also a ValueError)
     ├── CallError        arguments of a call that do not fit together             (also a ValueError and a RuntimeError)
     ├── EngineError      the engine named by engine= cannot run the call          (also a RuntimeError)
+    ├── ExtraError       a package that only this part of lowtri needs is missing (also an ImportError)
     ├── DataError        a file, folder or text that cannot be used               (also a ValueError)
     ├── LeakError        an audit found an output that depends on hidden ones     (also an AssertionError)
     ├── VerifyError      a function does not compute attention as defined         (also an AssertionError)
@@ -20,6 +21,7 @@ __all__ = [
     "MaskError",
     "CallError",
     "EngineError",
+    "ExtraError",
     "DataError",
     "LeakError",
     "VerifyError",
@@ -45,6 +47,10 @@ class CallError(LowtriError, ValueError, RuntimeError):
 
 class EngineError(LowtriError, RuntimeError):
     """The engine named by ``engine=`` cannot run the call. There is no silent fallback."""
+
+
+class ExtraError(LowtriError, ImportError):
+    """A package that only this part of lowtri needs is not installed; the message has the line that installs it."""
 
 
 class DataError(LowtriError, ValueError):

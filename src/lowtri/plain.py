@@ -21,11 +21,15 @@ from types import EllipsisType
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from lowtri.errors import CallError
+from lowtri.extras import require
+
+require("lowtri.plain", "torch")
+
+import torch
+from torch import Tensor, nn
 
 __all__ = [
     "make_causal_mask",

@@ -148,7 +148,7 @@ def test_without_huggingface_hub_a_name_says_what_to_install(monkeypatch: pytest
     assert main(["generate", NAME, "a"]) == 2
     err = capsys.readouterr().err
     assert f"{NAME} is not a folder, and a model of the Hugging Face hub needs huggingface_hub" in err
-    assert "Fix: pip install 'lowtri[hub]', or the path of a folder" in err
+    assert "Fix: pip install 'lowtri[models]', or the path of a folder" in err
 
 
 @pytest.mark.parametrize("name", ["no model", "a/b/c", "./a/b", "../b", "/a/b", "a/", "a\\b", Path("a/b")])

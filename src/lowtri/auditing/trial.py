@@ -247,10 +247,12 @@ class _Tally:
 
 
 def watch(context: Context, inputs: Inputs, row: int, position: int) -> Any:
-    """One position of a run of the system."""
+    """One position of a run of the system; None for one that is no torch module."""
+    system = context.system
+    if system.module is None:
+        return None
     from lowtri.auditing.torch_hooks import Watch
 
-    system = context.system
     return Watch(system.module, lambda: system(inputs), row, position, (inputs.batch, inputs.n))
 
 

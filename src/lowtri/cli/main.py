@@ -42,7 +42,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from lowtri._version import __version__
-from lowtri.errors import LowtriError
+from lowtri.errors import ExtraError, LowtriError
+from lowtri.extras import EXTRAS, missing
 
 __all__ = ["VERBS", "main"]
 
@@ -103,6 +104,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader went away (`lowtri generate ... | head`): there is nothing to report, and no one reads it.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        error = ExtraError(missing("this command", error.name))
     if isinstance(error, LowtriError):
         _print_error(str(error))
         return error.exit_code

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.explaining.step import Step, Steps
+from lowtri.extras import require
 from lowtri.masks.labels import shortened, spelled_out
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _MOST = 12  # rows or columns shown; of more, the first ones and the last
 
 def as_text(steps: Steps, *, width: int = 100, colour: bool = False) -> str:
     """The explanation for a terminal of ``width`` cells; two tables stand side by side where they fit."""
+    require("an explanation as text", "rich")
     from rich.console import Console, Group
     from rich.measure import Measurement
     from rich.table import Table

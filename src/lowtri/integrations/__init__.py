@@ -26,4 +26,8 @@ flash_attn              the functions of flash-attn with its signatures, and `im
 
 from __future__ import annotations
 
+from lowtri.extras import require
+
+require("lowtri.integrations", "torch")
+
 __all__: list[str] = []

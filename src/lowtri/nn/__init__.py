@@ -31,6 +31,10 @@ chat               chat templates
 chat_render        the process that renders a chat template
 """
 
+from lowtri.extras import require
+
+require("lowtri.nn", "torch")
+
 from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.multi_head import MultiHeadAttention

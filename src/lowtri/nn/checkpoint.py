@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtri.extras import require
 from lowtri.files import write_atomically, write_text
 from lowtri.masks import Mask
 from lowtri.nn.checkpoint_reader import RECURRENT, read_checkpoint
@@ -49,6 +50,7 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
         folder: created if missing.
         tokenizer: a ``tokenizers.Tokenizer``; without one, the checkpoint works on token ids only.
     """
+    require("saving a model", "safetensors")
     from safetensors.torch import save_file
 
     folder, config = Path(folder), model.config

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lowtri.errors import DataError
+from lowtri.extras import require
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig, check_sizes
 from lowtri.nn.files import brief, file_in, read_json
@@ -134,6 +135,7 @@ def _inside(shard: Any, index: Path) -> str:
 
 
 def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    require("reading a checkpoint", "safetensors")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -111,7 +111,7 @@ def _convert(path: Path, folder: Path) -> None:
     except ImportError:
         raise DataError(
             f"{path} is a GGUF file, and the package gguf, which reads them, is not installed.\n"
-            "Fix: pip install 'lowtri[gguf]', or pip install gguf"
+            "Fix: pip install 'lowtri[models]', or pip install gguf"
         ) from None
     from safetensors.numpy import save_file
 

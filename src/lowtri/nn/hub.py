@@ -38,7 +38,7 @@ def download(name: str) -> Path:
     except ImportError:
         raise DataError(
             f"{name} is not a folder, and a model of the Hugging Face hub needs huggingface_hub, which is not installed.\n"
-            "Fix: pip install 'lowtri[hub]', or the path of a folder"
+            "Fix: pip install 'lowtri[models]', or the path of a folder"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))

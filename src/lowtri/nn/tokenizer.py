@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtri.errors import DataError
+from lowtri.extras import require
 from lowtri.nn.files import brief, file_in
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     Raises:
         DataError: if the file is not a tokenizer, or fails to decode and encode its own tokens.
     """
+    require("reading a tokenizer", "tokenizers")
     from tokenizers import Tokenizer
 
     path = file_in(Path(folder), "tokenizer.json")

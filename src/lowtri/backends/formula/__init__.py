@@ -10,6 +10,7 @@ visible_products  two products over visible pairs, forward and backward
 from __future__ import annotations
 
 from lowtri.backends.base import Prepared
+from lowtri.extras import is_installed
 from lowtri.ops.call import Call
 
 __all__ = ["name", "prepare", "supports"]
@@ -18,8 +19,8 @@ name = "formula"
 
 
 def supports(call: Call) -> str | None:
-    """Every call."""
-    return None
+    """Every call, where torch is installed."""
+    return None if is_installed("torch") else "it computes with torch, which is not installed"
 
 
 def prepare(call: Call) -> Prepared:

@@ -1,0 +1,120 @@
+"""lowtri with NumPy alone: what runs, and what the rest says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+from lowtri import ExtraError, explain, extras
+
+ROOT = Path(__file__).parents[1]
+ABSENT = """
+import sys
+for name in %r:
+    sys.modules[name] = None  # as if it were not installed
+"""
+NUMPY_ALONE = """
+import numpy as np, lowtri
+
+q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 64, 16))
+output = lowtri.attention(q, k, v, "causal & window(8)")
+assert np.allclose(output, lowtri.attention(q, k, v, "causal & window(8)", engine="reference"))
+lowtri.attention(*(x.astype(np.float16) for x in (q, k, v)), "causal")
+lowtri.attention(q, k, v, "causal", return_weights=True)
+cache = lowtri.KVCache("causal & window(8)")
+assert np.allclose(cache.attend(q, k, v), output)
+lowtri.scaled_dot_product_attention(q, k, v, is_causal=True)
+print(lowtri.which_engine(q, k, v, "causal"))
+lowtri.assert_causal(lambda x: np.cumsum(x, 1), q[:, 0, :12, :3])
+report = lowtri.audit(lambda x: x - x.mean(1, keepdims=True), q[:, 0, :12, :3])
+assert not report.ok and report.leaks, report
+assert str(lowtri.infer_mask(lambda x: np.cumsum(x, 1), q[:, 0, :12, :3])) == "causal"
+lowtri.explain((q[0, 0, :4], k[0, 0, :4], v[0, 0, :4]), mask="causal")
+lowtri.parallel.plan_shards("causal & window(200)", 1024, 4)
+lowtri.mask("causal & window(3)").draw(8)
+"""
+
+
+def run(program: str, *arguments: str, without: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    start = ABSENT % (without,)
+    return subprocess.run(
+        [sys.executable, "-c", start + program, *arguments], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_numpy_alone() -> None:
+    done = run(NUMPY_ALONE, without=tuple(extras.EXTRAS))
+    assert done.returncode == 0, done.stderr
+    assert "formula    no: it computes with torch, which is not installed" in done.stdout
+
+
+WITHOUT_TORCH = """
+import lowtri
+
+lines = ("lowtri.nn", "lowtri.verify", "lowtri.plain", "import lowtri.nn", "from lowtri.integrations.flex import flex_attention")
+for line in lines:
+    try:
+        exec(line)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_what_needs_torch_says_so() -> None:
+    done = run(WITHOUT_TORCH, without=("torch",))
+    names = ("lowtri.nn", "lowtri.verify", "lowtri.plain", "lowtri.nn", "lowtri.integrations")
+    fix = "Fix: pip install 'lowtri[torch]'"
+    assert done.stdout == "".join(f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names), (
+        done.stderr
+    )
+
+
+def test_what_needs_another_package_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lowtri.nn import Decoder, DecoderConfig, checkpoint
+
+    for name in ("rich", "safetensors", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ExtraError, match=r"needs rich, which is not installed\.\nFix: pip install 'lowtri\[cli\]'"):
+        str(explain(([[1.0]], [[1.0]], [[1.0]]), mask="causal"))
+    folder = tmp_path / "model"
+    with pytest.raises(ExtraError, match=r"needs safetensors, .*\nFix: pip install 'lowtri\[models\]'"):
+        checkpoint.save(Decoder(DecoderConfig(vocab_size=9, num_hidden_layers=1)), folder)
+    assert not folder.exists()
+    with pytest.raises(ExtraError, match=r"needs tokenizers, .*\nFix: pip install 'lowtri\[models\]'"):
+        checkpoint.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent", "says"),
+    [
+        (("mask", "causal"), "typer", "lowtri: the command lowtri needs typer, which is not installed.\nFix: pip install"),
+        (("generate", "model", "prompt"), "torch", "needs torch, which is not installed.\nFix: pip install 'lowtri[torch]'"),
+    ],
+)  # fmt: skip
+def test_the_command_line_says_so(arguments: tuple[str, ...], absent: str, says: str) -> None:
+    program = "from lowtri.__main__ import main\nsys.exit(main())"
+    done = run(program, *arguments, without=(absent,))
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2, done.stderr
+
+
+def test_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert [line.split(">")[0] for line in project["dependencies"]] == ["numpy"]
+    for package, extra in extras.EXTRAS.items():
+        assert any(line.split(">")[0] == package for line in project["optional-dependencies"][extra]), package
+
+
+def test_every_missing_package_is_named() -> None:
+    with pytest.raises(
+        ExtraError, match=r"^this needs gguf, which is not installed\.\nFix: pip install 'lowtri\[models\]'$"
+    ):
+        raise ExtraError(extras.missing("this", "gguf"))
