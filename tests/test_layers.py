@@ -247,7 +247,7 @@ def test_the_public_names() -> None:
     biases = "alibi distance_bias DistanceBias"
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
     calls += "KVCache generate audit assert_causal AuditReport infer_mask InferredMask verify VerifyReport explain show"
-    errors = "LowtriError MaskError CallError EngineError DataError LeakError VerifyError RankError UndecidedError"
+    errors = "LowtriError MaskError CallError EngineError ExtraError DataError LeakError VerifyError RankError UndecidedError"
     expected = {
         *masks.split(),
         *biases.split(),
