@@ -1,4 +1,4 @@
-"""Settings of all tests: which kernels are found compiled, and the work that is worth a thread."""
+"""Settings of all tests: the work that is worth a thread, and processes for tests of several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lowtri.backends.cpu import team
-from lowtri.kernels import library
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,17 +15,6 @@ def small_calls_use_all_threads() -> Iterator[None]:
     """Tests of several threads compute small calls, which run on one thread elsewhere, as in processes that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(team, "GRAIN", 1)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def nothing_is_compiled_before() -> Iterator[None]:
-    """No result depends on whether the library is fresh: ``engine="auto"`` leaves small calls to torch, as before it is built.
-
-    Tests of kernels name the engine.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "holds", lambda symbol: False)
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 PRELOADED = ["torch", "torch.distributed", "lowtri.parallel.context", "lowtri.dispatch.autograd", "lowtri.nn"]
-PRELOADED += ["numba", "lowtri.integrations.transformers", "transformers.models.llama.modeling_llama"]
+PRELOADED += ["lowtri.integrations.transformers", "transformers.models.llama.modeling_llama"]
 
 
 class Ranks:

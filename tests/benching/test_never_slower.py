@@ -1,4 +1,4 @@
-"""The grid of calls by turns with torch: what counts as slower, what is shown; and small calls in a checkout."""
+"""The grid of calls by turns with torch: what counts as slower, and what is shown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from lowtri.benching.grid import PLAIN, TABLED, GridCall, grid
 from lowtri.benching.machine import facts
 from lowtri.benching.never_slower import Comparison, as_json, as_text, compare
 from lowtri.cli.main import main
-from lowtri.kernels import library, select
-from lowtri.kernels.variants import symbol
 
 CALL = GridCall("forward", "causal", 16, "float32", 1)
 
@@ -129,23 +127,6 @@ def test_never_slower_from_the_command_line(
         assert main(["bench", "--never-slower", "--quick", "--json"]) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["slower"] == (39 if code else 0) and ("slower  forward" in err) == bool(code)
-
-
-# Small calls in a checkout.
-
-
-def test_small_calls_do_not_wait_for_a_kernel_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = torch.randn(3, 1, 4, 64, 64)
-    held: set[str] = set()
-    monkeypatch.setattr(library, "holds", lambda symbol: symbol in held)
-    choice = lowtri.which_engine(q, k, v, "causal")
-    assert choice.engine == "sdpa" and "a small call does not wait for it: make" in str(choice)
-    held.add(symbol("forward", select.SPECS["forward", "float32", "direct"]))
-    assert lowtri.which_engine(q, k, v, "causal").engine == "cpu"
-    training = lowtri.which_engine(q.requires_grad_(), k, v, "causal")
-    assert training.answers["cpu"].startswith("only by name: a kernel is not compiled"), "that of the gradients"
-    one = lowtri.which_engine(q[:, :, -1:].detach(), k, v, "causal")
-    assert one.engine == "sdpa", "the kernel for few queries is another"
 
 
 def test_the_option_to_compile_says_that_it_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,9 @@ def test_exported_for_any_length() -> None:
     module, length = Attend("causal & window(7)"), torch.export.Dim("length", min=2, max=4096)
     program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({2: length},) * 3)
     for n in (5, 90):
-        x = inputs(n)
+        x = [
+            tensor.detach() for tensor in inputs(n)
+        ]  # with gradients, few queries run on the decode kernel only in a program
         assert torch.equal(program.module()(*x), module(*x))
 
 

@@ -161,10 +161,10 @@ def test_empty(options):
                 kwargs = {"attn_mask": bools if options == "bools" else bools.to(dtype)}
             inputs = [x.requires_grad_() for x in draw(front, nq, nk, e=e, ev=ev, dtype=dtype)]
             found, expected = (f(*inputs, **kwargs) for f in (ours, torchs))
-            assert found.dtype == dtype and torch.equal(found, expected.nan_to_num())
             grads = [torch.autograd.grad(x.sum(), inputs, materialize_grads=True) for x in (found, expected)]
-            for one, other in zip(*grads, strict=True):
-                assert one.shape == other.shape and near(one, other.nan_to_num(), str(dtype).removeprefix("torch."))
+            for one, other in zip((found, *grads[0]), (expected, *grads[1]), strict=True):
+                assert one.shape == other.shape and one.dtype == dtype
+                assert near(one.detach(), other.detach().nan_to_num(), str(dtype).removeprefix("torch."))
 
 
 def test_no_heads():

@@ -456,13 +456,6 @@ def test_ctrl_c_prints_how_to_continue(
     assert "--resume" not in capsys.readouterr().err, "nothing was begun"
 
 
-# As in this process, small calls run on torch's function: kernels would give other bits.
-_AS_HERE = (
-    "import sys; from lowtri.kernels import library; library.holds = lambda symbol: False; "
-    "from lowtri.cli.main import main; sys.exit(main())"
-)
-
-
 def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, seed: int) -> None:
     """The command line in processes of its own, killed without warning at random moments, then let through."""
     words = [*plan.files, "--vocabulary", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--context", "32"]
@@ -472,7 +465,7 @@ def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, se
     for _ in range(kills):
         before = newest(folder / "training-state")
         process = subprocess.Popen(
-            [sys.executable, "-c", _AS_HERE, "train", *words], stderr=subprocess.DEVNULL, env=environment
+            [sys.executable, "-m", "lowtri", "train", *words], stderr=subprocess.DEVNULL, env=environment
         )
         # Starting takes seconds and writes nothing: the random moment lies among the steps, where something can be lost.
         while process.poll() is None and newest(folder / "training-state") == before:
@@ -483,7 +476,7 @@ def _killed_and_resumed(plan: Plan, finished: Path, folder: Path, kills: int, se
         assert process.returncode == -signal.SIGKILL, "it ended before it was killed: let it take more steps"
         assert not (folder / "model.safetensors").exists()
     words = ["train", "--out", str(folder), "--resume"]
-    subprocess.run([sys.executable, "-c", _AS_HERE, *words], check=True, capture_output=True, env=environment)
+    subprocess.run([sys.executable, "-m", "lowtri", *words], check=True, capture_output=True, env=environment)
     assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
     assert sorted(path.name for path in folder.iterdir()) == FILES
 

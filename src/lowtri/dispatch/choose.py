@@ -11,7 +11,6 @@ from typing import NamedTuple, cast
 
 from lowtri.backends import BACKENDS
 from lowtri.backends.base import Backend
-from lowtri.backends.cpu import why_wait
 from lowtri.backends.sdpa import why_not_inspected, why_table
 from lowtri.errors import EngineError
 from lowtri.masks.notebook import output
@@ -64,7 +63,7 @@ def _short(call: Call) -> str | None:
 # A rule holds if its backend supports the call and ``why_not`` has no objection. Facts of the call alone decide, never a time that
 # was measured on some machine, so equal calls run on the same backend everywhere.
 RULES = (
-    Rule("cpu", "its kernels compute only what the mask shows", why_wait),
+    Rule("cpu", "its kernels compute only what the mask shows"),
     Rule("sdpa", "one argument of torch's function expresses the mask", why_table),
     Rule("varlen", "its kernels skip other documents and keys outside of the window", _few_queries),
     Rule("flex", "its kernels skip the blocks that the mask hides", _short),

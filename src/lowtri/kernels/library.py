@@ -24,7 +24,7 @@ from lowtri._version import __version__
 from lowtri.errors import EngineError
 
 __all__ = [
-    *("Code", "built", "can_use", "code", "holds", "index", "unusable"),
+    *("Code", "built", "can_use", "code", "index", "unusable"),
     *("cpuid", "library_name", "sources_hash", "this_platform", "xgetbv"),
 ]
 
@@ -114,11 +114,6 @@ def unusable() -> str | None:
 def built() -> frozenset[str]:
     """The names of the instruction sets whose kernels the library holds."""
     return frozenset(index().get("isas", ()))
-
-
-def holds(symbol: str) -> bool:
-    """Whether the library has this function."""
-    return symbol in index().get("symbols", ())
 
 
 def can_use(isa: str) -> bool:

@@ -1,0 +1,109 @@
+"""Every function of the library, and the same function compiled in memory for this CPU, give the same bits.
+
+On the instruction set that LOWTRI_ISA names; ``test_same_bits.py`` runs these tests in a process for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import cfunc
+
+import lowtri
+from attention_cases import draw
+from lowtri.backends.cpu import launch
+from lowtri.benching import ceilings
+from lowtri.compat.numba_objects import plain_entry
+from lowtri.dispatch.prepared import PREPARED
+from lowtri.kernels import abi, compilation, library, select
+from lowtri.kernels.compilation import Job
+from lowtri.kernels.device_function import NUMBA_OPTIONS
+from lowtri.kernels.target import ISA
+from lowtri.kernels.token_rows import TokenRows
+
+JOBS = {job.symbol: job for job in compilation.jobs_of(ISA)}
+MASKS = ("causal & window(40)", "full", "causal & documents(lengths=[50, 80]) & keys(lengths=[100])")
+
+
+def in_memory(job: Job) -> library.Code:
+    """The function of a job, compiled by this process."""
+    function, signature = compilation._function(job)
+    if job.spec is not None:
+        return compilation.compiled(function, getattr(abi, job.function.upper()), job.spec)
+    with plain_entry():
+        code = cfunc(signature, **NUMBA_OPTIONS)(function)
+    compilation._in_memory.append(code)
+    return library.Code(code.address)
+
+
+def attended(job: Job) -> list[bytes]:
+    """The results of attention with the kernel of a job: with and without options, for one query, few and many."""
+    results: list[Any] = []
+    for seed, mask in enumerate(MASKS):
+        for nq in (1, 5) if job.function == "decode" else (130,):
+            q, k, v = draw(b=1, hq=4, hkv=2, nq=nq, nk=130, d=64, dv=64, seed=seed, dtype=job.spec.dtype)
+            options = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, 4)} if seed == 0 else {}
+            if job.function == "backward":
+                inputs = [x.requires_grad_() for x in (q, k, v)]
+                output = lowtri.attention(*inputs, mask, engine="cpu", **options)
+                results += torch.autograd.grad(output, inputs, torch.ones_like(output))
+            else:
+                results += lowtri.attention(q, k, v, mask, engine="cpu", return_lse=True, **options)
+    return [x.detach().view(torch.uint8).numpy().tobytes() for x in results]
+
+
+def measured(job: Job) -> list[bytes]:
+    """The results of the kernels that measure the CPU."""
+    if job.function == "read":
+        numbers = np.random.default_rng(0).standard_normal(2**15, np.float32)
+        return [np.float32(ceilings.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
+    return [ceilings.multiply(1, job.spec.rows == "pairs", repeats=3).tobytes()]
+
+
+def passed(job: Job, code: library.Code) -> list[bytes]:
+    """The results of a pass over rows, one of them with NaN."""
+    rows, columns = 5, 67
+    passes = TokenRows(ISA, lambda symbol: code if symbol == job.symbol else library.code(symbol))
+    x = np.random.default_rng(0).standard_normal((rows, columns), np.float32)
+    x[3, 4] = np.nan
+    parts, units = np.zeros((2, rows, columns), np.float32), np.zeros(rows, np.float32)
+    result, weight = np.zeros_like(x), np.linspace(-2, 2, columns, dtype=np.float32)
+    at = [array.ctypes.data for array in (x, parts, units, result, weight)]
+    passes.split(at[0], at[0], at[1], at[2], at[2], rows, columns, 127.0, 254.0, 1e-20)
+    halves = [parts.tobytes(), units.tobytes()]
+    passes.join(at[1], at[2], rows, columns, 1 / 254)
+    passes.rms_norm(at[0], at[4], at[3], rows, columns, 1e-6)
+    return [*halves, parts.tobytes(), result.tobytes()]
+
+
+def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a function of the library and the function in memory give the same bits, each called at least once."""
+    job, called, results = JOBS[symbol], [], []
+    only = [x for x in select._VARIANTS if job.spec and (x.dtype, x.rows) == (job.spec.dtype, job.spec.rows)]
+    if only:
+        monkeypatch.setattr(select, "_VARIANTS", only)
+    for code in (library.code(symbol), in_memory(job)):
+
+        def code_of(name: str, code: library.Code = code) -> library.Code:
+            called.append(name)
+            return code if name == symbol else library.code(name)
+
+        for module in (launch, ceilings):
+            monkeypatch.setattr(module, "code", code_of)
+        PREPARED.clear()
+        if job.spec is None:
+            called.append(symbol)
+            results.append(passed(job, code))
+        else:
+            results.append((measured if job.function in ("read", "multiply") else attended)(job))
+    PREPARED.clear()
+    assert called.count(symbol) >= 2 and any(any(part) for part in results[0])
+    return results[0] == results[1]
+
+
+@pytest.mark.parametrize("symbol", JOBS)
+def test_the_library_and_memory_give_the_same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert same_bits(symbol, monkeypatch)
