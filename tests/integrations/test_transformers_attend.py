@@ -16,12 +16,12 @@ from torch import Tensor
 
 import lowtri
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations import transformers_attend as door
+from lowtri.integrations.dense_mask import read_dense_mask
+from lowtri.integrations.transformers import attention as door
 from lowtri.integrations.transformers import register, switch
-from lowtri.integrations.transformers_attend import attend
-from lowtri.integrations.transformers_dense import read_dense_mask
-from lowtri.integrations.transformers_lazy import LazyMaskTensor
-from lowtri.integrations.transformers_masks import make_mask
+from lowtri.integrations.transformers.attention import attend
+from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.masks import make_mask
 from lowtri.masks import causal, full
 from lowtri.masks.array_masks import Keys, Table
 
@@ -368,8 +368,8 @@ def test_t5_trains_its_position_bias() -> None:
 
 def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    read = door.read_dense_mask
-    monkeypatch.setattr(door, "read_dense_mask", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
+    read = door._lazy_mask
+    monkeypatch.setattr(door, "_lazy_mask", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
     llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
     assert len(seen) == 3 and all(type(one) is LazyMaskTensor for one in seen)
     assert len({id(one.lazy) for one in seen}) == 1

@@ -15,11 +15,11 @@ from transformers import masking_utils as theirs
 
 import lowtri
 from lowtri.errors import CallError
-from lowtri.integrations import transformers_masks
+from lowtri.integrations.dense_mask import LazyMask
 from lowtri.integrations.function_mask import FunctionMask
-from lowtri.integrations.transformers_functions import RemappedMask, ShiftedMask
-from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
-from lowtri.integrations.transformers_masks import make_mask, read_function
+from lowtri.integrations.transformers import masks as transformers_masks
+from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.masks import RemappedMask, ShiftedMask, make_mask, read_function
 from lowtri.masks import EMPTY, FULL, PARTIAL, causal, chunks, full, window
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.plan import plan

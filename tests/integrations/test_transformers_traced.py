@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.integrations.transformers import attend, register
-from lowtri.integrations.transformers_traced import attend_or_trace, can_omit_mask
+from lowtri.integrations.transformers.masks import _can_omit_mask as can_omit_mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
@@ -201,7 +201,7 @@ def test_a_layer_s_call_is_the_same_in_a_program(name: str) -> None:
     right, _ = attend(module, q, k, v, mask, **given)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: Any, given: Any) -> Any:
-        return attend_or_trace(module, q, k, v, mask, output_attentions=False, **given)[0]
+        return attend(module, q, k, v, mask, output_attentions=False, **given)[0]
 
     torch.testing.assert_close(whole(layer)(q, k, v, mask, given), right)
     torch.testing.assert_close(layer(q, k, v, mask, given), right)
@@ -210,6 +210,6 @@ def test_a_layer_s_call_is_the_same_in_a_program(name: str) -> None:
 def test_learned_queries_serve_the_whole_batch() -> None:
     module, q, k = SimpleNamespace(is_causal=False), some(1, 4, 3, 8), some(2, 2, 9, 8)
     right, _ = attend(module, q, k, k, None)
-    found, _ = whole(lambda q, k: attend_or_trace(module, q, k, k, None, output_attentions=False))(q, k)
+    found, _ = whole(lambda q, k: attend(module, q, k, k, None, output_attentions=False))(q, k)
     assert found.shape == (2, 3, 4, 8)
     torch.testing.assert_close(found, right)

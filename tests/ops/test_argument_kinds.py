@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import lowtri
 from attention_cases import near
 from lowtri import CallError, KVCache, LowtriError, MaskError, attention
-from lowtri.integrations.transformers_dense import read_dense_mask as given_table
+from lowtri.integrations.dense_mask import read_dense_mask as given_table
 from lowtri.masks import POSITION_MAX as END
 
 pytestmark = pytest.mark.filterwarnings(

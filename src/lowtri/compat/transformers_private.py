@@ -19,7 +19,7 @@ __all__ = [
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
     """``masking_utils.<name>``, called if there are arguments; None in versions without it.
 
-    Which variables these functions close over is documented nowhere; :mod:`lowtri.integrations.transformers_masks` compares what it
+    Which variables these functions close over is documented nowhere; :mod:`lowtri.integrations.transformers.masks` compares what it
     reads from them with their values.
     """
     from transformers import masking_utils

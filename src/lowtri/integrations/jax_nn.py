@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
+from lowtri.integrations.dense_mask import read_dense_mask
 from lowtri.integrations.jax_operation import JaxOptions, check_array, check_installed, operation
-from lowtri.integrations.transformers_dense import read_dense_mask
 from lowtri.masks.array_masks import keys
 from lowtri.masks.formulas import band, causal, full
 from lowtri.masks.mask import Mask

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.transformers_dense import read_dense_mask
+from lowtri.integrations.dense_mask import read_dense_mask
 from lowtri.masks.array_masks import keys, table
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask

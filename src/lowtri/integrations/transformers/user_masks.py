@@ -10,7 +10,7 @@ what they hide; positions count from the first token of a left-padded row, and f
 packed row gives the same as the row alone.
 
 The setting is an attribute of the model and of the models inside it (a language model's decoder). Hooks around their forwards make it
-the mask of the forward that runs, for which :func:`~lowtri.integrations.transformers_masks.make_mask` then makes masks.
+the mask of the forward that runs, for which :func:`~lowtri.integrations.transformers.masks.make_mask` then makes masks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
+from torch.nn import Module
 
-from lowtri.errors import EngineError
-from lowtri.integrations.transformers_generating import is_recomputed
-from lowtri.integrations.transformers_lazy import LazyMaskTensor
-from lowtri.integrations.transformers_sharded import check_sharded, shard_arguments
-from lowtri.integrations.transformers_switched import check_switched, unwrapped
+from lowtri.compat.torch_private import inside_compiled
+from lowtri.compat.transformers_private import attention_name, is_stateful
+from lowtri.errors import CallError, EngineError
+from lowtri.generation.missing import row_masks, visible_pair
+from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
+from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.text import as_mask
+from lowtri.masks.tile import EMPTY
 
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
 
-__all__ = ["Forward", "add_hooks", "current_forward", "use"]
+__all__ = ["Forward", "add_hooks", "check_cache", "current_forward", "unwrapped", "use"]
 
 M = TypeVar("M")
 
@@ -61,9 +66,9 @@ class Forward:
     model: Any
     mask: Mask | None  # None for the model's own
     context: ContextParallel | None
-    recomputed: bool  # for the next token, with one more key
+    in_generate_without_cache: bool  # which computes the whole row again for the next token, with one more key
     outer: Forward | None  # the forward that contains this one
-    asked: bool = False
+    made_mask: bool = False
 
     @property
     def own(self) -> bool:
@@ -130,7 +135,7 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     checked = None if mask is None else as_mask(mask, "use: mask")
     inner = unwrapped(model)
     if checked is not None or context_parallel is not None:
-        check_switched(inner, "use")
+        _check_switched(inner, "use")
     if context_parallel is not None:
         check_sharded(inner, context_parallel, checked)
     add_hooks(inner)
@@ -203,14 +208,14 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         given = args[place] if place < len(args) else given
     if isinstance(given, str | Mask):
         mask = as_mask(given, "attention_mask")
-        check_switched(model, "attention_mask")
+        _check_switched(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
     if setting.context is not None:
         args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
-    recomputed = mask is not None and setting.context is None and is_recomputed(model, kwargs)
-    forward = Forward(model, mask, setting.context, recomputed, outer)
+    again = mask is not None and setting.context is None and _in_generate_without_cache(model, kwargs)
+    forward = Forward(model, mask, setting.context, again, outer)
     setting.applied |= not forward.own
     _current.set(forward)
     if not forward.own and isinstance(made := kwargs.get("attention_mask"), dict | LazyMaskTensor):  # by generate
@@ -235,7 +240,7 @@ def _end(model: Any, output: Any) -> None:
         return
     _current.set(forward.outer)
     unused, name = None, type(model).__name__
-    if output is not None and not (forward.own or forward.asked):
+    if output is not None and not (forward.own or forward.made_mask):
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         unused = EngineError(
             f"transformers: {name} made no mask in this forward, so {applied} was not applied.\n"
@@ -250,3 +255,92 @@ def _end(model: Any, output: Any) -> None:
 # torch.compile does not trace these two: they change a context variable.
 _begin_eagerly: Callable[..., Any] = torch.compiler.disable(_begin)
 _end_eagerly: Callable[..., Any] = torch.compiler.disable(_end)
+
+
+# Which models and caches can serve a mask.
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside of torch.compile, DistributedDataParallel and FullyShardedDataParallel."""
+    while isinstance(model, Module):
+        inner = inside_compiled(model)  # torch.compile's wrapper has all attributes of the model
+        if inner is None and not hasattr(model, "config"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def _check_switched(model: Any, where: str) -> None:
+    """Raise unless all layers of a model are attention of lowtri.
+
+    Raises:
+        EngineError: with the reason.
+    """
+    name = attention_name(model)
+    if name is None or name not in _registered_names():
+        raise EngineError(f'{where}: the model\'s attention is "{name}". Fix: switch(model) first.')
+    reason = "an encoder-decoder has three attentions, and one mask does not say which it means"
+    if not getattr(model.config, "is_encoder_decoder", False):
+        reason = "its recurrent layers see every earlier token, whatever the mask" if is_stateful(model) else ""
+    if reason:
+        raise EngineError(f"{where}: {type(model).__name__}: {reason}.\nFix: the model's own mask.")
+
+
+def _registered_names() -> set[str]:
+    """The names under which lowtri is registered with transformers."""
+    from transformers import AttentionInterface
+
+    from lowtri.integrations.transformers.attention import attend
+
+    interface = AttentionInterface()
+    return {name for name in interface.valid_keys() if getattr(interface[name], "func", None) is attend}
+
+
+def _in_generate_without_cache(model: Any, options: dict[str, Any]) -> bool:
+    """Whether ``generate`` of this model calls a forward with these options, without a cache.
+
+    Each step then computes the whole row again and gives earlier tokens other outputs if the mask shows them later ones, so such masks
+    are rejected as with a cache. A forward outside of ``generate`` has the same arguments, so its callers decide.
+    """
+    generate = getattr(type(model), "generate", None)
+    if options.get("use_cache") is not False or generate is None:
+        return False
+    code = inspect.unwrap(generate).__code__
+    frame: Any = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
+    """The mask for queries ``q0 .. q0 + nq`` and keys ``k0 .. k0 + nk`` (positions in the row), if a cache can serve it.
+
+    Returns:
+        the mask, without keys of a static cache that are not written yet.
+
+    Raises:
+        CallError: if earlier queries lack one of these keys, or these queries lack a key that the cache has dropped.
+    """
+    end = q0 + nq
+    if pair := _shown(mask, 0, q0, q0, end):
+        _reject(mask, *pair, "which came only after it", "a mask that shows no later keys")
+    if pair := _shown(mask, q0, end, 0, k0):
+        fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
+        _reject(mask, *pair, "which the model's cache has dropped", fix)
+    if k0 + nk > end and not np.all(mask.tile(q0, end, end, k0 + nk) == EMPTY):
+        return mask & first(end)
+    return mask
+
+
+def _shown(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> tuple[int, int] | None:
+    """A query of ``q0 .. q1`` and a key of ``k0 .. k1`` that it sees, for any row and head."""
+    if q0 == q1 or k0 == k1 or np.all(mask.tile(q0, q1, k0, k1) == EMPTY):
+        return None
+    pairs = (visible_pair(part, q0, q1, np.arange(k0, k1)) for part in row_masks(mask, 0, 1))
+    return next((pair for pair in pairs if pair is not None), None)
+
+
+def _reject(mask: Mask, q: int, k: int, why: str, fix: str) -> NoReturn:
+    raise CallError(f"transformers: {mask!r} shows the query at {q} the key at {k}, {why}.\nFix: {fix}.")

@@ -1,114 +1,25 @@
-"""Lazy masks: a mask and its positions, as a tensor subclass without a table.
+"""Lazy mask tensors: a mask and its positions, as a tensor subclass without a table.
 
 transformers makes a mask once per forward pass and passes it to every layer; models slice it, expand it, move it to another device
-or read its dtype. :class:`LazyMaskTensor` is a bool tensor (B, 1, Nq, Nk) that holds a :class:`LazyMask` and no table. Operations
-that keep consecutive positions stay lazy; any other operation materializes the table. Two uses are rejected: adding the mask to scores,
-where True would become 1 and False 0, so that nothing would be hidden, and passing it to torch's attention. Both show that the model
-has its own attention code, which does not call the registered attention.
+or read its dtype. Operations that keep consecutive positions stay lazy; any other operation materializes the table. Two uses are
+rejected: adding the mask to scores, where True would become 1 and False 0, so that nothing would be hidden, and passing it to torch's
+attention. Both show that the model has its own attention code, which does not call the registered attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.compat.torch_private import make_wrapper, to_copy, without_torch_function
 from lowtri.errors import CallError
-from lowtri.masks.mask import Mask
-from lowtri.masks.tile import EMPTY
+from lowtri.integrations.dense_mask import LazyMask
 
-__all__ = ["LazyMask", "LazyMaskTensor"]
-
-_FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
-
-
-@dataclass(frozen=True, eq=False)
-class LazyMask:
-    """A mask for ``nq`` queries from position ``q0`` on and ``nk`` keys from position ``k0`` on.
-
-    >>> from lowtri.masks import causal
-    >>> LazyMask(causal(), 5, 2, 4, 8).table().astype(int)[0, 0]
-    array([[1, 1, 0, 0, 0, 0, 0, 0],
-           [1, 1, 1, 0, 0, 0, 0, 0]])
-    """
-
-    mask: Mask
-    q0: int
-    nq: int
-    k0: int
-    nk: int
-    remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
-    context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
-
-    @cached_property
-    def positions(self) -> dict[str, NDArray[np.int64]]:
-        """The positions to pass to ``attention``; empty where keys are at 0 .. Nk-1 and the queries at the last of them."""
-        usual = self.k0 == 0 and (self.q0 == self.nk - self.nq or not self.mask.depends_on_query)
-        if usual:
-            return {}
-        q_positions, k_positions = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
-        return {"q_positions": q_positions, "k_positions": k_positions}
-
-    @cached_property
-    def trimmed(self) -> LazyMask:
-        """The same without the keys at either end that no query sees: the tail of a static cache, what a window left behind.
-
-        One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
-        """
-        mask, q0, q1, low, high = self.mask, self.q0, self.q0 + self.nq, self.k0, self.k0 + self.nk
-        if not mask.depends_on_query or low == high:
-            return self
-        if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
-            high = q1
-        if self.nq < _FEW and _all_hidden(mask, q0, q1, low, low + 1):
-            hidden, visible = low + 1, high  # all keys before the first are hidden, some before the second are not
-            while visible - hidden > 1:
-                middle = (hidden + visible) // 2
-                if _all_hidden(mask, q0, q1, low, middle):
-                    hidden = middle
-                else:
-                    visible = middle
-            low = hidden
-        if high - low == self.nk or _all_hidden(mask, q0, q1, low, high):
-            return self
-        return replace(self, k0=low, nk=high - low)
-
-    def rows(self, start: int, stop: int) -> LazyMask:
-        """The queries ``start .. stop`` alone (indices)."""
-        self._require_positions()
-        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
-
-    def columns(self, start: int, stop: int) -> LazyMask:
-        """The keys ``start .. stop`` alone (indices)."""
-        self._require_positions()
-        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
-
-    def table(self) -> NDArray[np.bool_]:
-        """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
-        self._require_positions()
-        q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
-        pairs = np.asarray(self.mask(q[:, None], k[None, :]))
-        lead = (*self.mask.batch, 1, 1)[:2]
-        return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
-
-    def _require_positions(self) -> None:
-        if self.context is not None:
-            raise CallError(
-                "transformers: the model reads its mask, but no process has all pairs of the sequence.\n"
-                "Fix: use(model) without context_parallel for this model."
-            )
-
-
-def _all_hidden(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> bool:
-    return bool(np.all(mask.tile(q0, q1, k0, k1) == EMPTY))
+__all__ = ["LazyMaskTensor"]
 
 
 class LazyMaskTensor(Tensor):

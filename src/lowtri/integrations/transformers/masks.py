@@ -1,4 +1,4 @@
-"""The mask functions of transformers as lowtri masks.
+"""The mask functions of transformers as lowtri masks, and the mask of a forward.
 
 transformers describes a mask as a function of (batch, head, query, key), combined from a few known functions by "and" and "or". Each
 known function is recognised by its code object and becomes a formula, so that no pair is evaluated. Each formula is checked once
@@ -9,8 +9,9 @@ that tiles are skipped, and evaluated pair by pair where a tile needs it (:class
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, partial, reduce
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -19,23 +20,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtri.compat.torch_private import mapped_indexing
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
-from lowtri.integrations.transformers_caches import check_cache
-from lowtri.integrations.transformers_functions import RemappedMask, ShiftedMask, evaluated_mask, from_first_tokens
-from lowtri.integrations.transformers_lazy import LazyMask, LazyMaskTensor
-from lowtri.integrations.transformers_sharded import mask_of_plan
-from lowtri.integrations.transformers_traced import can_omit_mask
-from lowtri.integrations.transformers_use import current_forward
+from lowtri.integrations.dense_mask import LazyMask, join
+from lowtri.integrations.function_mask import BatchedMask, FunctionMask, bounds_of, trace
+from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.sharded import mask_of_plan
+from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.document_masks import Documents
+from lowtri.masks.document_masks import Documents, Extremes
 from lowtri.masks.formulas import Band, band, causal, chunks, full
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import POSITION_MAX
-from lowtri.masks.tile import EMPTY
+from lowtri.masks.positions import POSITION_MAX, Positions, within
+from lowtri.masks.tile import EMPTY, Answer
 
-__all__ = ["make_mask", "read_function"]
+__all__ = ["RemappedMask", "ShiftedMask", "make_mask", "read_function"]
 
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
@@ -70,8 +71,8 @@ def make_mask(
         options: when a mask may be left out: here it never is.
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
-    given = None if torch.compiler.is_compiling() else current_forward(config)
-    if numbers and given is not None:
+    forward = None if torch.compiler.is_compiling() else current_forward(config)
+    if numbers and forward is not None:
         raise CallError(f"transformers: {config.model_type} writes numbers into its mask. Fix: attention_mask=None.")
     if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
@@ -79,17 +80,17 @@ def make_mask(
         make: Any = partial(eager_mask, dtype=dtype) if numbers else partial(sdpa_mask, allow_is_causal_skip=False)
         function = causal_mask_function if mask_function is None else mask_function
         sizes = (q_length, kv_length, q_offset, kv_offset)
-        if not numbers and function is causal_mask_function and attention_mask is None and can_omit_mask(*sizes):
+        if not numbers and function is causal_mask_function and attention_mask is None and _can_omit_mask(*sizes):
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
-    pattern, context = None, None if given is None else given.context
-    if given is not None:
-        given.asked, pattern = True, given.mask
+    pattern, context = None, None if forward is None else forward.context
+    if forward is not None:
+        forward.made_mask, pattern = True, forward.mask
         if pattern is not None and context is None:
-            pattern = from_first_tokens(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
+            pattern = _from_first_tokens(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length)
-            if given.recomputed:
+            if forward.in_generate_without_cache:
                 with suppress(MaskError):  # a table may end here
                     check_cache(pattern, q_length, 1, 0, q_length + 1)
     if mask_function is None:
@@ -97,12 +98,22 @@ def make_mask(
     else:
         mask = read_function(mask_function, batch_size, use_vmap, str(device), pattern)
     if context is not None:
-        mask = mask_of_plan(mask, context.plan, _and)
+        mask = mask_of_plan(mask, context.plan)
     elif attention_mask is not None:
-        mask = _and(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
+        mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
     remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask, use_vmap)
     lazy = LazyMask(mask, q0, q_length, k0, kv_length, partial(remake, device, dtype, config), context)
     return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
+
+
+def _can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
+    """Whether None means the same causal mask to a layer: for queries from position 0 on, or for the newest one alone.
+
+    Sizes may be symbolic; the value of a tensor (the position in a static cache) is not known while tracing.
+    """
+    if any(isinstance(offset, Tensor) for offset in (q_offset, kv_offset)) or kv_offset != 0:
+        return False
+    return bool(kv_length == q_length + q_offset and (q_offset == 0 or q_length == 1))
 
 
 def read_function(
@@ -127,10 +138,30 @@ def read_function(
     """
     reader = _readers().get(getattr(fn, "__code__", None))
     if reader is None:
-        return evaluated_mask(fn, rows, device, use_vmap)
+        return _evaluated_mask(fn, rows, device, use_vmap)
     if pattern is not None and reader in _PATTERNS:
         return pattern
     return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
+
+
+def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bool) -> Mask:
+    """A function ``fn(batch, head, query, key)`` that is not recognised; it is traced for tile answers, else evaluated.
+
+    Args:
+        rows: how many batch rows it is defined for.
+        use_vmap: whether it takes single indices, and must be mapped by torch.vmap.
+    """
+    mapped = torch.vmap(fn, in_dims=(None, None, 0, 0)) if use_vmap else fn
+
+    def evaluate(*indices: Tensor) -> Tensor:
+        with mapped_indexing() if use_vmap else nullcontext():
+            return mapped(*indices)
+
+    bounds = cache(lambda: bounds_of(trace(fn, device, of_score=False)))
+    parts: dict[tuple[int, ...], Mask] = {
+        (b, 0): FunctionMask(fn, evaluate, b, 0, device, bounds) for b in range(max(rows, 1))
+    }
+    return BatchedMask(parts, (rows,)) if rows > 1 else parts[0, 0]
 
 
 def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
@@ -143,18 +174,6 @@ def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) ->
 
 def _keys(valid: Tensor) -> Mask:
     return full() if bool(valid.all()) else Keys(_rows_of(valid.to("cpu", torch.bool).numpy()))
-
-
-def _and(left: Mask, right: Mask) -> Mask:
-    """left & right, simplified, so that equal masks are built alike: `full` is dropped, and two bands become one."""
-    if right == full():
-        return left
-    if left == full() or left == right:
-        return right
-    if isinstance(left, Band) and isinstance(right, Band):
-        before, after = min(left.before, right.before), min(left.after, right.after)
-        return Band(before, after, f"window({before + 1})" if after == 0 else f"band({before}, {after})")
-    return left & right
 
 
 def _rows_of(array: NDArray[Any]) -> FrozenArray:
@@ -208,7 +227,7 @@ def _packed(closure: dict[str, Any], rows: int) -> Mask:
 
 def _blocks(closure: dict[str, Any], rows: int) -> Mask:
     ids = closure["block_sequence_ids"][:rows].cpu()
-    return _and(Documents(_rows_of(ids.numpy())), _keys(ids >= 0))
+    return join(Documents(_rows_of(ids.numpy())), _keys(ids >= 0))
 
 
 # The same for the functions that combine others, or evaluate one at other positions: ``read`` gives the mask of a function.
@@ -220,7 +239,7 @@ def _remapped(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -
 
 
 def _all_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    return reduce(_and, map(read, closure["mask_functions"]), full())
+    return reduce(join, map(read, closure["mask_functions"]), full())
 
 
 def _any_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
@@ -261,8 +280,90 @@ def _readers() -> dict[Any, Callable[..., Mask]]:
 def _agree(fn: Callable[..., Any], reader: Callable[..., Mask]) -> bool:
     """Whether a function and the mask read from it agree on every pair of 12 positions in two batch rows."""
     try:
-        mask = _read(reader, fn, 2, lambda part: evaluated_mask(part, 2, "cpu", False))
+        mask = _read(reader, fn, 2, lambda part: _evaluated_mask(part, 2, "cpu", False))
     except (KeyError, TypeError, AttributeError, MaskError):  # it closes over other variables than the reader expects
         return False
-    expected = evaluated_mask(fn, 2, "cpu", False).dense(12)
+    expected = _evaluated_mask(fn, 2, "cpu", False).dense(12)
     return bool(np.array_equal(np.broadcast_to(mask.dense(12), expected.shape), expected))
+
+
+# Masks at other positions.
+
+
+@dataclass(frozen=True)
+class RemappedMask(Mask):
+    """Another mask, evaluated at ``positions[q]`` and ``positions[k]``; the array is (N,) or (B, N)."""
+
+    inner: Mask
+    positions: FrozenArray
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        rows = self.positions.array.shape[:-1]
+        return max(rows, self.inner.batch[:1]) + self.inner.batch[1:]  # one row broadcasts
+
+    @cached_property
+    def _extremes(self) -> Extremes:
+        return Extremes(self.positions.array)
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        positions = self.positions.array
+        return self.inner._sees(positions[within(q, len(positions))], positions[within(k, len(positions))])
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        (q_low, q_high), (k_low, k_high) = self._extremes(q0, q1), self._extremes(k0, k1)
+        # The bounding box holds positions that do not occur; EMPTY and FULL of the whole box are still true of those that do.
+        return self.inner._tile(q_low, q_high + 1, k_low, k_high + 1)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], RemappedMask]:
+        """The masks of single rows and heads, kept so that equal ones are planned once."""
+        return {}
+
+    def _at(self, b: int, h: int) -> Mask:
+        if (b, h) not in self._parts:
+            positions = np.atleast_2d(self.positions.array)
+            row = FrozenArray(positions[b % len(positions)])
+            self._parts[b, h] = RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), row)
+        return self._parts[b, h]
+
+    def __repr__(self) -> str:
+        return f"moved({self.inner!r}, {self.positions})"
+
+
+@dataclass(frozen=True)
+class ShiftedMask(Mask):
+    """Another mask, shifted by ``by[b]`` positions in batch row b."""
+
+    inner: Mask
+    by: tuple[int, ...]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return (len(self.by),) if len(self.by) > 1 else ()
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.inner._sees(q + self.by[0], k + self.by[0])
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        by = self.by[0]
+        return self.inner._tile(q0 + by, q1 + by, k0 + by, k1 + by)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return ShiftedMask(self.inner, (self.by[b],))
+
+    def __repr__(self) -> str:
+        return f"shifted({self.inner!r}, {list(self.by)})"
+
+
+def _from_first_tokens(mask: Mask, valid: Tensor | None, length: int) -> Mask:
+    """A mask at positions that count from the first token of each row.
+
+    Args:
+        valid: (B, N) bools, True = a token, False = padding; None without padding.
+        length: of the longest row, past tokens included.
+    """
+    if valid is None or isinstance(mask, Band) or mask == full():  # which compare distances only
+        return mask
+    pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
+    return RemappedMask(mask, FrozenArray(np.maximum(np.arange(length) - pads, 0))) if pads.any() else mask

@@ -1,38 +1,28 @@
-"""``attn_implementation="lowtri"`` for the models of the transformers library.
+"""``attn_implementation="lowtri"`` for the models of the transformers library: its registration, and the switch of a model.
 
-    from lowtri.integrations.transformers import switch, use
-
-    model = switch(AutoModelForCausalLM.from_pretrained(name))
-    model(ids, attention_mask="causal & window(4)")    # a lowtri mask for this forward
-    use(model, mask="causal & window(4)")              # for all of them, in training and generate, too
-
-``switch(model)`` checks that the model calls the registered attention, as most do. ``register()`` makes the name known without this
-check; ``from_pretrained(name, attn_implementation="lowtri")`` then uses it.
-
-An attention implementation of transformers has two parts: one makes the mask of a forward pass from a mask function
-(:mod:`~lowtri.integrations.transformers_masks`), the other computes the attention of each layer
-(:mod:`~lowtri.integrations.transformers_attend`). Between the two, the mask is a lazy tensor
-(:mod:`~lowtri.integrations.transformers_lazy`); dense masks are read by :mod:`~lowtri.integrations.transformers_dense`. Under
-torch.compile and torch.export, :mod:`~lowtri.integrations.transformers_traced` replaces both parts.
-:mod:`~lowtri.integrations.transformers_use` sets masks of a user's own, :mod:`~lowtri.integrations.transformers_falcon` reaches the
-one family with attention code of its own.
+Falcon is the family whose layers choose their attention code when they are built, from a table of its own, so that
+``set_attn_implementation`` does not reach them. Their forward is replaced by one that calls the registered attention.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from functools import partial
 from typing import Any
 
-from lowtri.compat.transformers_private import has_interface
-from lowtri.errors import EngineError
-from lowtri.integrations.transformers_attend import attend
-from lowtri.integrations.transformers_falcon import is_falcon, switch_layers
-from lowtri.integrations.transformers_switched import unwrapped
-from lowtri.integrations.transformers_traced import attend_or_trace
-from lowtri.integrations.transformers_use import add_hooks, use
+from torch import Tensor
 
-__all__ = ["attend", "register", "switch", "use"]
+from lowtri.compat.transformers_private import attention_name, has_interface, set_attention_name, split_heads
+from lowtri.errors import EngineError
+from lowtri.integrations.replaced_class import Replaced, replace_forward
+from lowtri.integrations.transformers.attention import attend
+from lowtri.integrations.transformers.masks import make_mask
+from lowtri.integrations.transformers.user_masks import add_hooks, unwrapped
+
+__all__ = ["register", "switch"]
+
+_FALCON = "transformers.models.falcon.modeling_falcon"
 
 
 def register(name: str = "lowtri", *, engine: str = "auto") -> None:
@@ -62,8 +52,6 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from lowtri.integrations.transformers_masks import make_mask
-
     if name in ("eager", "sdpa", "flex_attention") or "flash" in name or "|" in name:
         raise EngineError(
             f'register: "{name}" is a name of transformers\' own, and models would take it for that. Fix: name="lowtri".'
@@ -72,7 +60,7 @@ def register(name: str = "lowtri", *, engine: str = "auto") -> None:
         raise EngineError(
             "register: this transformers makes masks in another way than lowtri was written for. Fix: pip install -U transformers."
         )
-    AttentionInterface.register(name, partial(attend_or_trace, engine=engine))
+    AttentionInterface.register(name, partial(attend, engine=engine))
     AttentionMaskInterface.register(name, make_mask)
 
 
@@ -103,8 +91,8 @@ def switch(model: Any, name: str = "lowtri") -> Any:
         register()
     wrapped, model = model, unwrapped(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    closed = {type(part).__name__ for part in parts if not (is_falcon(type(part)) or has_interface(part))}
-    kinds = {type(part) for part in model.modules() if not is_falcon(type(part))}
+    closed = {type(part).__name__ for part in parts if not (_is_falcon(type(part)) or has_interface(part))}
+    kinds = {type(part) for part in model.modules() if not _is_falcon(type(part))}
     closed |= {kind.__name__ for kind in kinds if _attends_by_itself(kind)}
     if closed or not parts:
         names = ", ".join(sorted(closed)) or type(model).__name__
@@ -112,8 +100,8 @@ def switch(model: Any, name: str = "lowtri") -> Any:
             f"switch: {names} has attention code of its own and asks no attention interface, "
             f'so "{name}" would never be called.\nFix: keep attn_implementation="eager" or "sdpa" for it.'
         )
-    if is_falcon(type(model)):
-        switch_layers(model, name)
+    if _is_falcon(type(model)):
+        _switch_falcon(model, name)
     else:
         model.set_attn_implementation(name)
     add_hooks(model)
@@ -129,3 +117,65 @@ def _attends_by_itself(layer: Any) -> bool:
     except (OSError, TypeError, AttributeError):
         return False
     return ("softmax(" in code or "scaled_dot_product_attention(" in code) and "get_interface(" not in code
+
+
+def _is_falcon(kind: type) -> bool:
+    """Whether a class is one of the models or layers of Falcon."""
+    return kind.__module__ == _FALCON
+
+
+def _switch_falcon(model: Any, name: str) -> None:
+    """Let the layers of a Falcon call the attention that is registered under a name.
+
+    Raises:
+        EngineError: if the model was built for the package flash_attn.
+    """
+    layers = [
+        part
+        for part in model.modules()
+        if type(part).__name__.startswith("Falcon") and hasattr(part, "query_key_value")
+    ]
+    if any(type(layer).__name__ != "FalconAttention" for layer in layers):
+        raise EngineError(
+            'switch: this Falcon was built for flash attention. Fix: load it with attn_implementation="eager".'
+        )
+    for layer in layers:
+        if not isinstance(layer, Replaced):
+            replace_forward(layer, _FalconAttention)
+    set_attention_name(model, name)
+
+
+class _FalconAttention(Replaced):
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of ``FalconAttention``. With ALiBi, the mask is additive and holds it already, as for torch's attention."""
+        from transformers import AttentionInterface
+
+        q, k, v = (x.transpose(1, 2) for x in split_heads(self, self.query_key_value(hidden_states)))  # (B, H, N, D)
+        if alibi is None and position_embeddings is not None:
+            q, k = importlib.import_module(_FALCON).apply_rotary_pos_emb(q, k, *position_embeddings)
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        attend = AttentionInterface()[attention_name(self)]
+        dropout = self.attention_dropout.p if self.training and alibi is not None else 0.0
+        output, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=dropout,
+            scaling=self.inv_norm_factor,
+            output_attentions=output_attentions,
+        )
+        return self.dense(output.flatten(2)), weights

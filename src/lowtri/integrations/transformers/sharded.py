@@ -7,7 +7,6 @@ loss that is divided by the number of targets of the whole sequence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError, EngineError
+from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.masks.combinators import And
 from lowtri.masks.mask import Mask
 
 if TYPE_CHECKING:
-    from lowtri.integrations.transformers_lazy import LazyMask
     from lowtri.parallel.context import ContextParallel
     from lowtri.parallel.shards import ShardPlan
 
@@ -161,11 +160,8 @@ def _own(context: ContextParallel, name: str, x: Any) -> Tensor:
     return context.shard(x) if x.shape[1] == n else x
 
 
-def mask_of_plan(mask: Mask, plan: ShardPlan, join: Callable[[Mask, Mask], Mask]) -> Mask:
+def mask_of_plan(mask: Mask, plan: ShardPlan) -> Mask:
     """The mask of a layer as the plan has it: ``causal & window(4)`` and ``window(4)`` are the same.
-
-    Args:
-        join: ``left & right``, simplified.
 
     Raises:
         CallError: if the plan was not made for it.
@@ -191,14 +187,14 @@ def attend_sharded(
     softcap: float | None,
     s_aux: Tensor | None,
     engine: str,
-    refused: dict[str, Any],
+    rejected: dict[str, Any],
 ) -> Tensor:
     """The attention of a layer over the whole sequence, (B, my tokens, Hq, Dv).
 
     Raises:
-        CallError: for what needs a whole row of weights or a table of all pairs: the entries of ``refused`` that are not None.
+        CallError: for what needs a whole row of weights or a table of all pairs: the entries of ``rejected`` that are not None.
     """
-    for name, value in refused.items():
+    for name, value in rejected.items():
         if value is not None:
             raise CallError(
                 f"context_parallel: the model passes {name}, but no process has all pairs of the sequence.\n"

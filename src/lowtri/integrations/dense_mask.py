@@ -1,0 +1,229 @@
+"""Tables of pairs, as callers of other libraries pass them, as masks; and where the queries and keys of a mask stand.
+
+A table is boolean or additive (added to the scores). A boolean table is read as torch's SDPA reads it, True = may see, or as
+``nn.MultiheadAttention`` does, True = hidden. An additive one hides a pair with -inf or with the smallest value of its dtype; any other
+value but 0 is a bias. The last row of a table is that of the last key; where there are more queries than keys, the first row is that of
+the first key. A table is read once for all layers of a forward; inside torch.compile and torch.export it stays a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowtri.compat.torch_private import version_of
+from lowtri.errors import CallError
+from lowtri.masks.array_masks import Keys, table
+from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.formulas import Band, causal, full
+from lowtri.masks.mask import Mask
+from lowtri.masks.tile import EMPTY
+from lowtri.ops.arguments import plain_array
+
+__all__ = ["LazyMask", "MaskAndBias", "join", "read_dense_mask", "read_table"]
+
+_FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
+
+
+@dataclass(frozen=True, eq=False)
+class LazyMask:
+    """A mask for ``nq`` queries from position ``q0`` on and ``nk`` keys from position ``k0`` on.
+
+    >>> from lowtri.masks import causal
+    >>> LazyMask(causal(), 5, 2, 4, 8).table().astype(int)[0, 0]
+    array([[1, 1, 0, 0, 0, 0, 0, 0],
+           [1, 1, 1, 0, 0, 0, 0, 0]])
+    """
+
+    mask: Mask
+    q0: int
+    nq: int
+    k0: int
+    nk: int
+    remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
+    context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
+
+    @cached_property
+    def positions(self) -> dict[str, NDArray[np.int64]]:
+        """The positions to pass to ``attention``; empty where keys are at 0 .. Nk-1 and the queries at the last of them."""
+        if self.k0 == 0 and (self.q0 == self.nk - self.nq or not self.mask.depends_on_query):
+            return {}
+        q_positions, k_positions = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
+        return {"q_positions": q_positions, "k_positions": k_positions}
+
+    @cached_property
+    def trimmed(self) -> LazyMask:
+        """The same mask without the keys at either end that no query sees: the tail of a static cache, what a window left behind.
+
+        One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
+        """
+        mask, q0, q1, low, high = self.mask, self.q0, self.q0 + self.nq, self.k0, self.k0 + self.nk
+        if not mask.depends_on_query or low == high:
+            return self
+        if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
+            high = q1
+        if self.nq < _FEW and _all_hidden(mask, q0, q1, low, low + 1):
+            hidden, visible = low + 1, high  # all keys before the first are hidden, some before the second are not
+            while visible - hidden > 1:
+                middle = (hidden + visible) // 2
+                if _all_hidden(mask, q0, q1, low, middle):
+                    hidden = middle
+                else:
+                    visible = middle
+            low = hidden
+        if high - low == self.nk or _all_hidden(mask, q0, q1, low, high):
+            return self
+        return replace(self, k0=low, nk=high - low)
+
+    def rows(self, start: int, stop: int) -> LazyMask:
+        """The queries ``start .. stop`` alone (indices)."""
+        self._require_positions()
+        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
+
+    def columns(self, start: int, stop: int) -> LazyMask:
+        """The keys ``start .. stop`` alone (indices)."""
+        self._require_positions()
+        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
+
+    def table(self) -> NDArray[np.bool_]:
+        """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
+        self._require_positions()
+        q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
+        pairs = np.asarray(self.mask(q[:, None], k[None, :]))
+        lead = (*self.mask.batch, 1, 1)[:2]
+        return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
+
+    def _require_positions(self) -> None:
+        if self.context is not None:
+            raise CallError(
+                "transformers: the model reads its mask, but no process has all pairs of the sequence.\n"
+                "Fix: use(model) without context_parallel for this model."
+            )
+
+
+def _all_hidden(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> bool:
+    return bool(np.all(mask.tile(q0, q1, k0, k1) == EMPTY))
+
+
+def join(left: Mask, right: Mask) -> Mask:
+    """left & right, simplified, so that equal masks are built alike: ``full`` is dropped, and two bands become one."""
+    if right == full():
+        return left
+    if left == full() or left == right:
+        return right
+    if isinstance(left, Band) and isinstance(right, Band):
+        before, after = min(left.before, right.before), min(left.after, right.after)
+        return Band(before, after, f"window({before + 1})" if after == 0 else f"band({before}, {after})")
+    return left & right
+
+
+class MaskAndBias(NamedTuple):
+    """A table as a lazy mask, and the bias that is left of it (None, or four dimensions)."""
+
+    lazy: LazyMask
+    bias: Tensor | None
+
+
+# tensor -> ((version, sizes, dtype), lazy mask, whether there is no bias). Entries are removed with their tensor; a bias is not
+# stored, since it would keep its own key alive.
+_read: Any = WeakTensorKeyDictionary()
+
+
+def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool = False) -> MaskAndBias:
+    """Read a table for ``nq`` queries and ``nk`` keys, outside of torch.compile.
+
+    >>> import torch
+    >>> least = torch.finfo(torch.float32).min
+    >>> read_dense_mask(torch.tensor([[[[0.0, least], [0.0, 0.0]]]]), 2, 2, torch.float32)
+    MaskAndBias(lazy=LazyMask(mask=causal, q0=0, nq=2, k0=0, nk=2), bias=None)
+
+    Args:
+        mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
+        nq, nk: how many queries and keys the call has.
+        dtype: of the queries; the smallest value of this dtype hides, too.
+        true_hides: whether the mask is of ``nn.MultiheadAttention``: True = hidden, and of numbers only -inf hides.
+
+    Raises:
+        CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
+    """
+    mask = plain_array("attention_mask", mask, "transformers")
+    shape = _in_four(mask, nq, nk)
+    version = version_of(mask)
+    key = (version, nq, nk, dtype, true_hides)
+    entry = None if version is None else _read.get(mask)
+    if entry is None or entry[0] != key:
+        visible = _visible(mask.detach().reshape(shape), dtype, true_hides)
+        is_bool = mask.dtype == torch.bool or bool(((mask.detach().reshape(shape) == 0) | ~visible).all())
+        lazy = LazyMask(_simplest_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
+        entry = (key, lazy, is_bool)
+        if version is not None:  # else a change in place would go unnoticed
+            _read[mask] = entry
+    _, lazy, is_bool = entry
+    return MaskAndBias(lazy, None if is_bool and not mask.requires_grad else mask.reshape(shape))
+
+
+def read_table(
+    mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool = False
+) -> tuple[Mask, Tensor | None, dict[str, Any]]:
+    """The mask, the bias and the positions of a table, as :func:`read_dense_mask`; also inside torch.compile and torch.export."""
+    if not torch.compiler.is_compiling():
+        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides)
+        return lazy.mask, bias, lazy.positions
+    mask = mask.reshape(_in_four(mask, nq, nk))
+    visible = _visible(mask, dtype, true_hides)
+    visible = visible.expand(*visible.shape[:2], nq, nk)
+    if visible.shape[1] == 1:
+        visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
+    positions = {"q_positions": torch.arange(nq, device=mask.device)} if nq > nk else {}
+    return table(visible), None if mask.dtype == torch.bool else mask, positions
+
+
+def _in_four(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
+    """The mask's shape in four dimensions."""
+    shape = (*(1,) * (4 - mask.ndim), *mask.shape)
+    if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
+        raise CallError(
+            f"transformers: attention_mask is {tuple(mask.shape)}, but the layer has {nq} queries and {nk} keys: "
+            f"expected (B, H, {nq}, {nk}), each size or 1."
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise CallError(
+            f"transformers: attention_mask is {mask.dtype} {tuple(mask.shape)}; as numbers for each pair they could mean "
+            "two things.\nFix: bools, True = may see, or floats that are added to the scores."
+        )
+    return shape
+
+
+def _visible(mask: Tensor, dtype: torch.dtype, true_hides: bool) -> Tensor:
+    """The visible pairs. A float32 mask may have been made with the smallest value of a narrower dtype, which hides, too."""
+    if mask.dtype == torch.bool:
+        return ~mask if true_hides else mask
+    greatest_hidden = -torch.inf if true_hides else max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+    return ~(mask <= greatest_hidden)  # NaN hides nothing
+
+
+def _simplest_mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
+    """The simplest mask that is this table: full, causal, keys, or the table itself."""
+    if visible.all():
+        return full()
+    for axis in (0, 1):
+        if len(visible) > 1 or axis:
+            first = visible.take([0], axis)
+            visible = first if (visible == first).all() else visible
+    if visible.shape[1:3] == (1, 1):
+        rows = np.broadcast_to(visible[:, 0, 0], (len(visible), nk))
+        return Keys(FrozenArray(rows[0] if len(rows) == 1 else rows))
+    visible = np.broadcast_to(visible, (*visible.shape[:2], nq, nk))
+    if visible.shape[:2] == (1, 1):
+        visible = visible[0, 0]
+        is_causal = nk >= nq and np.array_equal(visible, np.arange(nk) <= np.arange(nk - nq, nk)[:, None])
+        return causal() if is_causal else table(visible)
+    return table(visible[:, 0] if visible.shape[1] == 1 else visible)

@@ -1,0 +1,27 @@
+"""``attn_implementation="lowtri"`` for the models of the transformers library.
+
+    from lowtri.integrations.transformers import switch, use
+
+    model = switch(AutoModelForCausalLM.from_pretrained(name))
+    model(ids, attention_mask="causal & window(4)")    # a lowtri mask for this forward
+    use(model, mask="causal & window(4)")              # for all of them, in training and generate, too
+
+``switch(model)`` checks that the model calls the registered attention, as most do. ``register()`` makes the name known without this
+check; ``from_pretrained(name, attn_implementation="lowtri")`` then uses it.
+
+An attention implementation of transformers has two parts: one makes the mask of a forward pass from a mask function, the other computes
+the attention of each layer. Between the two, the mask is a lazy tensor, without a table of pairs.
+
+switching   register, switch; Falcon, which has attention code of its own
+user_masks  a lowtri mask on a switched model, for one forward or for all
+masks       transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
+lazy        masks as a tensor subclass without a table
+attention   the attention of a layer, eager and under torch.compile and torch.export
+sharded     a model on one process's part of a sequence
+"""
+
+from lowtri.integrations.transformers.attention import attend
+from lowtri.integrations.transformers.switching import register, switch
+from lowtri.integrations.transformers.user_masks import use
+
+__all__ = ["attend", "register", "switch", "use"]

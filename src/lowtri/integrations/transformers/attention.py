@@ -1,0 +1,201 @@
+"""The attention function that transformers calls in every layer; it passes its arguments on to :func:`lowtri.attention`.
+
+A program that torch.compile or torch.export traces can neither hold a lazy mask nor read values. In it, the mask is None if it is
+causal and there is no padding, else a table as a tensor, and a layer's attention is one operator, ``lowtri::attention``. Calls that
+the operator does not support run after a graph break under torch.compile, and raise under torch.export.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtri.compat.transformers_private import collects_attentions
+from lowtri.dispatch.attend import attention
+from lowtri.errors import CallError
+from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table
+from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.sharded import attend_sharded
+from lowtri.masks.formulas import causal, full
+from lowtri.masks.mask import Mask
+
+__all__ = ["attend"]
+
+_log = logging.getLogger("lowtri.integrations.transformers")
+_warned: set[str] = set()
+
+# Arguments of some models that lowtri's attention does not support; None is accepted.
+_UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
+_NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    engine: str = "auto",
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of one layer; called by models of transformers.
+
+    Args:
+        module: the layer; its ``is_causal`` decides where no mask is passed.
+        query: (B, Hq, Nq, D).  key: (B, Hkv, Nk, D).  value: (B, Hkv, Nk, Dv).
+        attention_mask: what :func:`~lowtri.integrations.transformers.masks.make_mask` made, a table by hand, or None.
+        dropout, scaling, softcap: as of :func:`lowtri.attention`.
+        s_aux: (Hq,), a sink for each head.  sinks: (B, Hq, Nq, 1), one for each query.
+        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); may require a gradient.
+        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks of the module's size.
+        output_attentions: whether to return the weights.
+
+    Returns:
+        output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk), or None.
+
+    Raises:
+        CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
+            cannot contain.
+    """
+    _reject_unsupported(cache, others)
+    weighted = collects_attentions() if output_attentions is None else bool(output_attentions)
+    traced, chosen = torch.compiler.is_compiling(), indices is not None or block_indices is not None
+    if traced and (dropout or chosen or weighted or isinstance(attention_mask, LazyMaskTensor)):
+        if not torch.compiler.is_dynamo_compiling():
+            raise CallError(
+                f"transformers: lowtri's attention with {_NO_OPERATOR} cannot be an operator of an exported program.\n"
+                'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
+            )
+        return _outside_graph(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, sinks,
+            position_bias, indices, block_indices, cache, output_attentions, engine, **others,
+        )  # fmt: skip
+    if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
+        query = query.expand(key.shape[0], *query.shape[1:])
+    nq, nk = query.shape[-2], key.shape[-2]
+    s_aux = None if s_aux is None else s_aux.reshape(-1)
+    # A layer without a mask is causal from the top left, as under transformers' sdpa.
+    causal_layer = nq > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    mask: Mask | str
+    bias: Tensor | None = None
+    positions: dict[str, Any] = {}
+    if not traced:
+        lazy, bias = _lazy_mask(attention_mask, causal_layer, query, nk)
+        if lazy.context is not None:
+            rejected = {"dropout": dropout or None, "position_bias": position_bias, "sinks of single queries": sinks}
+            rejected |= {"indices": indices, "block_indices": block_indices, "output_attentions": weighted or None}
+            return attend_sharded(lazy, (query, key, value), scaling, softcap, s_aux, engine, rejected), None
+        if chosen:
+            lazy = _chosen_keys(module, lazy, indices, block_indices, query, nk, others.get("position_ids"))
+        if not weighted and lazy.trimmed is not lazy:
+            cut = slice(lazy.trimmed.k0 - lazy.k0, lazy.trimmed.k0 - lazy.k0 + lazy.trimmed.nk)
+            key, value = key[..., cut, :], value[..., cut, :]
+            bias, position_bias = (x if x is None or x.shape[-1] == 1 else x[..., cut] for x in (bias, position_bias))
+            lazy = lazy.trimmed
+        mask, positions = lazy.mask, lazy.positions
+    elif attention_mask is not None:
+        mask, bias, positions = read_table(attention_mask, nq, nk, query.dtype)
+    else:
+        mask = "causal" if causal_layer else "full"
+        positions = {} if nq == nk else {"q_positions": torch.arange(nq, device=query.device)}
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    if dropout:
+        _warn_once(
+            "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
+        )
+    result: Any = attention(
+        query,
+        key,
+        value,
+        mask,
+        scale=scaling,
+        softcap=softcap,
+        bias=bias,
+        sinks=s_aux,
+        dropout=dropout,
+        return_weights=weighted,
+        return_lse=sinks is not None,
+        engine=engine,
+        **positions,
+    )
+    output, *rest = result if weighted or sinks is not None else (result,)
+    weights = rest[0] if weighted else None
+    if sinks is not None:  # of single queries: applied afterwards, with the log-sum-exp
+        share = torch.sigmoid(rest[-1][..., None] - sinks.to(rest[-1].dtype))  # (B, Hq, Nq, 1)
+        output = (output * share).to(output.dtype)
+        weights = None if weights is None else (weights * share).to(weights.dtype)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+_REASON = {"reason": f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"}
+_HAS_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
+_outside_graph: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _HAS_REASON else {}))
+
+
+def _lazy_mask(mask: Tensor | None, causal_layer: bool, query: Tensor, nk: int) -> tuple[LazyMask, Tensor | None]:
+    """The mask of a layer and the bias in it."""
+    nq = query.shape[-2]
+    if mask is None:
+        return LazyMask(causal() if causal_layer else full(), 0, nq, 0, nk), None
+    if isinstance(mask, LazyMaskTensor):
+        if (mask.lazy.nq, mask.lazy.nk) == (nq, nk):
+            return mask.lazy, None
+        mask = mask.materialize()
+    return read_dense_mask(mask, nq, nk, query.dtype)
+
+
+def _chosen_keys(
+    module: Any, lazy: LazyMask, indices: Any, block_indices: Any, query: Tensor, nk: int, position_ids: Any
+) -> LazyMask:
+    """The keys of a mask that an indexer chose, query by query: a table, for the few models that do so."""
+    rows, nq, device = query.shape[0], query.shape[-2], query.device
+    visible = torch.from_numpy(lazy.table().copy()).to(device)  # (B|1, Hq|1, Nq, Nk)
+    if block_indices is not None:
+        positions = torch.arange(nk - nq, nk, device=device) if position_ids is None else position_ids
+        positions = (positions if positions.ndim > 1 else positions[None]).expand(rows, -1)
+        visible = module.indexer.build_block_mask(block_indices, visible, nk, query.dtype, device, positions)
+        lazy, _ = read_dense_mask(visible, nq, nk, query.dtype)
+        visible = torch.from_numpy(lazy.table().copy()).to(device)
+    if indices is not None:
+        chosen = torch.zeros((rows, nq, nk + 1), dtype=torch.bool, device=device)
+        chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
+        lazy, _ = read_dense_mask(chosen & visible, nq, nk, query.dtype)
+    return lazy
+
+
+def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
+    """Reject arguments that would have to be ignored."""
+    if cache is not None:
+        raise CallError(
+            "transformers: a paged cache came (continuous batching), which lowtri's attention does not read.\n"
+            'Fix: attn_implementation="sdpa" for continuous batching, or model.generate.'
+        )
+    for name in _UNSUPPORTED:
+        if others.get(name) is not None:
+            raise CallError(
+                f"transformers: the model passes {name}, and lowtri would have to leave it out.\n"
+                'Fix: attn_implementation="eager" for this model.'
+            )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)
