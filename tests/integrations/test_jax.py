@@ -17,7 +17,6 @@ import pytest
 import lowtri
 from lowtri.errors import CallError, EngineError, MaskError
 from lowtri.integrations import jax as module
-from lowtri.integrations import jax_operation
 from lowtri.integrations.jax import attention
 
 N = 9
@@ -134,21 +133,21 @@ def test_float64() -> None:
 
 def test_memory_is_shared_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    run = jax_operation._run
+    run = module._run
 
     def watched(*arguments: Any) -> Any:
         results, inputs = run(*arguments), arguments[2:]
         seen.extend(x.data_ptr() for x in (*inputs[:3], *results))
         return results
 
-    monkeypatch.setattr(jax_operation, "_run", watched)
+    monkeypatch.setattr(module, "_run", watched)
     arrays = [jax.random.normal(jax.random.key(i), (4, 64, 16)) for i in range(3)]
-    output = jax_operation.operation.__wrapped__(module._attend)(options("causal"), *arrays, None, None)[0]
+    output = module._operation.__wrapped__(module._attend)(options("causal"), *arrays, None, None)[0]
     assert seen == [x.unsafe_buffer_pointer() for x in (*arrays, output)]
 
 
 def options(mask: str) -> Any:
-    return jax_operation.JaxOptions(lowtri.mask(mask), None, None, None, None, False, "auto")
+    return module.JaxOptions(lowtri.mask(mask), None, None, None, None, False, "auto")
 
 
 def test_a_query_that_sees_nothing_gives_zeros_where_jax_gives_a_mean() -> None:

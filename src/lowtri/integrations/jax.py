@@ -14,16 +14,21 @@ Gradients are those of lowtri's backward, by ``jax.custom_vjp``: reverse mode, o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lowtri.dispatch.attend import attention as attend
-from lowtri.errors import CallError
-from lowtri.integrations.jax_nn import dot_product_attention
-from lowtri.integrations.jax_operation import JaxOptions, check_array, check_installed, operation
+from lowtri.errors import CallError, EngineError
+from lowtri.integrations.dense_mask import join, read_dense_mask
+from lowtri.masks.array_masks import keys
+from lowtri.masks.formulas import band, causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask
 from lowtri.ops.call import CallOptions
@@ -34,6 +39,13 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 __all__ = ["attention", "dot_product_attention"]
+
+# From the options and the inputs of a call, as tensors, to its results: the output, and the log-sum-exp if it is returned.
+Attend = Callable[..., tuple[Tensor, ...]]
+
+_NN = "dot_product_attention"
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_FLOATS = 5  # of the inputs: q, k, v, bias and sinks have gradients; what follows decides who sees whom
 
 
 def attention(
@@ -80,17 +92,17 @@ def attention(
 
     Source: the documentation of JAX, "External callbacks" and "Custom derivative rules".
     """
-    check_installed("attention")
+    _check_installed("attention")
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     for name, x in arrays.items():
         if x is not None or name not in ("bias", "sinks"):
-            check_array("attention", name, x)
+            _check_array("attention", name, x)
     options = JaxOptions(
         as_mask(mask), scale, softcap, _positions("q_positions", q_positions), _positions("k_positions", k_positions),
         return_lse, engine,
     )  # fmt: skip
     _check_traced(options, arrays)
-    results = operation(_attend)(options, q, k, v, bias, sinks)
+    results = _operation(_attend)(options, q, k, v, bias, sinks)
     return results if return_lse else results[0]
 
 
@@ -136,3 +148,283 @@ def _check_traced(options: JaxOptions, arrays: dict[str, Any]) -> None:
 def _attend(options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any) -> tuple[Tensor, ...]:
     results = attend(q, k, v, options.mask, bias=bias, sinks=sinks, **options.arguments())
     return results if options.return_lse else (results,)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """``jax.nn.dot_product_attention`` on a CPU, with jax's meanings of all arguments; eager, under ``jax.jit``, with gradients.
+
+    >>> import jax
+    >>> x = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))  # (B, T, N, H)
+    >>> ours = dot_product_attention(x, x, x, is_causal=True, key_value_seq_lengths=jax.numpy.array([3, 5]))
+    >>> theirs = jax.nn.dot_product_attention(x, x, x, is_causal=True, key_value_seq_lengths=jax.numpy.array([3, 5]))
+    >>> bool(jax.numpy.allclose(ours, theirs, atol=1e-6))
+    True
+
+    Args:
+        query: (B, T, N, H) or (T, N, H).  key, value: (B, S, K, H) or (S, K, H); N is a multiple of K.
+        bias: floats added to the scores, with a gradient.  mask: bools, True = may see. Both broadcast to (B, N, T, S).
+        scale: factor on the scores, a constant of a traced program; 1 / sqrt(H) by default.
+        is_causal: query i sees keys 0 .. i, also where T and S differ.
+        query_seq_lengths, key_value_seq_lengths: (B,), how many queries and keys of each row are real.
+        local_window_size: how many keys a query sees before and after its own index; one number for both.
+        implementation: None or "xla"; lowtri computes either way.
+        return_residual: also return the log-sum-exp of each query's scores, (B, T, N) or (T, N), without gradient.
+
+    Returns:
+        the output, like query. One difference from jax: a query that sees no key gives 0 and a log-sum-exp of -inf, where jax
+        gives the mean of all values.
+
+    Raises:
+        CallError: where jax raises a ValueError, which it is, too; for arrays on an accelerator, and a traced scale.
+        EngineError: if jax is not installed.
+
+    Source: the documentation of jax.nn.dot_product_attention.
+    """
+    _check_installed(_NN)
+    import jax
+    import jax.numpy as jnp
+
+    if implementation not in (None, "xla"):
+        raise CallError(f'{_NN}: implementation is {implementation!r}. Fix: None or "xla", on a CPU.')
+    if isinstance(scale, jax.core.Tracer):
+        raise CallError(f"{_NN}: scale is traced. Fix: a Python number, or static_argnames.")
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    arrays = {name: None if x is None else _in_four(name, jnp.asarray(x)) for name, x in given.items()}
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    arrays |= {name: None if x is None else jnp.asarray(x) for name, x in lengths.items()}
+    _check_nn(arrays)
+    q, k, v, added, visible, q_lengths, k_lengths = arrays.values()
+    formula = _formula(local_window_size, bool(is_causal))
+    options = JaxOptions(formula, None if scale is None else float(scale), None, None, None, return_residual, "auto")
+    output, *residual = _operation(_attend_nn)(options, q, k, v, added, None, visible, q_lengths, k_lengths)
+    shape = jnp.shape(query)
+    if not return_residual:
+        return output.reshape(shape)
+    return output.reshape(shape), jax.lax.stop_gradient(residual[0]).astype(output.dtype).reshape(shape[:-1])
+
+
+def _in_four(name: str, x: Any) -> Any:
+    least = 3 if name in ("query", "key", "value") else 0
+    if not least <= x.ndim <= 4:
+        raise CallError(f"{_NN}: {name} is {tuple(x.shape)}. Fix: four dimensions, or three without a batch.")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _check_nn(arrays: dict[str, Any]) -> None:
+    """Raise unless the arrays, in four dimensions, fit together."""
+    q, k = arrays["query"], arrays["key"]
+    (rows, _, kv_heads, size), whole = k.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])  # B, N, T, S
+    for name in ("query", "key", "value", "bias"):
+        if arrays[name] is not None:
+            _check_array(_NN, name, arrays[name])
+    if q.shape[::3] != (rows, size) or not kv_heads or q.shape[2] % kv_heads:
+        raise CallError(
+            f"{_NN}: query is {q.shape} and key {k.shape}. Fix: (B, T, N, H) and (B, S, K, H), N a multiple of K."
+        )
+    if arrays["value"].shape != k.shape:
+        raise CallError(f"{_NN}: value is {arrays['value'].shape} and key {k.shape}. Fix: the same shape.")
+    for name in ("key", "value"):
+        if arrays[name].dtype != q.dtype:
+            raise CallError(f"{_NN}: query is {q.dtype} and {name} {arrays[name].dtype}. Fix: one dtype.")
+    for name in ("bias", "mask"):
+        x = arrays[name]
+        if x is not None and any(n not in (1, most) for n, most in zip(x.shape, whole, strict=True)):
+            raise CallError(f"{_NN}: {name} is {x.shape}, which does not broadcast to (B, N, T, S) = {whole}.")
+    if arrays["mask"] is not None and arrays["mask"].dtype != bool:
+        raise CallError(
+            f"{_NN}: mask is {arrays['mask'].dtype}. Fix: bools, True = may see; numbers to add go to bias=."
+        )
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        x = arrays[name]
+        if x is not None and (x.shape != (rows,) or x.dtype.kind not in "iu"):
+            raise CallError(f"{_NN}: {name} is {x.dtype} {x.shape}. Fix: whole numbers, one for each row: ({rows},).")
+
+
+def _formula(window: Any, is_causal: bool) -> Mask:
+    """The mask that the numbers say, for queries and keys at positions from 0 on."""
+    if window is None:
+        return causal() if is_causal else full()
+    try:
+        before, after = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
+    except (TypeError, ValueError):
+        before = after = -1
+    if min(before, after) < 0:
+        raise CallError(f"{_NN}: local_window_size is {window!r}. Fix: one or two numbers from 0: keys before, after.")
+    return band(before, 0 if is_causal else after)
+
+
+def _attend_nn(
+    options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, visible: Any, *lengths: Any
+) -> tuple[Tensor, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
+    mask, positions = _mask_nn(options.mask, visible, lengths, q.shape[2], k.shape[2])
+    results: Any = attend(
+        q, k, v, mask, bias=bias, scale=options.scale, q_positions=positions, return_lse=options.return_lse
+    )
+    return tuple(x.transpose(1, 2) for x in (results if options.return_lse else (results,)))
+
+
+def _mask_nn(
+    mask: Mask, visible: Tensor | None, lengths: tuple[Tensor | None, ...], nq: int, nk: int
+) -> tuple[Mask, Any]:
+    """The mask, and the positions of the queries: -1 past the end of a row."""
+    (q_lengths, k_lengths), first = lengths, 0
+    if visible is not None:
+        if visible.shape[1] > 1 or visible.shape[2] > 1:  # a table, whose last row is the last key's
+            pairs = np.asarray(mask(np.arange(nq)[:, None], np.arange(nk)))
+            visible, mask, first = visible & torch.from_numpy(pairs), full(), max(nk - nq, 0)
+        mask = join(mask, read_dense_mask(visible, nq, nk, torch.float32).lazy.mask)
+    if k_lengths is not None:
+        mask = mask & keys(lengths=k_lengths.clamp(0, nk).numpy())
+    index = np.arange(nq)
+    if q_lengths is None:
+        return mask, index + first
+    return mask, np.where(index < q_lengths.numpy()[:, None], index + first, -1)
+
+
+# Attention as an operation of JAX: eager where its arrays hold numbers, a host callback where they are traced; with gradients.
+
+
+class JaxOptions(NamedTuple):
+    """Everything that is no array of JAX; hashable, so that programs are traced once for each."""
+
+    mask: Mask
+    scale: float | None
+    softcap: float | None
+    q_positions: tuple[Any, ...] | None
+    k_positions: tuple[Any, ...] | None
+    return_lse: bool
+    engine: str
+
+    def arguments(self) -> dict[str, Any]:
+        positions = {name: getattr(self, name) for name in ("q_positions", "k_positions")}
+        arrays = {name: None if x is None else np.array(x, np.int64) for name, x in positions.items()}
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "return_lse": self.return_lse,
+            "engine": self.engine,
+            **arrays,
+        }
+
+
+def _check_installed(function: str) -> None:
+    try:
+        import jax  # noqa: F401
+    except ImportError:
+        raise EngineError(f"{function}: jax is not installed. Fix: pip install 'lowtri[jax]'.") from None
+
+
+def _check_array(function: str, name: str, x: Any) -> None:
+    """Raise unless an argument is an array of floats on a CPU."""
+    import jax
+
+    if not isinstance(x, jax.Array):
+        raise CallError(
+            f"{function}: {name} is {type(x).__name__}, but it takes a jax.Array. Fix: jnp.asarray({name})."
+        )
+    if str(x.dtype) not in _DTYPES:
+        raise CallError(
+            f"{function}: {name} is {x.dtype}; expected one of {', '.join(_DTYPES)}. Fix: {name}.astype(jnp.float32)."
+        )
+    if not isinstance(x, jax.core.Tracer) and {device.platform for device in x.devices()} != {"cpu"}:
+        raise CallError(f'{function}: {name} is on {x.devices()}. Fix: jax.device_put({name}, jax.devices("cpu")[0]).')
+
+
+@cache
+def _operation(attend: Attend) -> Callable[..., tuple[Any, ...]]:
+    """The operation ``(options, q, k, v, bias, sinks, *others)``, with its gradients, made when jax is first used."""
+    import jax
+
+    run, gradients = partial(_run, attend), partial(_gradients, attend)
+
+    def results(options: JaxOptions, *inputs: Any) -> Any:
+        return _call(run, options, _like_results(options, *inputs), inputs)
+
+    def forward(options: JaxOptions, *inputs: Any) -> Any:
+        return made(options, *inputs), inputs
+
+    def backward(options: JaxOptions, inputs: Any, d_results: Any) -> Any:
+        like = tuple(None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:_FLOATS])
+        grads = _call(gradients, options, like, (*inputs, *d_results))
+        return *grads, *(None for _ in inputs[_FLOATS:])
+
+    made = jax.custom_vjp(results, nondiff_argnums=(0,))
+    made.defvjp(forward, backward)
+    return made
+
+
+def _like_results(options: JaxOptions, q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+    import jax
+
+    output = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = jax.ShapeDtypeStruct(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+    return (output, lse) if options.return_lse else (output,)
+
+
+def _call(function: Any, options: JaxOptions, like: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    """The function's results. ``like`` has their shapes and dtypes, None where there are none."""
+    import jax
+
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        results = function(options, *(None if x is None else from_dlpack(x) for x in arrays))
+        return tuple(None if x is None else jax.numpy.from_dlpack(x) for x in results)
+    wanted = tuple(x for x in like if x is not None)
+    results = iter(jax.pure_callback(partial(_on_host, function, options), wanted, *arrays, vmap_method="sequential"))
+    return tuple(None if x is None else next(results) for x in like)
+
+
+def _on_host(function: Any, options: JaxOptions, *arrays: Any) -> tuple[Any, ...]:
+    """What XLA calls: arrays of the host in, NumPy arrays out."""
+    results = function(options, *(None if x is None else _tensor(np.asarray(x)) for x in arrays))
+    return tuple(_array(x) for x in results if x is not None)
+
+
+def _run(attend: Attend, options: JaxOptions, *inputs: Any) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return tuple(x.contiguous() for x in attend(options, *inputs))
+
+
+def _gradients(attend: Attend, options: JaxOptions, *arrays: Any) -> tuple[Tensor | None, ...]:
+    results_end = len(arrays) - (2 if options.return_lse else 1)
+    inputs, others, d_results = arrays[:_FLOATS], arrays[_FLOATS:results_end], arrays[results_end:]
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        results = attend(options, *leaves, *others)
+    wanted = [x for x in leaves if x is not None]
+    grads = iter(torch.autograd.grad(results, wanted, d_results, materialize_grads=True))
+    return tuple(None if x is None else next(grads).contiguous() for x in leaves)
+
+
+# NumPy has no bfloat16 of its own: its bits travel as int16.
+
+
+def _tensor(x: Any) -> Tensor:
+    x = np.ascontiguousarray(x)
+    x = x if x.flags.writeable else x.copy()
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == _bfloat16() else torch.from_numpy(x)
+
+
+def _array(x: Tensor) -> Any:
+    return x.view(torch.int16).numpy().view(_bfloat16()) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+@cache
+def _bfloat16() -> Any:
+    import jax
+
+    return np.dtype(jax.numpy.bfloat16)

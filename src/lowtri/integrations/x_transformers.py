@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.dense_mask import read_dense_mask
-from lowtri.masks.array_masks import table
+from lowtri.integrations.dense_mask import join, read_table
 from lowtri.masks.formulas import causal as causal_mask
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
@@ -106,7 +105,7 @@ def attend(
         order = torch.arange(heads, device=q.device).reshape(-1, kv_heads).T.flatten()
         q, mask, attn_bias = q[:, order], _per_head(mask, order), _per_head(attn_bias, order)
         sinks = None if sinks is None else sinks[order]
-    visible, positions = _mask(mask, causal and q.shape[2] > 1, q, k)
+    visible, positions = _read_mask(mask, causal and q.shape[2] > 1, q, k)
     output = attention(
         q,
         k,
@@ -128,13 +127,9 @@ def _per_head(x: Tensor | None, order: Tensor) -> Tensor | None:
     return x if x is None or x.shape[1] == 1 else x[:, order]
 
 
-def _mask(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple[Mask, dict[str, Any]]:
+def _read_mask(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple[Mask, dict[str, Any]]:
     formula = causal_mask() if causal else full()
     if mask is None:
         return formula, {}
-    if torch.compiler.is_compiling():
-        shown = table(mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]))
-        return (shown & formula if causal else shown), {}
-    lazy, _ = read_dense_mask(mask, q.shape[2], k.shape[2], q.dtype)
-    both = lazy.mask & formula if causal and lazy.mask != full() else formula if causal else lazy.mask
-    return both, lazy.positions
+    shown, _, positions = read_table(mask, q.shape[2], k.shape[2], q.dtype)
+    return join(shown, formula) if causal else shown, positions
