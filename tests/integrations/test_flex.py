@@ -6,7 +6,6 @@ torch's public function raises for gradients on a CPU; its eager formula, which 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,19 +181,6 @@ def test_scores_by_the_tiled_formula(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_scores_with_other_masks(mask: str, score: str) -> None:
     score_mod, captured = {**BIASES, **BY_FORMULA}[score]
     agree(score_mod, MASKS[mask], captured)
-
-
-def test_the_public_function_of_torch_gives_the_same() -> None:
-    q, k, v = (x.detach() for x in qkv(H))
-    blocks = create_block_mask(MASKS["documents"], None, None, N, N, device="cpu")
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # return_lse will be removed
-        patch.setattr(
-            module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True
-        )  # the formula, without seconds of compiling
-        theirs = module.flex_attention(q, k, v, IN_KERNEL["soft cap"], blocks, scale=0.3, return_lse=True)
-    ours = flex_attention(q, k, v, IN_KERNEL["soft cap"], blocks, scale=0.3, return_lse=True)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_a_mask_in_the_score_is_a_mask() -> None:

@@ -40,17 +40,10 @@ SIZES = {
     "few keys": (2, 6, 4, 2, 2),
 }
 OPTIONS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
-    "nothing": lambda t, s, n: {},
-    "causal": lambda t, s, n: {"is_causal": True, "scale": 0.3, "return_residual": True},
-    "a mask": lambda t, s, n: {"mask": bools(2, n, t, s), "return_residual": True},
     "a mask, causal": lambda t, s, n: {"mask": bools(1, 1, t, s), "is_causal": True},
-    "a mask of keys": lambda t, s, n: {"mask": bools(2, 1, 1, s), "is_causal": True},
     "a mask of heads and queries": lambda t, s, n: {"mask": bools(n, t, 1)},
-    "a bias": lambda t, s, n: {"bias": numbers(1, n, t, s), "mask": bools(t, s)},
-    "a bias of keys": lambda t, s, n: {"bias": numbers(2, 1, 1, s), "is_causal": True},
     "lengths": lambda t, s, n: {"is_causal": True, **BOTH},
     "a window": lambda t, s, n: {"local_window_size": 2, "key_value_seq_lengths": jnp.array([5, 9])},
-    "a window, causal": lambda t, s, n: {"local_window_size": (5, 1), "is_causal": True},
     "everything": lambda t, s, n: {
         "bias": numbers(1, n, t, s), "mask": bools(2, n, t, s), "local_window_size": (5, 2), "return_residual": True, **BOTH
     },

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ FEW = [
     *("padding right", "empty rows", "bias", "softcap", "softcap and bias", "scale", "scores below -1e9"),
     *("NaN in hidden keys and values", "log-sum-exp"),
 ]
-NAN_OF_TORCH = {"NaN from hidden keys": "torch multiplies hidden values by a weight of 0"}
 
 
 def verify(attend: Any, **options: Any) -> Any:
@@ -63,44 +61,31 @@ def test_an_unexplained_difference_is_located_and_shrunk() -> None:
     assert "Nq 18" in finding.where and "mask causal" in finding.where, finding.where
 
 
-@pytest.mark.parametrize("engine", ["cpu", "formula", "reference", "auto"])
-def test_our_own_engines(engine: str) -> None:
-    def attend(*arrays: Any, **options: Any) -> Any:
-        return lowtri.attention(*arrays, engine=engine, **options)
-
-    report = lowtri.verify(attend, gradients=engine != "reference")
-    assert report.ok and set(report.not_offered) <= {"zero sizes"}, report
-
-
-def test_numpy_and_jax_arrays() -> None:
-    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        if not isinstance(q, np.ndarray):
-            raise TypeError("NumPy arrays only")
-        return lowtri.attention(q, k, v, mask)
-
-    assert (report := verify(attend)).ok and report.arrays == "numpy", report
-    from lowtri.integrations.jax import attention
-
-    report = verify(attention, cases=["full", "causal", "grouped heads", "bias", "window of 5", "one query, 130 keys"])
-    assert report.ok and report.arrays == "jax", report
+def test_documented_differences_and_what_is_not_offered_are_listed() -> None:
+    known = {"NaN from hidden keys": "torch multiplies hidden values by a weight of 0"}
+    options: dict[str, Any] = {"signature": "sdpa", "differences": known}
+    report = verify(F.scaled_dot_product_attention, cases=[*FEW, "NaN in hidden keys and values"], **options)
+    assert report.ok and {"softcap", "log-sum-exp"} == set(report.not_offered), report
+    assert all(finding.known for finding in report.findings) and "documented" in str(report)
 
 
-def test_torchs_own_attention() -> None:
-    report = lowtri.verify(F.scaled_dot_product_attention, signature="sdpa", differences=NAN_OF_TORCH)
-    assert report.ok, report
-    assert {"softcap", "sinks", "log-sum-exp"} == set(report.not_offered)
-    assert any(finding.known for finding in report.findings) and "documented" in str(report)
-    ours = lowtri.verify(lowtri.scaled_dot_product_attention, signature="sdpa", dtypes=["float32", "bfloat16"])
-    assert ours.ok, ours
+def test_kernels_that_take_half_types_alone_or_have_no_backward_pass() -> None:
+    def half(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if q.dtype == torch.float32:
+            raise TypeError("float16 and bfloat16 only")
+        return kernel()(q, k, v, mask)
 
+    def forward(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if q.requires_grad:
+            raise RuntimeError("no backward pass")
+        return kernel()(q, k, v, mask)
 
-def test_flash_attention_and_flex_attention() -> None:
-    from lowtri.integrations.flash_attn import flash_attn_func
-    from lowtri.integrations.flex import flex_attention
-
-    assert (report := verify(flash_attn_func, signature="flash")).ok, report
-    assert "mask random table" in report.not_offered
-    assert (report := verify(flex_attention, signature="flex")).ok, report
+    report = lowtri.verify(half, cases=["causal", "full"])
+    assert (
+        report.ok and report.passed == 4 and report.not_offered == {"float32": "TypeError: float16 and bfloat16 only"}
+    )
+    report = verify(forward, cases=["causal", "full"])
+    assert report.ok and report.passed == 2 and report.not_offered == {"gradients": "RuntimeError: no backward pass"}
 
 
 def test_a_signature_of_ones_own() -> None:

@@ -67,6 +67,6 @@ def test_the_fixture(file: Path) -> None:
         "def test_right(lowtri_verify): assert lowtri_verify(right, dtypes=['float32'], cases='causal').ok\n"
         "def test_wrong(lowtri_verify): lowtri_verify(inverted, dtypes=['float32'], cases='causal')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "test_mine.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "test_mine.py"]
     done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout and "inverted is wrong: mask inverted" in done.stdout, done.stdout

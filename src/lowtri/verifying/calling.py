@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import queue
 import threading
@@ -39,7 +40,7 @@ class Arguments(NamedTuple):
 
     keywords: dict[str, Any]
     name: str = ""  # distinguishes the calls of one case
-    visible: Tensor | None = None  # if the call means another mask than the case's
+    top_left: bool = False  # the first query is aligned with the first key
 
 
 def _mask(given: Call) -> Iterable[Arguments]:
@@ -65,8 +66,7 @@ def _sdpa(given: Call) -> Iterable[Arguments]:
     else:
         yield Arguments(keywords | {"attn_mask": _smallest(given.visible)}, "attn_mask of bools")
     if case.text == "causal" and given.bias is None:
-        corner = torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape)
-        yield Arguments(keywords | {"is_causal": True}, "is_causal=True", corner)
+        yield Arguments(keywords | {"is_causal": True}, "is_causal=True", top_left=True)
 
 
 def _flash(given: Call) -> Iterable[Arguments]:
@@ -166,15 +166,15 @@ class Caller:
         Raises:
             CallFailed: if there is nothing to compare.
         """
-        inputs = {name: x for name in ("q", "k", "v", "bias", "sinks") if (x := getattr(call, name)) is not None}
+        names = ("q", "k", "v", "sinks", *(("bias",) if call.slopes is None else ()))  # which may have a gradient
+        inputs = {name: x for name in names if (x := getattr(call, name)) is not None}
         inputs = {name: self._convert(x, dtype) for name, x in inputs.items()}
         inputs |= {name: self._layout(inputs[name], call.case.layout) for name in "qkv"}
         before = {name: _float64(x) for name, x in inputs.items()}
         wants = self.gradients and call.case.gradients
         results = []
-        given = replace(
-            call, visible=self._convert(call.visible, dtype), slopes=self._convert(call.slopes, torch.float32)
-        )
+        others = {"visible": dtype, "bias": dtype, "slopes": torch.float32}
+        given = replace(call, **{name: self._convert(getattr(call, name), kind) for name, kind in others.items()})
         for i, arguments in enumerate(self.arguments(replace(given, **inputs))):
             self._check_parameters(arguments.keywords)
             output, lse, grads = self._within_limit(lambda i=i: self._call(given, inputs, i, wants))  # type: ignore[misc]
@@ -283,7 +283,7 @@ class Caller:
         if x is None:
             return None
         if self.arrays == "torch":
-            return x.to(self.device, torch.bool if x.dtype == torch.bool else dtype)
+            return x.to(self.device, torch.bool if x.dtype == torch.bool else dtype, copy=True)
         if self.arrays == "numpy":
             if name == "bfloat16":
                 raise CallFailed("not offered", name)
@@ -324,8 +324,10 @@ def _float64(x: Any) -> Tensor:
         raise CallFailed("wrong", f"it returned {type(x).__name__}, which is no array") from None
 
 
-def caller_of(attend: Any, signature: str | Callable[..., Any], device: str, gradients: bool, limit: float) -> Caller:
-    """A caller with the first library whose arrays the callable takes and returns in the simplest case.
+def caller_of(
+    attend: Any, signature: str | Callable[..., Any], dtypes: Iterable[str], device: str, gradients: bool, limit: float
+) -> Caller:
+    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes.
 
     Raises:
         CallError: if ``signature`` is unknown, or there is no such library; the message has what the callable raised.
@@ -338,10 +340,11 @@ def caller_of(attend: Any, signature: str | Callable[..., Any], device: str, gra
     arguments = _custom if callable(signature) else SIGNATURES[signature]
     function = (lambda q, k, v, given: signature(attend, given)) if callable(signature) else attend
     reason, case = "", Case("full", "no mask", "full", gradients=False)
-    for arrays in ("torch", "numpy", "jax") if find_spec("jax") else ("torch", "numpy"):
+    libraries = ("torch", "numpy", "jax") if find_spec("jax") else ("torch", "numpy")
+    for arrays, dtype in itertools.product(libraries, dtypes):
         caller = Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
         try:
-            caller.results(case.draw(torch.float32), torch.float32)
+            caller.results(case.draw(getattr(torch, dtype)), getattr(torch, dtype))
         except CallFailed as error:
             if error.status != "wrong":  # which the cases describe
                 reason = reason or str(error)

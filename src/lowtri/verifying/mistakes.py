@@ -86,7 +86,8 @@ def _bias_ignored(call: Call) -> Changes:
     return [{"bias": torch.zeros_like(call.bias)}, {"bias": torch.where(call.bias == -math.inf, call.bias, 0.0)}]
 
 
-MISTAKES: dict[str, Callable[[Call], Changes]] = {
+MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain equally many calls, the first is named
+    "NaN from hidden keys": lambda call: [{"contained": False}],  # a weight of 0 times NaN is NaN
     "top-left alignment": _top_left,
     "window one too wide": _too_wide,
     "window one too narrow": _too_narrow,
@@ -104,7 +105,6 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {
     "softcap after the mask's bias": _cap_after_bias,
     "bias ignored": _bias_ignored,
     "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
-    "NaN from hidden keys": lambda call: [{"contained": False}],  # a weight of 0 times NaN is NaN
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.
     "hidden as -1e9": lambda call: [{"hidden": "replaced"}, {"hidden": "added"}],
     "empty rows not zero": lambda call: [{"empty": math.nan}],

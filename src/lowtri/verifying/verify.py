@@ -6,14 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.verifying.calling import Caller, CallFailed, caller_of
 from lowtri.verifying.cases import CASES, Case
+from lowtri.verifying.definition import Call, Results
 from lowtri.verifying.judging import Trial, tolerances
 from lowtri.verifying.mistakes import MISTAKES
 from lowtri.verifying.report import Finding, VerifyReport
@@ -77,7 +78,7 @@ def verify(
         )
     chosen = [replace(case, seed=seed) for case in _cases(cases)]
     names = _dtypes(dtypes)
-    run = _Verification(caller_of(attend, signature, device, gradients, limit), dict(differences or {}))
+    run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
     for dtype in names:
         for case in chosen:
             run.try_case(case, dtype)
@@ -140,7 +141,7 @@ class _Verification:
         case = max(cases, key=lambda one: one.nq * one.nk)
         if self.stopped is not None or any(case is failed for failed, _, _ in self.failures):
             return
-        call = case.draw(getattr(torch, dtype))
+        call = _call(case, getattr(torch, dtype))
         one, other = (self.caller.results(call, getattr(torch, dtype)) for _ in range(2))
         for (_, first), (_, second) in zip(one, other, strict=True):
             for what, x in first.items():
@@ -188,11 +189,7 @@ class _Verification:
     def _trials(self, case: Case, dtype: str) -> list[Trial]:
         """The calls of a case."""
         kind = getattr(torch, dtype)
-        call = case.draw(kind)
-        clean = replace(call, q=_zero_unseen(call.q, call.visible.any(-1)))
-        if case.numbers != "NaN seen late":
-            seen = call.visible.any(2).any(1)[:, None].expand(-1, case.hkv, -1)
-            clean = replace(clean, k=_zero_unseen(call.k, seen), v=_zero_unseen(call.v, seen))
+        call = _call(case, kind)
         try:
             results = self.caller.results(call, kind)
         except CallFailed as error:
@@ -207,13 +204,11 @@ class _Verification:
             self.not_offered["gradients"] = str(error)
         trials = []
         for arguments, actual in results:
-            visible = call.visible if arguments.visible is None else arguments.visible
-            right, garbage_free = replace(call, visible=visible), replace(clean, visible=visible)
-            exact = garbage_free.results("gradient of q" in actual)
-            self.has_gradients |= "gradient of q" in actual
+            gradients = "gradient of q" in actual
+            self.has_gradients |= gradients
+            right, clean, exact, allowed = _expected(case, kind, arguments.top_left, gradients)
             name = f"{case.name} ({arguments.name})" if arguments.name else case.name
-            allowed = tolerances(garbage_free, exact, kind)
-            trials.append(Trial(right, garbage_free, kind, name, exact, actual, allowed))
+            trials.append(Trial(right, clean, kind, name, exact, actual, allowed))
         return trials
 
     def _mistakes(self) -> list[str]:
@@ -249,8 +244,25 @@ class _Verification:
         return f"{sizes}, mask {case.text}"
 
 
-def _zero_unseen(x: Tensor, seen: Tensor) -> Tensor:
-    return torch.where(seen[..., None], x, 0.0)
+@lru_cache(maxsize=256)  # of all cases in four dtypes, for the next function that is verified
+def _call(case: Case, dtype: torch.dtype) -> Call:
+    return case.draw(dtype)
+
+
+@lru_cache(maxsize=256)
+def _expected(
+    case: Case, dtype: torch.dtype, top_left: bool, gradients: bool
+) -> tuple[Call, Call, Results, dict[str, tuple[float, float]]]:
+    """The call, the same with 0 for NaN and inf that no query sees, what the definition gives, and the tolerances."""
+    call = _call(case, dtype)
+    if top_left:
+        call = replace(call, visible=torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape))
+    clean = replace(call, q=torch.where(call.visible.any(-1)[..., None], call.q, 0.0))
+    if case.numbers != "NaN seen late":
+        seen = call.visible.any(2).any(1)[:, None, :, None]
+        clean = replace(clean, k=torch.where(seen, call.k, 0.0), v=torch.where(seen, call.v, 0.0))
+    exact = clean.results(gradients)
+    return call, clean, exact, tolerances(clean, exact, dtype)
 
 
 def _cases(cases: str | Iterable[str] | None) -> list[Case]:

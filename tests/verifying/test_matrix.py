@@ -1,0 +1,153 @@
+"""Every backend and integration of lowtri, and the libraries that they serve, compared with the definition by ``lowtri.verify``.
+
+A documented difference is listed with its sentence; without one, nothing may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import attentions
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+from attentions import of_engine
+from torch.nn.attention import flex_attention as torch_flex
+
+import lowtri
+from backends.test_accelerators import by_documents
+from lowtri.backends.flex import compiled
+from lowtri.integrations import flash_attn
+from lowtri.integrations import jax as of_jax
+from lowtri.integrations import transformers as of_transformers
+from lowtri.integrations.flex import flex_attention
+from lowtri.integrations.torch import switch
+
+pytestmark = [  # x-transformers and inductor import torch.jit; FlexAttention's lse has had three names
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*return_lse"),
+]
+HEADS = {"grouped heads interleaved": "key/value heads are repeated one after the other: head h reads h % Hkv"}
+NAN = {"NaN from hidden keys": "hidden values are multiplied by a weight of 0"}
+LATE = {"NaN that later queries see": "hidden values are multiplied by a weight of 0"}
+NAN_GRADIENTS = {"NaN in queries that see nothing": "NaN in hidden queries gives NaN gradients"}
+FINITE = {"hidden as -1e9": "hidden scores become a finite number"}
+XLA = {"denormal values": "XLA takes denormal numbers as 0"}
+HALF, ALL = ["bfloat16", "float16"], ["float32", "bfloat16", "float16", "float64"]
+
+
+class Entry(NamedTuple):
+    """A function, the options of ``verify``, and which cases agree at least, so that nothing passes because it is not offered."""
+
+    attend: Callable[..., Any]
+    options: Mapping[str, Any] = MappingProxyType({})
+    least: int = 53
+
+
+def called(call: Callable[..., Any], *first: Any, **options: Any) -> dict[str, Any]:
+    return {"signature": partial(call, *first), **options}
+
+
+def same(module: Any) -> Any:
+    return module
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(torch_flex.flex_attention)
+
+
+def compiled_flex_attention(*arrays: Any, **options: Any) -> Any:
+    return _compiled_flex_attention()(*arrays, **options)
+
+
+OURS: dict[str, Entry] = {
+    "backend cpu": Entry(of_engine("cpu"), {"dtypes": ALL}, 220),
+    "backend formula": Entry(of_engine("formula"), {"dtypes": ALL}, 220),
+    "backend reference": Entry(of_engine("reference"), {"gradients": False}),
+    "backend sdpa": Entry(of_engine("sdpa"), {"differences": LATE}, 45),
+    "backend flex": Entry(attentions.flex_backend, {"gradients": False, "differences": LATE}, 50),
+    "backend varlen": Entry(partial(attentions.varlen_backend, by_documents), {"dtypes": HALF}, 50),
+    "attention": Entry(lowtri.attention),
+    "attention, NumPy": Entry(attentions.numpy_only, {"dtypes": ["float32", "float64"]}, 100),
+    "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 50),
+    "flash_attn": Entry(flash_attn.flash_attn_func, {"signature": "flash", "dtypes": ALL}, 130),
+    "flash_attn packed": Entry(flash_attn.flash_attn_kvpacked_func, called(attentions.flash_packed), 34),
+    "flash_attn varlen": Entry(flash_attn.flash_attn_varlen_func, called(attentions.flash_varlen), 35),
+    "flash_attn cache": Entry(flash_attn.flash_attn_with_kvcache, called(attentions.flash_cache, gradients=False), 36),
+    "flex_attention": Entry(flex_attention, {"signature": "flex"}, 50),
+    "nn.MultiheadAttention": Entry(switch, called(attentions.multihead), 46),
+    "lowtri.nn.MultiHeadAttention": Entry(lowtri.nn.MultiHeadAttention, called(attentions.lowtri_module), 44),
+    **{
+        f"transformers, {form}": Entry(of_transformers.attend, called(attentions.transformers_call, form), 56)
+        for form in ("bools", "-inf", "least")
+    },
+    "x_transformers": Entry(switch, called(attentions.x_transformers_call, False, differences=HEADS), 52),
+    "x_transformers, flash": Entry(switch, called(attentions.x_transformers_call, True, differences=HEADS), 50),
+    "jax": Entry(of_jax.attention),
+    "jax, compiled": Entry(partial(attentions.jit, of_jax.attention), {"differences": XLA}),
+    "jax.nn": Entry(of_jax.dot_product_attention, called(attentions.jax_call, False), 50),
+    "jax.nn, compiled": Entry(of_jax.dot_product_attention, called(attentions.jax_call, True, differences=XLA), 50),
+}
+THEIRS: dict[str, Entry] = {
+    "scaled_dot_product_attention": Entry(
+        F.scaled_dot_product_attention, {"signature": "sdpa", "differences": NAN}, 45
+    ),
+    "nn.MultiheadAttention": Entry(
+        same, called(attentions.multihead, differences=NAN | {"no rows": "it cannot reshape an empty batch"}), 42
+    ),
+    "onnx": Entry(
+        attentions.onnx_evaluator,
+        called(attentions.onnx_call, differences=NAN | {"no keys": "it takes the greatest of no scores"}),
+        50,
+    ),
+    **{
+        f"x_transformers, flash={flash}": Entry(
+            same, called(attentions.x_transformers_call, flash, differences=HEADS | NAN | FINITE | NAN_GRADIENTS), 46
+        )
+        for flash in (False, True)
+    },
+    "jax.nn": Entry(
+        jax.nn.dot_product_attention,
+        called(attentions.jax_call, True, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
+        45,
+    ),
+    "compiled FlexAttention": Entry(
+        compiled_flex_attention,
+        {"signature": "flex", "gradients": False, "differences": NAN | LATE},
+        45,
+    ),
+}
+SLOW = {"jax, compiled", "jax.nn", "jax.nn, compiled", "compiled FlexAttention"}  # most of the time is a compiler's
+FEW = [
+    *("full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "window on both sides", "padding right"),
+    *("bias", "scale", "sink logits", "log-sum-exp", "empty rows", "softcap"),
+]
+
+
+def check(entry: Entry, cases: list[str] | None = None) -> None:
+    report = lowtri.verify(entry.attend, **{"dtypes": ["float32"], "cases": cases, **entry.options})
+    assert report.ok, report
+    assert report.passed >= (entry.least if cases is None else len(cases) - 2), report
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_lowtri(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # its formula, without compiling
+    monkeypatch.setattr(compiled, "_compiled", lambda on_cpu: (torch_flex.flex_attention, None))
+    check(OURS[name], FEW if name in SLOW else None)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", sorted(SLOW & OURS.keys()))
+def test_lowtri_in_all_cases(name: str) -> None:
+    check(OURS[name])
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.sweep if one in SLOW else ()) for one in THEIRS])
+def test_other_libraries(name: str) -> None:
+    check(THEIRS[name])
