@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo lesson test sweeps test-all test-floor lint docs dist smollm2 whisper clean
+.PHONY: help demo lesson test sweeps test-all test-floor test-arm lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -25,9 +25,11 @@ help:
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'
+	@echo 'make test-arm  the tests of kernels and models on 64-bit ARM, emulated unless this machine is one'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make docs      the documentation as a site in site/: python -m http.server -d site'
 	@echo 'make dist      sdist and wheel in dist/, built and checked'
+	@echo 'make dist-all  the same, and wheels for ARM Linux, macOS and Windows, compiled here and not run'
 	@echo 'make smollm2   the weights of SmolLM2-135M, 93 MB, and what reads them: $(BIN)/lowtri generate smollm2'
 	@echo 'make whisper   the weights of Whisper tiny.en, 71 MB, for its tests'
 	@echo 'make clean     removes $(VENV) and what the tools left'
@@ -50,6 +52,10 @@ test-all: test sweeps
 test-floor: $(VENV)-floor/installed
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-floor/bin/python -m pytest -q -m 'not sweep' $(FLOOR_TESTS)
 
+# Resumable: what has passed with the same sources is not repeated. It needs no rights and installs nothing outside of build/arm.
+test-arm: $(VENV)/installed-test $(VENV)/installed-dist
+	$(BIN)/python tools/arm.py
+
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -61,6 +67,11 @@ docs: $(VENV)/installed-docs
 dist: $(VENV)/installed-dist
 	rm -rf dist
 	LOWTRI_BUILD='--isas all --linker zig' $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+dist-all: dist
+	$(BIN)/python tools/wheels.py
+	$(BIN)/python tools/wheels.py --check dist/*.whl
 	$(BIN)/twine check --strict dist/*
 
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
@@ -89,7 +100,7 @@ $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made
-	@$(BIN)/python -m pip install --quiet build twine
+	@$(BIN)/python -m pip install --quiet build twine ziglang
 	@touch $@
 
 $(VENV)/installed: EXTRAS := demo

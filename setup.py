@@ -18,13 +18,24 @@ class BuildKernels(build_py):
         super().run()
 
 
+# The wheels' tags: zig links with glibc 2.17, and for macOS 11.
+TAGS = {
+    "linux-x86_64": "manylinux2014_x86_64",
+    "linux-aarch64": "manylinux2014_aarch64",
+    "macos-aarch64": "macosx_11_0_arm64",
+    "windows-x86_64": "win_amd64",
+}
+
+
 class PlatformWheel(bdist_wheel):
     """One wheel for every Python of a platform: the library uses nothing of Python."""
 
     def get_tag(self):
-        platform = super().get_tag()[2]
-        if "--linker zig" in os.environ.get("LOWTRI_BUILD", ""):  # which links with glibc 2.17
-            platform = platform.replace("linux_x86_64", "manylinux2014_x86_64")
+        platform, options = super().get_tag()[2], os.environ.get("LOWTRI_BUILD", "").split()
+        if "--platform" in options:
+            platform = TAGS[options[options.index("--platform") + 1]]
+        elif "zig" in options:
+            platform = platform.replace("linux_x86_64", TAGS["linux-x86_64"])
         return "py3", "none", platform
 
 

@@ -4,6 +4,7 @@
     python tools/build_kernels.py                            the best instruction set of this machine, and the baseline
     python tools/build_kernels.py --isas all                 all of this machine's architecture
     python tools/build_kernels.py --linker zig               with the linker of the package ziglang, for glibc 2.17 and later
+    python tools/build_kernels.py --platform macos-aarch64 --isas all --linker zig       for another machine, on this one
 
 Each function is compiled by a process of its own, on all CPUs. The same sources and versions give the same bytes. A library that is up
 to date is left as it is.
@@ -88,15 +89,15 @@ def compile_one(work):  # type: ignore[no-untyped-def]
     """In a process of its own: the object file of a job, and the CPU seconds that it took."""
     from lowtri.kernels.compilation import object_of
 
-    job, system, host, file = work
+    job, system, host, cpu, file = work
     start = time.process_time()
-    Path(file).write_bytes(object_of(job, system, host))
+    Path(file).write_bytes(object_of(job, system, host, cpu))
     return job.symbol, time.process_time() - start
 
 
-def compile_all(jobs, system, host, folder, workers):  # type: ignore[no-untyped-def]
+def compile_all(jobs, system, host, cpu, folder, workers):  # type: ignore[no-untyped-def]
     """The object files of all jobs, in their order."""
-    work = [(job, system, host, str(folder / f"{job.symbol}.o")) for job in jobs]
+    work = [(job, system, host, cpu, str(folder / f"{job.symbol}.o")) for job in jobs]
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with multiprocessing.get_context(method).Pool(workers, maxtasksperchild=1) as pool:
         for done, (symbol, seconds) in enumerate(pool.imap_unordered(compile_one, work), 1):
@@ -104,24 +105,28 @@ def compile_all(jobs, system, host, folder, workers):  # type: ignore[no-untyped
     return [Path(file) for *_, file in work]
 
 
-def build(isas: str, system: str, workers: int, by: str, target: Path) -> None:
-    """The library and its index in the folder ``target``."""
+def build(isas: str, platform_name: str, cpu: str, workers: int, by: str, target: Path) -> None:
+    """The library and its index in the folder ``target``; ``cpu`` replaces the CPU that the compiler assumes, if it is not empty."""
     from lowtri._version import __version__
     from lowtri.kernels.compilation import PROBE, Job, jobs_of
-    from lowtri.kernels.isa import ALL
+    from lowtri.kernels.isa import ALL, Baseline
     from lowtri.kernels.library import library_name, sources_hash
 
-    host = native()
-    built = [isa for isa in ALL if isa.cpu != "native" and isa.architecture == host[0].architecture]
+    host, (system, architecture) = native(), platform_name.split("-")
+    built = [isa for isa in ALL if isa.cpu != "native" and isa.architecture == architecture]
     if isas == "native":
         built = host
     elif isas != "all":
         built = [isa for isa in ALL if isa.name in isas.split(",")]
-    architecture = built[0].architecture
-    jobs = [job for isa in built for job in jobs_of(isa)] + ([Job(PROBE, host[-1])] if architecture == "x86_64" else [])
+    if not built or built[0].architecture != architecture:
+        sys.exit(f"build_kernels: --isas {isas} names no instruction set of {platform_name}. Fix: --isas all.")
+    jobs = [job for isa in built for job in jobs_of(isa)] + (
+        [Job(PROBE, Baseline())] if architecture == "x86_64" else []
+    )
     wanted = {
+        **({"cpu": cpu} if cpu else {}),
         "version": __version__,
-        "platform": f"{system}-{architecture}",
+        "platform": platform_name,
         "sources": sources_hash(),
         "isas": sorted(isa.name for isa in built),
         "library": library_name(system),
@@ -130,7 +135,7 @@ def build(isas: str, system: str, workers: int, by: str, target: Path) -> None:
         return
     print(f"compiling {len(jobs)} functions for {', '.join(isa.name for isa in built)}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lowtri") as folder:
-        objects = compile_all(jobs, system, host[0], Path(folder), workers)
+        objects = compile_all(jobs, system, host[0], cpu, Path(folder), workers)
         library = Path(folder) / library_name(system)
         link(objects, library, system, architecture, by)
         probes = ["lowtri_cpuid", "lowtri_xgetbv"] if architecture == "x86_64" else []
@@ -179,7 +184,11 @@ def build_one(symbol: str, target: Path, by: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isas", default="native", help="native, all, or names with commas between them")
-    parser.add_argument("--os", default=SYSTEMS.get(sys.platform), choices=ZIG)
+    machines = [f"{system}-{machine}" for system in ZIG for machine in ("x86_64", "aarch64")]
+    parser.add_argument("--platform", default="", choices=["", *machines], help="default: this machine's")
+    parser.add_argument(
+        "--cpu", default="", help="compile for this CPU, by LLVM's name, instead of every CPU with the instruction set"
+    )
     parser.add_argument("--linker", default="auto", choices=["auto", "cc", "zig"])
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
@@ -189,12 +198,14 @@ def main() -> None:
     options = parser.parse_args()
     if find_spec("numba") is None:
         sys.exit("build_kernels: numba is not installed. Fix: pip install 'lowtri[compile]'.")
+    from lowtri.kernels.library import this_platform
+
     by = linker() if options.linker == "auto" else options.linker
     try:
         if options.only:
             build_one(options.only, options.out, by)
         else:
-            build(options.isas, options.os, options.jobs, by, options.out)
+            build(options.isas, options.platform or this_platform(), options.cpu, options.jobs, by, options.out)
     except OSError as error:
         sys.exit(f"build_kernels: {options.out} cannot be written: {error.strerror}. Fix: --out names another folder.")
 

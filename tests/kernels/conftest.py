@@ -10,6 +10,13 @@ from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import select
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No library has kernels on emulated tiles: tests that use them compile them."""
+    for item in items:
+        if "tiles" in getattr(item, "fixturenames", ()):
+            item.add_marker("compiler")
+
+
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bf16 is computed on tiles, whichever way this CPU would choose."""

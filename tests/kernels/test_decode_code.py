@@ -41,6 +41,7 @@ LOOP = r"^(\.L\w+):[^\n]*\n((?:(?!\.L\w+:).*\n)*?\t(?:j\w+|b\.\w+|cbn?z|tbn?z)\t
 
 
 WAYS = [("float16", "widened"), pytest.param("float32", "direct", marks=pytest.mark.sweep)]
+pytestmark = pytest.mark.compiler
 by_way = pytest.mark.parametrize(("dtype", "rows"), WAYS)
 
 
@@ -68,6 +69,7 @@ def count(operation: str, text: str) -> int:
     return len(re.findall(operation, text))
 
 
+@pytest.mark.x86
 @by_way
 def test_avx512_multiplies_whole_vectors(dtype: str, rows: str) -> None:
     """16 multiply-adds on zmm registers in a loop, without spills: 2 keys x 8 queries, 4 queries x 4 vectors of values, 2 x 8."""
@@ -94,7 +96,7 @@ def test_neon_multiplies_whole_vectors(dtype: str, rows: str) -> None:
     assert len(converted) > 1 and set(converted) - {0} == ({8} if dtype == "float16" else set())  # 0: exponentials
 
 
-@pytest.mark.parametrize("isa", ["avx512", "neon"])
+@pytest.mark.parametrize("isa", [pytest.param("avx512", marks=pytest.mark.x86), "neon"])
 @by_way
 def test_no_library_function_multiplies_or_converts(isa: str, dtype: str, rows: str) -> None:
     """Where an instruction is missing, LLVM calls a library function, which is slow and which not every system has."""

@@ -17,6 +17,7 @@ from lowtri.kernels.simd import load, store
 
 VECTORS = Abi("vectors", ("x", "power", "less_one"), {"bytes": np.int64})
 EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
+pytestmark = pytest.mark.compiler
 
 
 def powers(call: Any) -> None:
@@ -66,6 +67,7 @@ def test_what_is_hidden_weighs_nothing_and_nan_stays(dtype: str) -> None:
     assert np.array_equal(power[:4], np.zeros(4)) and np.isnan(power[4]) and np.array_equal(power[5:], [1, 1, *[2] * 9])
 
 
+@pytest.mark.x86
 def test_avx512_takes_two_instructions_and_the_polynomial() -> None:
     """For each vector: a fraction, a multiply-add for each degree, a scale; with the shift, one more multiply-add."""
     printed = python(

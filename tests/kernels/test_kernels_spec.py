@@ -69,6 +69,7 @@ def named(call: Any) -> None:
     write(call.o + 24, call.plan.bits, call.spec)
 
 
+@pytest.mark.compiler
 def test_a_kernel_reads_the_fields_by_name() -> None:
     values, actual = values_of(abi.FORWARD), np.zeros(4)
     record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
@@ -117,7 +118,8 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
 
     assert name(None, FEATURES, "x86_64") == "avx512-bf16"
     assert name(None, FEATURES - {"avx512bf16"}, "x86_64") == "avx512"
-    assert name(None, frozenset(), "aarch64") == "neon"
+    assert name(None, frozenset(), "aarch64") == "neon" and name(None, frozenset({"bf16"}), "aarch64") == "neon-bf16"
+    assert name("neon", frozenset({"bf16"}), "arm64") == "neon"
     for wanted in ("avx512-bf16", "avx512", "avx2", "baseline"):
         assert name(wanted, FEATURES, "x86_64") == wanted
 
@@ -150,7 +152,7 @@ def python(code: str, **environment: str) -> str:
 FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("decode", 5, 32)]
 
 
-@pytest.fixture(params=["pairs", "widened"])
+@pytest.fixture(params=[pytest.param("pairs", marks=() if target.ISA.has_pairs else pytest.mark.compiler), "widened"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Only this variant for bf16, whichever this CPU would use."""
     variants = [
@@ -237,6 +239,8 @@ COMPILED = """
 """
 
 
+@pytest.mark.x86
+@pytest.mark.compiler
 def test_avx512_keeps_the_register_tile_of_each_product() -> None:
     """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, without spills."""
     printed = python(
@@ -257,6 +261,8 @@ def test_avx512_keeps_the_register_tile_of_each_product() -> None:
     assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), printed
 
 
+@pytest.mark.x86
+@pytest.mark.compiler
 @pytest.mark.sweep
 def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
     printed = python(
@@ -276,6 +282,7 @@ def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
         assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 20 and int(scaled) > 0, line
 
 
+@pytest.mark.compiler
 def test_neon_code_is_generated_for_arm() -> None:
     printed = python(
         COMPILED

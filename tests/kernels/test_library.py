@@ -20,11 +20,13 @@ import lowtri
 from lowtri.compat import numba_objects
 from lowtri.errors import EngineError
 from lowtri.kernels import abi, library, select, target
-from lowtri.kernels.cpu_features import cpu_features
+from lowtri.kernels.cpu_features import arm_features, cpu_features
 from lowtri.kernels.device_function import NUMBA_OPTIONS, device_function
 from lowtri.kernels.isa import ALL, Amx
 from lowtri.kernels.record import RecordType
 from lowtri.kernels.variants import symbol
+
+READ = symbol("read", select.SPECS["forward", "float32", "direct"])  # which every library has
 
 # A library that cannot be used.
 
@@ -32,7 +34,7 @@ from lowtri.kernels.variants import symbol
 @pytest.fixture
 def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the library of an installed package, with a small library in it: not a checkout."""
-    file = Path(library.code("lowtri_cpuid").file)
+    file = Path(library.code(READ).file)
     shutil.copy(file, tmp_path / "kernels.so")
     index = {
         "version": lowtri.__version__,
@@ -41,7 +43,7 @@ def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "isas": ["baseline"],
         "library": "kernels.so",
         "bytes": file.stat().st_size,
-        "symbols": ["lowtri_cpuid", "lowtri_xgetbv"],
+        "symbols": [READ],
     }
     (tmp_path / "index.json").write_text(json.dumps(index))
     monkeypatch.setattr(library, "_NATIVE", tmp_path)
@@ -102,7 +104,7 @@ def test_a_library_that_cannot_be_used_says_why_and_torch_runs(native: Path, har
     choice = lowtri.which_engine(q, q, q, "causal")
     assert choice.engine == "sdpa" and choice.answers["cpu"] == f"no: {words}"
     with pytest.raises(EngineError, match="Fix: pip install --force-reinstall"):
-        library.code("lowtri_cpuid")
+        library.code(READ)
 
 
 def test_a_kernel_that_was_not_built_is_named(native: Path) -> None:
@@ -154,6 +156,7 @@ def raising(call: Any) -> None:
     unchecked((call.nq, call.nk), call.d)
 
 
+@pytest.mark.compiler
 def test_a_function_that_can_raise_is_not_built() -> None:
     record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
     with pytest.raises(RuntimeError, match=r"lowtri_raising.* can raise an exception: status "):
@@ -164,6 +167,7 @@ def calling(call: Any) -> None:
     print(call.nq)
 
 
+@pytest.mark.compiler
 def test_a_function_that_calls_python_is_not_built() -> None:
     record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
     with pytest.raises(RuntimeError, match=r"lowtri_calling calls numba_gil"):
@@ -202,6 +206,7 @@ def test_nothing_that_runs_imports_a_compiler() -> None:
 # The features of the CPU.
 
 
+@pytest.mark.x86
 def test_the_features_are_those_that_llvm_sees() -> None:
     known = frozenset().union(*(isa.features for isa in ALL)) - {"amx-permission"}
     seen = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
@@ -230,3 +235,34 @@ def test_an_old_cpu_is_not_asked_for_leaves_that_it_lacks() -> None:
         return {0: (1, 0, 0, 0), 1: (0, 0, 1, 0)}.get(leaf, (0, 0, 0, 0))  # SSE3, and no XGETBV
 
     assert cpu_features(old, lambda: pytest.fail("there is no XGETBV")) == {"sse3"}
+
+
+class CLibrary:
+    """What ARM systems answer: Linux by bits of the auxiliary vector, macOS by names."""
+
+    def __init__(self, bits: int = 0, names: tuple[str, ...] = ()) -> None:
+        def getauxval(kind: int) -> int:
+            assert kind == 26
+            return bits
+
+        def sysctlbyname(name: bytes, value: Any, size: Any, new: None, length: Any) -> int:
+            value._obj.value = 1
+            return 0 if name.decode() in names else -1
+
+        self.getauxval, self.sysctlbyname = getauxval, sysctlbyname
+
+
+@pytest.mark.parametrize(
+    ("system", "answers", "best"),
+    [
+        ("linux", CLibrary(bits=1 << 14), "neon-bf16"),
+        ("linux", CLibrary(bits=~(1 << 14)), "neon"),
+        ("darwin", CLibrary(names=("hw.optional.arm.FEAT_BF16",)), "neon-bf16"),
+        ("darwin", CLibrary(), "neon"),
+        ("win32", None, "neon"),
+    ],
+)
+def test_arm_systems_say_whether_there_are_bf16_instructions(system: str, answers: Any, best: str) -> None:
+    has = arm_features(system, answers)
+    assert target.instruction_set(None, has, "arm64").name == best
+    assert target.instruction_set(None, has, "arm64", lambda name: name == "neon").name == "neon", "an older library"

@@ -63,6 +63,7 @@ def multiply(call: Any) -> None:
     restore_tiles(call.memory, call.spec)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("rows", "steps", "columns", "add"),
     [
@@ -237,6 +238,7 @@ def test_amx_is_chosen_where_the_system_grants_it() -> None:
         target.instruction_set("amx", AMX - {"amx-bf16"}, "x86_64")
 
 
+@pytest.mark.x86
 @pytest.mark.parametrize(("wanted", "asks"), [(None, True), ("amx", True), ("avx512", False), ("amx-emulated", False)])
 def test_tile_data_is_requested_only_if_amx_may_be_used(
     monkeypatch: pytest.MonkeyPatch, wanted: str | None, asks: bool

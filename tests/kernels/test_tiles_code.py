@@ -88,6 +88,7 @@ def test_the_other_tests_of_bf16_hold_on_the_emulation(file: str) -> None:
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, here, LOWTRI_ISA="amx-emulated")
 
 
+pytestmark = [pytest.mark.x86, pytest.mark.compiler]
 GUARDED = """
     import ctypes, mmap, torch, lowtri
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE

@@ -1,4 +1,5 @@
-"""torch's FBGEMM operators for linear layers with packed weights (x86 CPUs); torch registers them without documenting them.
+"""torch's operators for linear layers with stored weights, which torch registers without documenting them: FBGEMM's (x86 CPUs), and
+one for 8-bit weights that every CPU has.
 
 ``torch.ao.nn.quantized.dynamic.Linear``, the public module over them, scales the activations of a whole batch together, so that
 one row changes the others; these operators take the scale as an argument. ``.default`` skips torch's search among the
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lowtri.errors import EngineError
 
-__all__ = ["linear_float16", "linear_int8", "pack_float16", "pack_int8", "require", "why_missing"]
+__all__ = ["int8_product", "linear_float16", "linear_int8", "pack_float16", "pack_int8", "why_missing"]
 
 _NAMES = (
     "linear_prepack",
@@ -27,7 +28,7 @@ _NAMES = (
 
 
 def why_missing() -> str | None:
-    """Why these operators cannot run here; None if they can."""
+    """Why FBGEMM's operators cannot run here; None if they can."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return "this build of torch has no FBGEMM, which supports x86 CPUs only"
     missing = [name for name in _NAMES if not hasattr(torch.ops.quantized, name)]
@@ -37,10 +38,12 @@ def why_missing() -> str | None:
     return f"torch {torch.__version__} has no torch.{missing[0]}" if missing else None
 
 
-def require() -> None:
-    """Raise an EngineError unless these operators can run."""
-    if reason := why_missing():
-        raise EngineError(f"{reason}.\nFix: weights 'bf16', which run on any CPU.")
+def int8_product() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """``torch._weight_int8pack_mm``: (x (rows, in), weight (out, in) int8, scales (out,)) to (rows, out), as in ``gpt-fast``.
+
+    There is no public function of 8-bit weights and float32 inputs. None if this torch lacks it.
+    """
+    return getattr(torch, "_weight_int8pack_mm", None)
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> Any:
@@ -75,7 +78,8 @@ def linear_float16(x: Tensor, packed: Any) -> Tensor:
 
 def _packed(pack: Callable[[], Any]) -> Any:
     """Packing reads the engine from a global of torch; running a packed weight does not."""
-    require()
+    if reason := why_missing():
+        raise EngineError(f"{reason}.\nFix: weights 'bf16', which run on any CPU.")
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:

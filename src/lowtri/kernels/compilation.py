@@ -60,18 +60,19 @@ def _families(family: str, spec: KernelSpec) -> tuple[str, ...]:
     return ("decode",) if family == "decode" else ("forward", "backward") + ("multiply",) * (spec.rows != "tiles")
 
 
-def object_of(job: Job, system: str, native: Baseline) -> bytes:
+def object_of(job: Job, system: str, native: Baseline, cpu: str = "") -> bytes:
     """The object file of a function. The process compiles for the job's instruction set from then on.
 
     Args:
         native: what instruction sets are compiled for that are emulated on this machine.
+        cpu: LLVM's name of a CPU that has the instruction set; the code may not run on others.
     """
     isa = native if job.isa.cpu == "native" else job.isa
     triple = _TRIPLES[system].format(isa.architecture)
     features = ",".join(f"+{name}" for name in sorted(isa.features - {PERMISSION}))
     if job.symbol == PROBE:
         return _probe(triple, isa.cpu)
-    use_target(triple, isa.cpu, features)
+    use_target(triple, cpu or isa.cpu, features)
     function, signature = _function(job)
     return object_file(function, signature, NUMBA_OPTIONS, job.symbol)
 

@@ -1,14 +1,17 @@
-"""The features of an x86-64 CPU that the operating system lets a process use, from what CPUID and XGETBV say.
+"""The features of a CPU that the operating system lets a process use.
 
-Every 64-bit ARM has what the instruction set for it needs, so nothing is asked there.
-Source: Intel, Software Developer's Manual, volume 2, CPUID, and volume 1, chapter 13; AMD's leaf 0x80000001.
+x86-64: what CPUID and XGETBV say. Source: Intel, Software Developer's Manual, volume 2, CPUID, and volume 1, chapter 13; AMD's leaf
+0x80000001. 64-bit ARM: programs may not read its registers of features, so the system says: Linux in the auxiliary vector, macOS by
+sysctl. Source: Linux, arch/arm64/elf_hwcaps; Apple, Determining instruction set characteristics.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["cpu_features"]
+__all__ = ["arm_features", "cpu_features"]
 
 _EAX, _EBX, _ECX, _EDX = range(4)
 _EXTENDED = 0x80000000
@@ -65,3 +68,34 @@ def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[
         if saved & needs == needs and cpuid(leaf, subleaf)[register] >> bit & 1:
             present.add(name)
     return frozenset(present)
+
+
+_AT_HWCAP2 = 26  # the type of an entry of the auxiliary vector
+_HWCAP2_BITS = {"bf16": 14}
+_SYSCTL_NAMES = {"bf16": "hw.optional.arm.FEAT_BF16"}
+
+
+def arm_features(system: str, c_library: Any) -> frozenset[str]:
+    """The features of a 64-bit ARM beyond those that every one has, by LLVM's names; none on systems that do not say.
+
+    Args:
+        system: as in ``sys.platform``.
+        c_library: the C library, loaded by ctypes.
+    """
+    if system == "linux":
+        c_library.getauxval.restype, c_library.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+        bits = c_library.getauxval(_AT_HWCAP2)
+        return frozenset(name for name, bit in _HWCAP2_BITS.items() if bits >> bit & 1)
+    if system == "darwin":
+        return frozenset(name for name, key in _SYSCTL_NAMES.items() if _sysctl(c_library, key))
+    return frozenset()
+
+
+def _sysctl(c_library: Any, name: str) -> int:
+    """A number that macOS knows by name; 0 if it does not know the name."""
+    value = ctypes.c_int32(0)
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    known = (
+        c_library.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
+    )
+    return value.value if known else 0

@@ -9,7 +9,19 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["ALL", "PERMISSION", "Amx", "AmxEmulated", "Avx2", "Avx512", "Avx512Bf16", "Baseline", "CacheTile", "Neon"]
+__all__ = [
+    "ALL",
+    "PERMISSION",
+    "Amx",
+    "AmxEmulated",
+    "Avx2",
+    "Avx512",
+    "Avx512Bf16",
+    "Baseline",
+    "CacheTile",
+    "Neon",
+    "NeonBf16",
+]
 
 PERMISSION = "amx-permission"  # no feature of the CPU: the operating system grants tile data to this process
 
@@ -131,7 +143,16 @@ class Neon(Baseline):
     pairs_tile = (4, 1, 4)
 
     def runs_on(self, features: frozenset[str], machine: str) -> bool:
-        return machine in ("arm64", "aarch64")
+        return machine in ("arm64", "aarch64") and self.features <= features
 
 
-ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), Neon(), Baseline(), AmxEmulated())
+class NeonBf16(Neon):
+    """NEON with the bf16 instructions of ARMv8.6 (Apple M2, Neoverse V1, N2, V2): dot products of pairs, and rounding."""
+
+    name = "neon-bf16"
+    features = frozenset({"bf16"})
+    has_pairs = True
+    pairs_tile = (6, 1, 6)
+
+
+ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), NeonBf16(), Neon(), Baseline(), AmxEmulated())

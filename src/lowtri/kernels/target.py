@@ -11,7 +11,7 @@ from functools import cache
 
 from lowtri.errors import EngineError
 from lowtri.kernels import library
-from lowtri.kernels.cpu_features import cpu_features
+from lowtri.kernels.cpu_features import arm_features, cpu_features
 from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
 
 __all__ = ["HAS_AMX", "ISA", "features", "instruction_set"]
@@ -24,6 +24,8 @@ def features() -> frozenset[str]:
 
     Where AMX is among them, the operating system is asked whether this process may use it, and the answer is one more feature.
     """
+    if _MACHINE in ("aarch64", "arm64"):
+        return arm_features(sys.platform, None if sys.platform == "win32" else ctypes.CDLL(None))
     if _MACHINE not in ("x86_64", "amd64") or library.unusable():
         return frozenset()
     has = cpu_features(library.cpuid, library.xgetbv)

@@ -161,10 +161,10 @@ class Decoder(nn.Module):
         depend on other rows of a batch, and cached decoding equals the full forward up to rounding.
 
         Args:
-            weights: ``"int8"`` (8-bit weights with a scale per output, activations of two 7-bit numbers with a scale per token),
+            weights: ``"int8"`` (8-bit weights with a scale per output; on x86 activations of two 7-bit numbers with a scale per token),
                 ``"float16"`` (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or
                 ``"float32"`` (as loaded; where that is faster, also each weight as the sum of two float16 numbers, exact to
-                2**-22, for few tokens: twice the memory). ``"int8"`` and ``"float16"`` need an x86 CPU. Where there are several
+                2**-22, for few tokens: twice the memory, on x86 alone). Where there are several
                 ways to compute a product, they are timed here, once in a process, for some tenths of a second; so logits of two
                 processes may differ in their last digits.
 
@@ -174,7 +174,6 @@ class Decoder(nn.Module):
         Raises:
             CallError: if there is no such kind of weights; a weight is not finite, outside of float16's range (``"float16"``), or
                 not on the CPU; or a linear layer has a forward or hooks of its own. The model is then unchanged.
-            EngineError: if this build of torch lacks the operators.
         """
         if self.weights is not None:
             raise CallError(f"quantize: the weights are {self.weights} already. Fix: load the original again.")

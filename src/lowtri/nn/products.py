@@ -38,6 +38,7 @@ _GAIN = 0.9  # a way replaces an earlier one if it takes at most so much of its 
 _LEVELS = 63  # of a 7-bit number, on either side of zero
 _STEPS = 128  # between two of them; the second number reaches from -64 to 64, and 2 * 128 * 127 is a number of 16 bits
 _LEAST = 1e-30  # the unit of a row of zeros
+_BLOCK = 2**17  # weights that are widened at once: 512 KB in float32
 
 
 class Way(NamedTuple):
@@ -46,7 +47,7 @@ class Way(NamedTuple):
     name: str
     make: Callable[[Tensor], Product]
     rows: tuple[int, ...] = _ROWS  # the timed numbers of rows for which it is a candidate
-    needs_fbgemm: bool = False
+    fbgemm: bool | None = None  # True: a candidate where torch has FBGEMM (x86); False: only where it does not
 
 
 class Form(NamedTuple):
@@ -54,6 +55,11 @@ class Form(NamedTuple):
 
     store: Callable[[Tensor], Tensor]
     ways: tuple[Way, ...]
+
+    def usable(self) -> list[Way]:
+        """The ways that this machine can choose from."""
+        has = torch_quantized.why_missing() is None
+        return [way for way in self.ways if way.fbgemm in (None, has)]
 
 
 def rows_index(x: Tensor) -> int:
@@ -107,9 +113,7 @@ class Choices:
     def learn(self, weights: str, matrices: Iterable[Tensor]) -> None:
         """Time the ways for the shapes that are not known yet, on the first matrices of the model."""
         form, threads = WEIGHTS[weights], torch.get_num_threads()
-        ways = [
-            way for way in form.ways if not way.needs_fbgemm or len(form.ways) == 1 or not torch_quantized.why_missing()
-        ]
+        ways = form.usable()
         sample: list[Tensor] = []
         chosen: dict[torch.Size, list[Way]] = {}
         for matrix in matrices:
@@ -178,7 +182,7 @@ def _float16(weight: Tensor) -> Product:
 
 
 def _int8(weight: Tensor) -> Product:
-    scales = weight.float().abs().amax(1).clamp_min(1e-30) / 127  # (out,)
+    scales = weight.float().abs().amax(1).clamp_min(_LEAST) / 127  # (out,)
     packed = torch_quantized.pack_int8(weight, scales)
 
     def product(x: Tensor) -> Tensor:
@@ -200,16 +204,54 @@ def _int8(weight: Tensor) -> Product:
     return product
 
 
+def _in_blocks(weight: Tensor, scales: Tensor | None = None) -> Product:
+    """Weights of few bits, widened in blocks that stay in the cache, so that each is read from memory as it is stored."""
+    blocks = weight.split(max(1, _BLOCK // max(weight.shape[1], 1)))
+
+    def product(x: Tensor) -> Tensor:
+        y = torch.cat([nn.functional.linear(x, block.float()) for block in blocks], -1)
+        return y if scales is None else y.mul_(scales)
+
+    return product
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (out, in) as 8-bit numbers, and the unit of each row."""
+    scales = weight.float().abs().amax(1).clamp_min(_LEAST) / 127  # (out,)
+    return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
+
+
+def _int8_of_torch(weight: Tensor) -> Product:
+    numbers, scales = _rounded(weight)
+    multiply = torch_quantized.int8_product()
+    if multiply is None:
+        return _in_blocks(numbers, scales)
+    return lambda x: multiply(x.reshape(-1, x.shape[-1]), numbers, scales).view(*x.shape[:-1], len(scales))
+
+
 WEIGHTS = {
     "float32": Form(
         lambda weight: weight.to(torch.float32, copy=True),  # a tied embedding may be changed in place
         # Two products for each weight: this can be faster only where reading the weights takes the time.
-        (Way("torch", _torch), Way("two_float16", _two_float16, _FEW, needs_fbgemm=True)),
+        (Way("torch", _torch), Way("two_float16", _two_float16, _FEW, fbgemm=True)),
     ),
     # To widen a weight reads and writes five times its bytes: this can be faster only where computing takes the time.
     "bf16": Form(lambda weight: weight.bfloat16(), (Way("torch", _bf16), Way("widened", _widened, _MANY))),
-    "float16": Form(lambda weight: weight, (Way("fbgemm", _float16, needs_fbgemm=True),)),
-    "int8": Form(lambda weight: weight, (Way("fbgemm", _int8, needs_fbgemm=True),)),
+    "float16": Form(
+        lambda weight: weight,
+        (
+            Way("fbgemm", _float16, fbgemm=True),
+            Way("blocks", lambda weight: _in_blocks(weight.half()), fbgemm=False),
+        ),
+    ),
+    "int8": Form(
+        lambda weight: weight,
+        (
+            Way("fbgemm", _int8, fbgemm=True),
+            Way("torch", _int8_of_torch, fbgemm=False),
+            Way("blocks", lambda weight: _in_blocks(*_rounded(weight)), fbgemm=False),
+        ),
+    ),
 }
 
 MEASURED = Choices()  # of this process

@@ -2,8 +2,11 @@
 
     float32   as loaded; and, where that is faster, each weight as the sum of two float16 numbers, exact to 2**-22, by FBGEMM (x86)
     bf16      weights and inputs rounded to bf16; torch's own product, or that of float32 where it is faster
-    float16   weights rounded to float16, inputs and sums in float32, by FBGEMM (x86)
-    int8      weights rounded to 8 bits with a scale per output, inputs as two 7-bit numbers with a scale per token, by FBGEMM (x86)
+    float16   weights rounded to float16, inputs and sums in float32
+    int8      weights rounded to 8 bits with a scale per output; on x86 inputs as two 7-bit numbers with a scale per token
+
+float16 and int8 are multiplied by FBGEMM on x86. Elsewhere inputs stay float32: 8-bit weights are multiplied by torch's own product
+or widened in blocks, whichever is faster, and those of float16 are widened.
 
 A scale per token keeps tokens independent: no output depends on later tokens, on padding, or on other rows of the batch.
 Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (FBGEMM).
@@ -17,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtri.compat import torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError
 from lowtri.nn.few_tokens import FewTokensNorm
@@ -94,8 +96,6 @@ def quantize(model: nn.Module, weights: str, choices: Choices = MEASURED) -> Non
     """
     if weights not in WEIGHTS:
         raise CallError(f"quantize: weights is {weights!r:.60}; expected one of {', '.join(WEIGHTS)}.")
-    if weights in ("float16", "int8"):
-        torch_quantized.require()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             if type(module).forward is not nn.Linear.forward or has_hooks(module):

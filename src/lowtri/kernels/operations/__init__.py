@@ -14,6 +14,7 @@ from lowtri.kernels.operations.amx_emulated import AmxEmulatedOperations
 from lowtri.kernels.operations.avx512 import Avx512Operations
 from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations
 from lowtri.kernels.operations.baseline import Operations
+from lowtri.kernels.operations.neon_bf16 import NeonBf16Operations
 
 __all__ = ["operations_of"]
 
@@ -23,6 +24,7 @@ _OPERATIONS: dict[type[isa.Baseline], type[Operations]] = {
     isa.Avx512Bf16: Avx512Bf16Operations,
     isa.Amx: AmxOperations,
     isa.AmxEmulated: AmxEmulatedOperations,
+    isa.NeonBf16: NeonBf16Operations,
 }
 
 

@@ -1,0 +1,50 @@
+"""The operations of NEON with its bf16 instructions: BFDOT for dot products of pairs, and BFCVTN to round.
+
+BFDOT adds the two products of a lane without rounding between them, flushes denormal numbers and rounds to odd before it adds the sum;
+CPUs with FEAT_EBF16 may be set to round as usual. Source: Arm Architecture Reference Manual, BFDOT.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from lowtri.kernels.operations.avx512_bf16 import BFloat
+from lowtri.kernels.operations.baseline import Operations, call
+
+__all__ = ["NeonBf16Operations"]
+
+_REGISTER = 4  # floats
+
+
+class NeonBf16Operations(Operations):
+    def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        kind = ir.VectorType(BFloat(), 2 * _REGISTER)
+        name = "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
+        operands = zip(*(_registers(b, one) for one in (x, y, z)), strict=True)
+        # The instruction can take one lane of its last operand for all: x, which products broadcast, stands there.
+        return _joined(b, [call(b, name, s.type, [s, b.bitcast(q, kind), b.bitcast(p, kind)]) for p, q, s in operands])
+
+    def narrow(self, b: Any, x: Any, dtype: str) -> Any:
+        if dtype != "bfloat16":
+            return super().narrow(b, x, dtype)
+        rounded = b.fptrunc(x, ir.VectorType(BFloat(), x.type.count))
+        return b.bitcast(rounded, ir.VectorType(ir.IntType(16), x.type.count))
+
+
+def _registers(b: Any, x: Any) -> list[Any]:
+    """The vectors of 128 bits that a vector consists of."""
+    starts = range(0, x.type.count, _REGISTER)
+    return [b.shuffle_vector(x, x, _lanes(start, _REGISTER)) for start in starts]
+
+
+def _joined(b: Any, parts: list[Any]) -> Any:
+    while len(parts) > 1:
+        both = zip(parts[::2], parts[1::2], strict=True)
+        parts = [b.shuffle_vector(one, two, _lanes(0, 2 * one.type.count)) for one, two in both]
+    return parts[0]
+
+
+def _lanes(start: int, count: int) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
