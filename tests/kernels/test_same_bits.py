@@ -13,6 +13,7 @@ from lowtri.kernels.isa import ALL
 SAMPLE = [name for name, job in JOBS.items() if job.function in ("read", "rms_norm")]
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("symbol", SAMPLE)
 def test_two_functions_in_the_library_are_those_in_memory(symbol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bits(symbol, monkeypatch)
