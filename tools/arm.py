@@ -259,7 +259,8 @@ def copy_sources(target: Path) -> str:
     digest, names = hashlib.sha256(), sources()
     for name in names:
         content = (ROOT / name).read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        if name.startswith(("src/", "tests/", "conftest.py", "pyproject.toml")):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
         copy = target / name
         if not copy.exists() or copy.read_bytes() != content:
             copy.parent.mkdir(parents=True, exist_ok=True)
