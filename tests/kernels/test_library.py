@@ -144,7 +144,9 @@ def test_compiled_kernels_need_the_c_library_only() -> None:
     families = [("forward", "float32", "direct"), ("forward", "bfloat16", "widened")]
     for spec in (select.SPECS[family] for family in families):
         names = undefined(Path(library.code(symbol("forward", spec)).file).read_bytes())
-        assert names & {"logf", "memset"} and {name for name in names if not name.startswith(("_ITM_", "__"))} <= allowed
+        assert (
+            names & {"logf", "memset"} and {name for name in names if not name.startswith(("_ITM_", "__"))} <= allowed
+        )
 
 
 @device_function
