@@ -21,6 +21,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "_version",
     "errors",
     "extras",
+    "system",
     "files",
     "picture_files",
     "compat",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lowtri.system import replace
+
 __all__ = ["write_atomically", "write_text"]
 
 
@@ -25,7 +27,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.chmod(mode)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the new name
-        os.replace(temporary, path)
+        replace(temporary, path)
     except Exception as error:
         reason = _os_error(error)
         if reason is None:

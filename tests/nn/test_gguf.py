@@ -16,7 +16,7 @@ import torch
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
-from lowtri.nn.gguf import cache_folder, converted
+from lowtri.nn.gguf import converted
 from lowtri.nn.gpt2 import GPT2Config
 from lowtri.nn.rotary import RopeScaling, rotary_frequencies
 from rounding import with_rounding
@@ -241,21 +241,6 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, own_cache: Path) ->
     with pytest.raises(DataError, match=r"the tensor blk\.0\.attn_rel_b\.weight has no place in lowtri's Decoder"):
         converted(path)
     assert list((own_cache / "gguf").iterdir()) == []
-
-
-def test_the_cache_folder_of_each_operating_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("LOWTRI_CACHE")
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lowtri"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "lowtri"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache_folder() == Path.home() / "Library" / "Caches" / "lowtri"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    assert cache_folder() == tmp_path / "lowtri"
 
 
 # The tokenizer

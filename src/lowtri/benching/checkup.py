@@ -7,11 +7,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
 from lowtri.kernels import library
+from lowtri.kernels.threads import openmp_team
 
 __all__ = ["as_text", "checkup"]
 
@@ -31,7 +31,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
     report: dict[str, Any] = {
         "versions": versions(),
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
-        "threads": {"torch": torch.get_num_threads(), "team": _team(torch)},
+        "threads": {"torch": torch.get_num_threads(), "team": _team()},
         "kernels": None,
         "library": None,
         "speed": None,
@@ -81,12 +81,14 @@ def _library() -> dict[str, Any]:
     }
 
 
-def _team(torch: Any) -> str:
-    """Whose threads the kernels run on, found as kernels find them."""
-    if torch.__file__ is not None:
-        for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-            return f"torch's own OpenMP team ({path.name})"
-    return "threads of our own: torch has no libgomp"
+def _team() -> str:
+    """Whose threads the kernels run on."""
+    team = openmp_team()
+    return (
+        f"torch's own OpenMP team ({team[0]})"
+        if team
+        else "Python's threads: torch has no OpenMP library that can be used"
+    )
 
 
 def _speed(torch: Any) -> dict[str, float]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lowtri import system
 from lowtri._version import __version__
 
 __all__ = ["cpu_name", "cpus", "facts", "last_cache_bytes", "load", "versions"]
 
 _PACKAGES = ("numpy", "torch")
+_CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 32 * 2**20
 
 
 def facts(threads: int) -> dict[str, Any]:
@@ -28,13 +33,22 @@ def facts(threads: int) -> dict[str, Any]:
     }
 
 
+_ARM_PARTS = {  # of Linux's "CPU part", by ARM's numbers
+    **{"0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse N1"},
+    **{"0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2", "0xd84": "Neoverse V3"},
+}
+
+
 def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:  # not Linux
-        pass
+    if sys.platform == "darwin":
+        return system.sysctl_text("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    if sys.platform == "win32":
+        return system.windows_cpu_name() or platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if name := values.get("model name") or _ARM_PARTS.get(values.get("CPU part", "")):
+            return name
     return platform.processor() or platform.machine()
 
 
@@ -50,11 +64,17 @@ def load() -> float | None:
 
 def last_cache_bytes() -> int:
     """The size of the last cache before memory; 32 MB where the system does not say."""
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii").strip()
-        return int(text.removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        return 32 * 2**20
+    if sys.platform == "darwin":
+        sizes = [
+            system.sysctl_number(name) for name in ("hw.l3cachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize")
+        ]
+        return next(filter(None, sizes), _UNKNOWN_CACHE)
+    sizes = []
+    for file in _CACHES.glob("index*/size"):
+        with suppress(OSError, ValueError):
+            text = file.read_text(encoding="ascii").strip()
+            sizes.append(int(text.rstrip("KM")) * (2**20 if text.endswith("M") else 2**10))
+    return max(sizes, default=_UNKNOWN_CACHE)
 
 
 def versions() -> dict[str, str | None]:

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+from lowtri.system import available_memory
+
 __all__ = ["available_bytes", "peak_bytes"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -31,8 +33,4 @@ def _kilobytes(name: str) -> int:
 
 def available_bytes() -> int:
     """What new allocations may take without swapping; 8 GB where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return _ELSEWHERE
+    return available_memory() or _ELSEWHERE

@@ -18,13 +18,13 @@ from typing import Any
 
 from lowtri.kernels.library import Code
 
-__all__ = ["run_team"]
+__all__ = ["openmp_team", "run_team"]
 
 _forked = False
 
 
 def _after_fork() -> None:
-    # libgomp's team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
+    # An OpenMP team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
     global _forked
     _forked = True
 
@@ -34,16 +34,23 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 @cache
-def _gomp() -> Any:
-    """GOMP_parallel of torch's OpenMP library, or None."""
+def openmp_team() -> tuple[str, Any] | None:
+    """torch's OpenMP library, by its file's name, and its GOMP_parallel: libgomp on Linux, libomp on macOS; None without one.
+
+    LLVM's libomp exports the functions of GNU's libgomp; Windows' vcomp does not, and threads of Python run there.
+    """
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return None
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        start = ctypes.CDLL(str(path)).GOMP_parallel
+    folder = Path(torch.__file__).parent / "lib"
+    for path in (*sorted(folder.glob("libgomp*")), *sorted(folder.glob("libomp*"))):
+        try:
+            start = ctypes.CDLL(str(path)).GOMP_parallel
+        except (OSError, AttributeError):  # it cannot be loaded, or was built without these functions
+            continue
         start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         start.restype = None
-        return start
+        return path.name, start
     return None
 
 
@@ -52,9 +59,9 @@ def run_team(code: Code, record: int, threads: int) -> None:
     if threads <= 1 or _forked:
         code.call(record)
         return
-    start = _gomp() if "torch" in sys.modules else None
-    if start is not None:
-        start(code.address, record, threads, 0)
+    team = openmp_team() if "torch" in sys.modules else None
+    if team is not None:
+        team[1](code.address, record, threads, 0)
         return
     _python_team(code.call, record, threads)
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +30,12 @@ from lowtri.nn.gguf_names import config_of, tensor_names
 from lowtri.nn.gguf_tokenizer import tokenizer_of
 from lowtri.nn.layout import from_json
 from lowtri.nn.rotary import RopeScaling, from_pairs, rotary_frequencies
+from lowtri.system import cache_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cache_folder", "converted", "is_gguf"]
+__all__ = ["converted", "is_gguf"]
 
 _FORM = 2  # version of the folders written here; a new version converts again
 _SCALING = "rope_freqs.weight"
@@ -46,20 +45,6 @@ def is_gguf(path: Path) -> bool:
     """Whether a file starts with the GGUF magic."""
     with open(path, "rb") as file:
         return file.read(4) == b"GGUF"
-
-
-def cache_folder() -> Path:
-    """The folder for converted files: ``LOWTRI_CACHE``, or the operating system's cache folder."""
-    own = os.environ.get("LOWTRI_CACHE")
-    if own:
-        return Path(own)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lowtri"
 
 
 def converted(path: str | Path, note: Callable[[str], object] | None = None) -> Path:

@@ -7,6 +7,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from lowtri.system import fast_cpus
+
 __all__ = ["thread_count"]
 
 
@@ -27,8 +29,7 @@ def _available() -> int:
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if setting.isdecimal() and int(setting) > 0:
         return int(setting)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cpus, _quota()))
+    return max(1, min(fast_cpus(), _quota()))
 
 
 def _quota(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import pickle
 import re
 import shutil
@@ -23,6 +22,7 @@ import torch
 
 from lowtri.errors import DataError
 from lowtri.files import write_text
+from lowtri.system import replace
 
 if TYPE_CHECKING:
     from lowtri.training.processes import Processes
@@ -102,7 +102,7 @@ class Saver:
             written.result()
             if self._processes.is_main:
                 write_text(part / "run.json", json.dumps(content))
-                os.replace(part, target)
+                replace(part, target)
                 for old in self._folder.glob("step-*"):
                     if old != target:
                         shutil.rmtree(old)

@@ -44,9 +44,12 @@ def only_training(folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
+            if sys.platform == "win32":  # it does not remove an open file; one that another process opens now stays
+                os.close(descriptor)
             with suppress(OSError):
                 path.unlink()
-            os.close(descriptor)
+            if sys.platform != "win32":
+                os.close(descriptor)
 
 
 def _open(path: Path) -> int | None:

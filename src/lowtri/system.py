@@ -1,0 +1,123 @@
+"""What Linux, macOS and Windows do in ways of their own: where caches are, what the machine has, and replacing a file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "available_memory",
+    "cache_folder",
+    "fast_cpus",
+    "replace",
+    "sysctl_number",
+    "sysctl_text",
+    "windows_cpu_name",
+]
+
+_BUSY = 20  # times that Windows may refuse to replace a file, 1.05 s in all
+
+
+def cache_folder() -> Path:
+    """The folder of all files that lowtri computes and keeps: ``LOWTRI_CACHE``, or the operating system's cache folder."""
+    own = os.environ.get("LOWTRI_CACHE")
+    if own:
+        return Path(own)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lowtri"
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file over another one, which may exist. Windows refuses that while somebody reads the other one: it is tried again."""
+    for tried in range(_BUSY + 1):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if sys.platform != "win32" or tried == _BUSY:
+                raise
+            time.sleep(0.005 * (tried + 1))
+
+
+def sysctl_text(name: str) -> str:
+    """What macOS says of a name, such as machdep.cpu.brand_string; "" if it does not know it."""
+    return _sysctl(name).rstrip(b"\0").decode(errors="replace")
+
+
+def sysctl_number(name: str) -> int:
+    """The same of a number; 0 if macOS does not know it."""
+    return int.from_bytes(_sysctl(name), "little")
+
+
+def _sysctl(name: str) -> bytes:
+    try:
+        call: Any = ctypes.CDLL(None).sysctlbyname
+    except (OSError, AttributeError, TypeError):  # another system
+        return b""
+    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
+    return (
+        value.raw[: size.value]
+        if call(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
+        else b""
+    )
+
+
+def fast_cpus() -> int:
+    """The CPUs that this process may use; on Apple's, only the fast ones: a team waits for its slowest thread.
+
+    >>> fast_cpus() >= 1
+    True
+    """
+    if sys.platform == "darwin" and (fast := sysctl_number("hw.perflevel0.logicalcpu")):
+        return fast
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def windows_cpu_name() -> str:
+    """The name in Windows' registry; "" elsewhere."""
+    try:
+        import winreg
+    except ImportError:
+        return ""
+    registry: Any = winreg
+    try:
+        with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+            return str(registry.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+    except OSError:
+        return ""
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("total", "available", "total_file", "available_file")),
+        *((name, ctypes.c_uint64) for name in ("total_virtual", "available_virtual", "extended")),
+    ]
+
+
+def available_memory() -> int | None:
+    """Bytes that new allocations may take without swapping; on macOS half of the memory; None where the system does not say."""
+    if sys.platform == "win32":
+        status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+        windows: Any = ctypes
+        known = windows.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+        return int(status.available) if known else None
+    if sys.platform == "darwin":  # what is free is little: the rest is a cache that the system gives back
+        return sysctl_number("hw.memsize") // 2 or None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return None
