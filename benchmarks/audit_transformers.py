@@ -1,11 +1,13 @@
-"""Audit every causal language model class of the installed transformers, each with a tiny random config.
+"""Audit every causal language model class of the installed transformers on ordinary batches, and check each leak by brute force.
 
-    python benchmarks/audit_transformers.py --out out/audit-transformers.md            # all of them, some twenty minutes
-    python benchmarks/audit_transformers.py --only mistral gemma2 --show               # a few, with their reports
+    python benchmarks/audit_transformers.py --out benchmarks/audit_transformers.md     # all of them; goes on where it stopped
+    python benchmarks/audit_transformers.py --only llama gpt2 --show                   # a few, with their reports
 
-Each model is made and audited in a process of its own with a time limit, on CPU, 24 positions, windows and chunks of 8, the
-weights of a copy redrawn (standard deviation 0.15; fresh ones hide leaks). The table says clean, leak (with the pair and the
-module), could not decide (why), or why no tiny model could be made.
+Each class is made with a tiny random config and random weights (standard deviation 0.15; fresh ones hide leaks), in a process of
+its own with a time limit, in sdpa and eager attention: without pads, with pads on the right, on the left and in the middle, as
+`{"input_ids": ids, "attention_mask": mask}`. A leak counts as confirmed if changing one input alone, what pads contain, cutting the
+input off, or decoding one by one with the model's own cache moves an output at a real position that may not move; this check
+shares no code with the audit. Results are kept in build/audit_transformers.json; `--again` measures all anew.
 """
 
 from __future__ import annotations
@@ -14,14 +16,27 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-POSITIONS = 24
+KEPT = Path("build/audit_transformers.json")
+POSITIONS = 12
+LARGEST = 30_000_000  # parameters of a model that counts as small
+MEMORY = 8 << 30  # bytes for one class
+PROBES = ["change", "gradient", "prefix", "batch", "padding", "cache"]
+MASKS = {
+    "none": None,
+    "right": [[1] * 12, [1] * 8 + [0] * 4],
+    "left": [[1] * 12, [0] * 4 + [1] * 8],
+    "middle": [[1] * 12, [1] * 4 + [0] * 3 + [1] * 5],
+}
+CELLS = [f"{attention} {padding}" for attention in ("sdpa", "eager") for padding in MASKS]
 
 # Sizes by the names that configs use for them; a config takes those that it knows.
 SMALL: dict[str, Any] = {
@@ -42,6 +57,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     "type_vocab_size": 1,
     "is_decoder": True,
     "use_cache": True,
@@ -140,139 +157,280 @@ def tiny_config(config_class: Any) -> Any:
     return config_class(**chosen)
 
 
-def audit_one(name: str, show: bool) -> dict[str, Any]:
-    """One class: what the audit says of it."""
+def made(name: str, class_name: str) -> Any:
+    """A small model of a class that runs: with the sizes above, else with the first of the benchmark of models that does."""
     import torch
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from transformers_models import configs_of
+
+    def configs() -> Iterator[Any]:
+        config_class = transformers.AutoConfig.for_model(name).__class__
+        try:
+            yield tiny_config(config_class)
+        except Exception as error:
+            yield error
+        yield from configs_of(config_class)
+
+    model_class, first = getattr(transformers, class_name), None
+    for config in configs():
+        try:
+            if isinstance(config, Exception):
+                raise config
+            config = config if isinstance(config, model_class.config_class) else config.get_text_config()
+            with torch.device("meta"):
+                parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
+            if parameters > LARGEST:
+                raise ValueError(f"{parameters:,} parameters are not small")
+            torch.manual_seed(0)
+            model = model_class(config).eval()
+            with torch.no_grad():
+                model(torch.randint(2, 99, (2, POSITIONS)))
+            return model
+        except Exception as error:
+            first = first or error
+    raise first or ValueError("no config")
+
+
+def cells_of(name: str, class_name: str, show: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One class in both attentions and with all paddings: a verdict, and what brute force says of a leak."""
+    import torch
+    import transformers
 
     import lowtri
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-    class_name = class_name[0] if isinstance(class_name, (list, tuple)) else class_name
-    result: dict[str, Any] = {"type": name, "class": class_name}
+    ids = torch.randint(2, 99, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
+    model = made(name, class_name)
+    fresh = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                parameter.normal_(std=0.15)
+        answer = model(ids)
+        if (answer.logits if hasattr(answer, "logits") else answer[0]).isnan().any():
+            model.load_state_dict(fresh)
+    for attention in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(attention)
+        except Exception as error:
+            yield f"{attention} none", {"verdict": "-", "why": first_line(error)}
+            continue
+        for padding, mask in MASKS.items():
+            example = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": torch.tensor(mask)}
+            probes = [*PROBES, "code_paths"] if (attention, padding) == ("sdpa", "none") else PROBES
+            try:
+                report = lowtri.audit(model, example, vocab_size=99, train=False, length=0, draws=1, probes=probes)
+            except Exception as error:
+                yield f"{attention} {padding}", {"verdict": "does not run", "why": first_line(error)}
+                continue
+            if show:
+                print(report)
+            cell: dict[str, Any] = {"verdict": {"no leak found": "clean"}.get(report.verdict, report.verdict)}
+            if not report.ok:
+                cell["why"] = report.message
+            if report.leaks:
+                cell["confirmed"] = confirmed(model, example)
+            cell["warnings"] = [f"{f.probe}: {f.message}" for f in report.warnings]
+            yield f"{attention} {padding}", cell
+
+
+def confirmed(model: Any, example: dict[str, Any]) -> str:
+    """The first way in which brute force moves an output that may not move; empty if there is none."""
+    import torch
+
+    ids, mask = example["input_ids"], example.get("attention_mask")
+    batch, n = ids.shape
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+
+    def logits(ids: Any, mask: Any, **more: Any) -> Any:
+        with torch.no_grad():
+            out = model(input_ids=ids, **({} if mask is None else {"attention_mask": mask}), **more)
+        return (out.logits if hasattr(out, "logits") else out[0]).double(), out
+
+    whole, _ = logits(ids, mask)
+    least = 1e-4 * float(whole[real].abs().max())
+
+    def moved(after: Any, where: Any) -> Any:
+        return ((whole[: len(after), : after.shape[1]] - after).abs().amax(-1) > least) & where
+
+    for row in range(batch):
+        for key in range(n):
+            may_not = real.clone()
+            if real[row, key]:
+                may_not[row, key:] = False
+            for other in (3, 50, 97):
+                changed = ids.clone()
+                changed[row, key] = other
+                wrong = moved(logits(changed, mask)[0], may_not).nonzero()
+                if len(wrong):
+                    return f"input {key} of row {row} moves output {int(wrong[0][1])} of row {int(wrong[0][0])}"
+    if mask is not None:
+        padded = [torch.cat([torch.full((batch, 3), other), ids], 1) for other in (3, 50)]
+        wide = torch.cat([torch.zeros(batch, 3, dtype=mask.dtype), mask], 1)
+        one, other = (logits(row, wide)[0][:, 3:] for row in padded)
+        wrong = (((one - other).abs().amax(-1) > least) & real).nonzero()
+        if len(wrong):
+            return f"what three pads on the left hold moves output {int(wrong[0][1])} of row {int(wrong[0][0])}"
+    with_weights = {"output_attentions": True}
+    for key in range(1, n) if bool(real.all()) else ():
+        changed = ids.clone()
+        changed[:, key] = 50
+        try:
+            one, other = (logits(rows, mask, **with_weights)[0][:, :key] for rows in (ids, changed))
+        except Exception:
+            break
+        if float((one - other).abs().max()) > least:
+            return f"with output_attentions=True, input {key} moves an earlier output"
+    for length in range(1, n):
+        part = None if mask is None else mask[:, :length]
+        try:
+            wrong = moved(logits(ids[:, :length], part)[0], real[:, :length]).nonzero()
+        except Exception:
+            continue
+        if len(wrong):
+            return f"cut off before {length}, output {int(wrong[0][1])} moves"
     try:
-        config = tiny_config(transformers.AutoConfig.for_model(name).__class__)
-        model_class = getattr(transformers, class_name)
-        model = model_class(config if isinstance(config, model_class.config_class) else config.get_text_config()).eval()
-    except Exception as error:
-        return result | {"verdict": "not made", "why": first_line(error)}
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    result["parameters"] = parameters
-    if parameters > 200_000_000:
-        return result | {"verdict": "not made", "why": f"{parameters:,} parameters are not tiny"}
-    example = torch.randint(2, 99, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
-    try:
-        report = lowtri.audit(model, example, vocab_size=99, redraw=True)
-        if not report.decided and report.reason and "NaN" in report.reason:
-            report = lowtri.audit(model, example, vocab_size=99)
-            result["fresh"] = True
-    except Exception as error:
-        return result | {"verdict": "does not run", "why": first_line(error)}
-    if show:
-        print(report)
-    found = report.first
-    return result | {
-        "verdict": {"no leak found": "clean"}.get(report.verdict, report.verdict),
-        "why": "" if report.ok else report.message,
-        "pair": [found.query, found.key] if found else None,
-        "module": found.module if found else None,
-        "leaking": {f.probe: f.message for f in report.findings if f.status == "leak"},
-        "warnings": {f.probe: f.message for f in report.warnings if f.probe != "poison"},
-        "skipped": {f.probe: f.message for f in report.findings if f.status == "skipped"},
-        "seconds": round(report.seconds, 1),
-    }
+        rows, cache = [], {}
+        for t in range(n):
+            part = None if mask is None else mask[:, : t + 1]
+            row, out = logits(ids[:, t : t + 1], part, use_cache=True, **cache)
+            kind = next(
+                k for k in ("past_key_values", "cache_params", "state", "mems") if getattr(out, k, None) is not None
+            )
+            cache = {kind: getattr(out, kind)}
+            rows.append(row)
+        wrong = moved(torch.cat(rows, 1), real).nonzero()
+        if len(wrong):
+            return f"decoded one by one, output {int(wrong[0][1])} of row {int(wrong[0][0])} differs"
+    except Exception:
+        pass
+    return ""
 
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:110]}"
 
 
-def limited(name: str, show: bool, limit: float) -> dict[str, Any]:
-    """`audit_one` in a process of its own that is ended when it takes too long."""
+def limited(name: str, class_name: str, show: bool, limit: float) -> dict[str, Any]:
+    """The cells of a class, from a process of its own that is ended when it takes too long; those that it finished count."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
     def work() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         try:
-            send.send(audit_one(name, show))
+            for cell in cells_of(name, class_name, show):
+                send.send(cell)
+            send.send(("", {}))
         except BaseException as error:
-            send.send({"type": name, "verdict": "does not run", "why": f"{type(error).__name__}: {error}"[:120]})
+            send.send(("", {"why": first_line(error) if isinstance(error, Exception) else repr(error)}))
 
-    process = context.Process(target=work)
+    result: dict[str, Any] = {"type": name, "class": class_name, "cells": {}, "why": "the process ended"}
+    process, until = context.Process(target=work), time.monotonic() + limit
     process.start()
-    if receive.poll(limit):
-        try:
-            result = receive.recv()
-        except EOFError:
-            result = {"type": name, "verdict": "does not run", "why": "the process ended"}
-    else:
-        result = {"type": name, "verdict": "does not run", "why": f"took longer than {limit:.0f} s"}
+    send.close()
+    try:
+        while True:
+            if not receive.poll(max(0.0, until - time.monotonic())):
+                result["why"] = f"longer than {limit:.0f} s"
+                break
+            key, cell = receive.recv()
+            if not key:
+                result["why"] = cell.get("why", "")
+                break
+            result["cells"][key] = cell
+    except EOFError:
+        pass
     process.terminate()
     process.join()
-    return dict(result)
+    return result
 
 
 def table(results: list[dict[str, Any]], version: str) -> str:
-    """The results as a Markdown table, leaks first."""
-    order = {"leak": 0, "could not decide": 1, "clean": 2, "does not run": 3, "not made": 4}
-    counts = {verdict: sum(r["verdict"] == verdict for r in results) for verdict in order}
+    """The results as Markdown, leaks first: a row for each class, its cells joined where they are all the same."""
+    cells = [cell for result in results for cell in result["cells"].values() if cell["verdict"] != "-"]
+    leaks = [cell for cell in cells if cell["verdict"] == "leak"]
+    done = [result for result in results if result["cells"]]
+    counts = {
+        kind: sum(cell["verdict"] == kind for cell in cells) for kind in dict.fromkeys(c["verdict"] for c in cells)
+    }
+    clean = sum(all(cell["verdict"] in ("clean", "-") for cell in result["cells"].values()) for result in done)
+    partly = sum(bool(result["why"]) for result in done)
     lines = [
-        f"# lowtri audit of transformers {version}",
+        f"{len(done)} of {len(results)} classes of transformers {version} were audited, {clean} of them clean in all that was run"
+        + (f" ({partly} ran out of time before all)" if partly else "")
+        + f". {len(cells)} audits: {', '.join(f'{kind} {count}' for kind, count in counts.items())}. "
+        + f"Of the {len(leaks)} leaks brute force confirms {sum(bool(cell['confirmed']) for cell in leaks)}.",
         "",
-        ", ".join(f"{verdict} {count}" for verdict, count in counts.items() if count) + f"; {len(results)} in all.",
-        "",
-        "| type | class | verdict | pair | module | what |",
-        "|---|---|---|---|---|---|",
+        "| type | sdpa: " + " | eager: ".join([", ".join(MASKS)] * 2) + " | what |",
+        "|---|---|---|---|",
     ]
-    for r in sorted(results, key=lambda r: (order[r["verdict"]], r["type"])):
-        pair = "" if not r.get("pair") else f"({r['pair'][0]}, {r['pair'][1]})"
-        leaking = "; ".join(f"{probe}: {message}" for probe, message in r.get("leaking", {}).items())
-        warned = "; ".join(f"warning, {probe}: {message}" for probe, message in r.get("warnings", {}).items())
-        understood = UNDERSTOOD.get(r["type"], "") if leaking or warned else ""
-        what = "; ".join(part for part in (understood, leaking or r.get("why", ""), warned) if part).replace("|", "/")
-        cells = (r["type"], r.get("class", ""), r["verdict"], pair, r.get("module") or "", what)
-        lines.append("| " + " | ".join(cells) + " |")
+    order = {"leak": 0, "could not decide": 1, "does not run": 2}
+    for result in sorted(done, key=lambda r: (min(order.get(c["verdict"], 3) for c in r["cells"].values()), r["type"])):
+        row = []
+        for attention in ("sdpa", "eager"):
+            found = [result["cells"].get(f"{attention} {padding}", {"verdict": "-"}) for padding in MASKS]
+            marks = [c["verdict"] + ("" if c.get("confirmed", True) else " (not confirmed)") for c in found]
+            row.append(marks[0] if len(set(marks)) == 1 else ", ".join(marks))
+        odd = [c for c in result["cells"].values() if c["verdict"] not in ("clean", "-")]
+        what = [UNDERSTOOD.get(result["type"], "")] if odd else []
+        what += list(dict.fromkeys([*(c.get("why", "") for c in odd), *(c.get("confirmed", "") for c in odd)]))[:3]
+        what += list(dict.fromkeys(f"warning, {w}" for c in result["cells"].values() for w in c.get("warnings", ())))[
+            :2
+        ]
+        text = "; ".join([part for part in what if part] + ([result["why"]] if result["why"] else []))
+        lines.append("| " + " | ".join([result["type"], *row, text.replace("|", "/").replace("\n", " ")]) + " |")
+    missing = [f"{result['type']} ({result['why']})" for result in results if not result["cells"]]
+    lines += ["", "Not audited: " + "; ".join(missing).replace("|", "/").replace("\n", " ") + "."] if missing else []
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", help="model types")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each model")
-    parser.add_argument("--out", type=Path, help="write the table here, and .json beside it")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each class")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no class after so many")
+    parser.add_argument("--again", action="store_true", help="also classes whose results are kept")
+    parser.add_argument("--out", type=Path, help="replace the table in this Markdown file")
     parser.add_argument("--show", action="store_true", help="print each report")
     arguments = parser.parse_args()
 
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     import lowtri.auditing.audit  # noqa: F401 (once, before the processes part)
-
-    results = []
-    for name in arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        started = time.monotonic()
-        result = limited(name, arguments.show, arguments.limit)
-        results.append(result)
-        line = f"{name:28} {result['verdict']:17} {time.monotonic() - started:5.1f} s  {result.get('why', '')[:120]}"
-        print(line, flush=True)
-        if arguments.out:
-            write(arguments.out, table(results, transformers.__version__), results)
-    if not arguments.out:
-        print(table(results, transformers.__version__))
-
-
-def write(path: Path, text: str, results: list[dict[str, Any]]) -> None:
-    """The table and the figures behind it, each written atomically."""
     from lowtri.files import write_text
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, content in ((path, text), (path.with_suffix(".json"), json.dumps(results, indent=1))):
-        write_text(target, content)
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    begun = time.monotonic()
+    for name in arguments.only or sorted(NAMES):
+        if time.monotonic() - begun > 60 * arguments.minutes:
+            break
+        if name in kept and not (arguments.again or arguments.only):
+            continue
+        started, class_name = time.monotonic(), NAMES[name]
+        class_name = class_name[0] if isinstance(class_name, (list, tuple)) else class_name
+        kept[name] = result = limited(name, class_name, arguments.show, arguments.limit)
+        odd = {key: cell for key, cell in result["cells"].items() if cell["verdict"] not in ("clean", "-")}
+        print(
+            f"{name:28} {len(result['cells'])} {time.monotonic() - started:5.1f} s  {result['why'][:80]} {odd}",
+            flush=True,
+        )
+        if not arguments.only:
+            KEPT.parent.mkdir(exist_ok=True)
+            write_text(KEPT, json.dumps(kept, indent=1))
+    results = [kept[name] for name in sorted(NAMES) if name in kept and name in (arguments.only or NAMES)]
+    untried = len(NAMES) - len(results) if not arguments.only else 0
+    text = table(results, transformers.__version__) + (f"\n{untried} classes were not tried.\n" if untried else "")
+    if arguments.out is None:
+        print(text)
+    else:
+        before, _, rest = arguments.out.read_text().partition("<!-- table -->\n")
+        after = rest.partition("<!-- end of table -->\n")[2]
+        write_text(arguments.out, f"{before}<!-- table -->\n{text}<!-- end of table -->\n{after}")
 
 
 if __name__ == "__main__":

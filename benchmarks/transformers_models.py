@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from audit_transformers import ALSO, SMALL, first_line, write
+from audit_transformers import ALSO, SMALL, first_line
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -635,6 +635,15 @@ def as_table(results: list[dict[str, Any]], version: str) -> str:
         what = (why if r["verdict"] != "equal" else done).replace("|", "/").replace("\n", " ")
         lines.append(f"| {r['type']} | {r.get('class', '')} | {r['verdict']} | {what} |")
     return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str, results: list[dict[str, Any]]) -> None:
+    """The table and the figures behind it, each written atomically."""
+    from lowtri.files import write_text
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, content in ((path, text), (path.with_suffix(".json"), json.dumps(results, indent=1))):
+        write_text(target, content)
 
 
 def main() -> None:
