@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.auditing.drawing import cells
+from lowtri.auditing.report import cells
 from lowtri.auditing.loading import load_target
-from lowtri.auditing.options import progress_line
+from lowtri.auditing.context import progress_line
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 

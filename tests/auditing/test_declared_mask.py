@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from lowtri.auditing.declared_mask import declared_mask
+from lowtri.auditing.loading import declared_mask
 from lowtri.auditing.loading import load_target
 from lowtri.cli.main import main
 

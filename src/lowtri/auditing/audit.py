@@ -10,22 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.caches import CACHE
-from lowtri.auditing.conditions import CODE_PATHS, TRAINING
-from lowtri.auditing.content import CHANGE, POISON, PREFIX, SENSITIVITY
-from lowtri.auditing.context import Context
-from lowtri.auditing.example import check_axes, read_example
+from lowtri.auditing.caches import CACHE, STATE
+from lowtri.auditing.conditions import CODE_PATHS, LONGER, TRAINING
+from lowtri.auditing.content import CHANGE, GRADIENT, POISON, PREFIX, SENSITIVITY
+from lowtri.auditing.context import Context, Options, progress_line, vocabulary
 from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.gradient import GRADIENT
-from lowtri.auditing.longer import LONGER
-from lowtri.auditing.options import Options, progress_line, vocabulary
-from lowtri.auditing.pads import PADDING, real_positions
+from lowtri.auditing.inputs import read_example
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.rows import BATCH_ROWS, PACKING
-from lowtri.auditing.running import chosen_trials, nothing_ran, require_requested, run_trials, try_example
-from lowtri.auditing.state import STATE
-from lowtri.auditing.system import System, redrawn
-from lowtri.auditing.trial import Trial
+from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, real_positions
+from lowtri.auditing.system import System, check_axes, redrawn
+from lowtri.auditing.trial import Trial, chosen_trials, nothing_ran, require_requested, run_trials, try_example
 from lowtri.masks import Mask, as_mask, causal
 from lowtri.masks.document_masks import check_row_lengths
 

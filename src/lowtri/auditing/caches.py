@@ -1,22 +1,166 @@
-"""The trial of caches: every way to decode must equal the whole forward pass."""
+"""Ways to decode: parts of a sequence appended one after another, with a state between them.
+
+Models with `make_cache(batch)` and `model(ids, cache=...)` are recognised, and those with `model(ids, past_key_values=...)` as
+transformers has it. Others need `step(state, x) -> (output, state)`, where x is one position, ids (B,) or vectors (B, D), or any
+number of them, (B, n) or (B, n, D).
+
+
+The trial of caches: every way to decode must equal the whole forward pass.
+
+The trial of state: a model that has been called must answer as a copy that never was."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Need
-from lowtri.auditing.decoding import Decoder, decoder_of
-from lowtri.auditing.finding import Leak, by, compare, movement
+from lowtri.auditing.conditions import extended
+from lowtri.auditing.context import Bools, Context, Need
+from lowtri.auditing.finding import Difference, Finding, Leak, by, compare, movement, moves
 from lowtri.auditing.inputs import Inputs, first_line
-from lowtri.auditing.options import Bools
-from lowtri.auditing.pads import pad_keyword
-from lowtri.auditing.system import Rows
+from lowtri.auditing.rows import pad_keyword
+from lowtri.auditing.system import Rows, System, without_gradients
 from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
+from lowtri.compat.transformers_private import is_stateful
+from lowtri.generation.models import stepwise_cache
 
-__all__ = ["CACHE"]
+__all__ = ["CACHE", "Decoder", "STATE", "decoder_of"]
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+_DRAFT = 2  # tokens that are appended and cropped again
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a model decodes."""
+
+    run: Callable[
+        ..., Rows
+    ]  # (inputs, sizes, draft=None): the rows, with each part of `sizes` positions appended at once
+    several: bool  # whether a part may have several positions
+    prompt: bool = True  # whether the first part may
+    crops: bool = False
+    masked: bool = False  # whether the padding mask of the example is passed on
+
+
+def decoder_of(context: Context) -> Decoder | None:
+    """How this model decodes; None if that is not known."""
+    model, system = context.system.model, context.system
+    if context.options.step is not None:
+        slices = _takes_slices(context)
+        several = context.options.prefill is not None or slices
+        return Decoder(partial(_by_step, context, slices), slices, several)
+    if hasattr(model, "make_cache") and system.accepts("cache"):
+        return Decoder(partial(_with_own_cache, context), True, crops=True)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(model, "generate") and context.inputs.discrete:
+        whole = getattr(config, "is_encoder_decoder", False) and not system.signature.prefix
+        if whole or not getattr(model, "can_generate", lambda: False)():
+            return None
+        stateful = is_stateful(model)
+        return Decoder(partial(_with_past, context), not stateful, crops=not stateful, masked=True)
+    if system.accepts("past_key_values") and system.accepts("use_cache"):
+        return Decoder(partial(_with_past, context), True, crops=True, masked=True)
+    return None
+
+
+def _takes_slices(context: Context) -> bool:
+    """Whether `step` takes several positions at once: where all at once, from nothing, equal the whole, or where it takes no single
+    one."""
+    try:
+        rows = _by_step(context, True, context.inputs, [context.n])
+        if context.compare(rows, ~context.ignored).status != "leak":
+            return True
+    except Exception:
+        pass
+    first = context.inputs.span(0, 1)
+    try:
+        _by_step(context, False, first, [1])
+        return False
+    except Exception:
+        try:
+            return len(_by_step(context, True, first, [1])) > 0
+        except Exception:
+            return False
+
+
+def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    step: Any = context.options.step
+    prefill: Any = context.options.prefill
+    signature, rows, state = context.system.signature, [], None
+    width = context.base.shape[-1]
+    with without_gradients():
+        for start, stop in pairwise(accumulate(sizes, initial=0)):
+            value, axis = signature.sequence(inputs.sequences[0][:, start:stop]), signature.position_axes[0]
+            if prefill is not None and start == 0:
+                name, result = "prefill", prefill(value)
+            else:
+                if not slices:
+                    value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
+                name, result = "step", step(state, value)
+            if not isinstance(result, (tuple, list)) or len(result) != 2:
+                raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
+            answer, state = result
+            answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
+            if answer.size != inputs.batch * (stop - start) * width:
+                each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
+                raise ValueError(f"{name} answers {answer.shape}, expected {inputs.batch} x {width} numbers {each}")
+            rows.append(answer.reshape(inputs.batch, stop - start, -1))
+    return np.concatenate(rows, axis=1).astype(context.base.dtype)
+
+
+def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    cache, rows = stepwise_cache(context.system.model, inputs.batch), []
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
+        options = {**inputs.options, "cache": cache}
+        if draft is not None and start:
+            context.system(replace(draft.span(start, min(start + _DRAFT, inputs.n)), options=options))
+            cache.crop(start)
+        rows.append(context.system(replace(inputs.part(start, stop, ()), options=options)))
+    return np.concatenate(rows, axis=1)
+
+
+def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    system, rows = context.system, []
+    cache: dict[str, Any] = {}
+    keyword = pad_keyword(context)
+
+    def appended(source: Inputs, start: int, stop: int) -> Rows:
+        nonlocal cache
+        # A cache of keys needs the padding mask of all that came; a recurrent state that of what comes.
+        whole = () if cache and "past_key_values" not in cache else (keyword,)
+        part = source.part(start, stop, whole)
+        part = replace(part, options={**part.options, "use_cache": True, **cache})
+        answer = system.answer(part)
+        cache = _cache_of(answer)
+        return system.rows(answer, part)
+
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
+        if draft is not None and start:
+            end = min(start + _DRAFT, inputs.n)
+            appended(draft, start, end)
+            kept = next(iter(cache.values()))
+            # transformers counts what to remove, below zero; others say how many stay.
+            kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
+        rows.append(appended(inputs, start, stop))
+    return np.concatenate(rows, axis=1)
+
+
+def _cache_of(answer: Any) -> dict[str, Any]:
+    for name in _CACHES:
+        value = answer.get(name) if isinstance(answer, dict) else getattr(answer, name, None)
+        if value is not None:
+            return {name: value}
+    if isinstance(answer, (tuple, list)) and len(answer) > 1 and answer[1] is not None:
+        return {"past_key_values": answer[1]}
+    raise LookupError("the model returned no cache")
 
 
 def _cache(context: Context) -> Cases:
@@ -241,4 +385,103 @@ CACHE = Trial(
     needs=(Need("a cache", _no_decoder),),
     reshapes=True,
     argument="step",
+)
+
+
+def _state(context: Context) -> Finding:
+    """Call copies with other inputs first, and compare what they then answer with the first answer of a copy."""
+    first, measured = _after(context)[1], {"histories": list[str]()}
+    earlier = list[tuple[str, Inputs]]()
+    for words, inputs in _histories(context):
+        try:
+            rows = _after(context, inputs)[1]
+        except Exception:
+            continue
+        earlier.append((words, inputs))
+        measured["histories"].append(words)
+        if _differs(context, first, rows).status == "leak":
+            return _judged(context, first, earlier, measured)
+    unseen = context.fresh(940)
+    difference = _differs(context, _copy(context)(unseen), context.system(unseen))
+    if difference.status == "leak":
+        return _leak(context, difference, "the calls of this audit", context.system, unseen, measured)
+    calls = f"another input, {len(earlier)} kinds of calls before it, and the whole audit"
+    return Finding("clean", f"a used model answers as one that was never called ({calls})", (), measured)
+
+
+def _judged(context: Context, first: Rows, earlier: list[tuple[str, Inputs]], measured: dict[str, Any]) -> Finding:
+    """Whether an answer depends on what came in earlier calls, and not only on how many there were."""
+    reference = first
+    one, other = (_after(context, context.fresh(salt))[1] for salt in (900, 905))
+    if _differs(context, one, other).status == "clean" and _differs(context, first, one).status != "clean":
+        # Another call changes the answer whatever it is given: a count, or random numbers of the model's own.
+        reference = one
+        earlier = [(words, inputs) for words, inputs in earlier if inputs.n == context.n]
+    for words, inputs in earlier:
+        system, rows = _after(context, inputs)
+        difference = _differs(context, reference, rows)
+        if difference.status == "leak":
+            return _leak(context, difference, words, system, context.inputs, measured)
+    return Finding("skipped", "each call changes the answer, whatever it is given", (), measured)
+
+
+def _leak(
+    context: Context, difference: Difference, words: str, used: System, inputs: Inputs, measured: dict[str, Any]
+) -> Finding:
+    row, query, size = difference.first(of_all_rows=True)
+    note = f"the model keeps state between calls: after {words}, output {query} {moves(size)}"
+    leak = Leak(query, query, size, row, note=note)
+    fresh = replace(context, system=_copy(context))
+    pair = watch(fresh, inputs, row, query), watch(replace(context, system=used), inputs, row, query)
+    return Finding("leak", note, (leak,), {**measured, "greatest": size}, watch=pair)
+
+
+def _copy(context: Context) -> System:
+    return replace(context.system, model=copy.deepcopy(context.pristine))
+
+
+def _after(context: Context, *earlier: Inputs) -> tuple[System, Rows]:
+    """A copy that was called with these inputs, and then its rows of the example."""
+    system = _copy(context)
+    for inputs in earlier:
+        system(inputs)
+    return system, system(context.inputs)
+
+
+def _differs(context: Context, before: Rows, after: Rows) -> Difference:
+    # The model's own noise is no measure: state shows as noise.
+    return compare(before, after, replace(context.noise, repeat=0.0, reorder=0.0), ~context.ignored)
+
+
+def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
+    """What may be called before the example: (words, inputs)."""
+    inputs, n, positions = context.inputs, context.n, np.arange(context.n)
+    yield "a call with other inputs", context.fresh(900)
+    yield "a call with the same first position", inputs.change(positions > 0, context.fresh(903))
+    yield "a call with another second half", inputs.change(positions >= n // 2, context.fresh(901))
+    yield "a call with another first half", inputs.change(positions < n // 2, context.fresh(902))
+    yield "a call with a shorter input", inputs.span(0, n // 2)
+    for key, value in {**inputs.per_row, **inputs.settings}.items():
+        moved = value.roll(1, 0) if hasattr(value, "roll") else np.roll(value, 1, 0)
+        if getattr(value, "ndim", 0) > 1 and value.dtype != bool:
+            changed = (value + moved) if "float" in str(value.dtype) else moved
+            per_row, settings = (
+                {name: changed if name == key else old for name, old in part.items()}
+                for part in (inputs.per_row, inputs.settings)
+            )
+            yield f"a call with another {key}", replace(inputs, per_row=per_row, settings=settings)
+    with contextlib.suppress(Exception):  # what the model takes may not be known
+        yield "a call with a longer input", extended(context, max(256, 2 * n)).inputs
+
+
+def _no_copy(context: Context) -> str | None:
+    return None if context.pristine is not None else "the model cannot be copied before its first call"
+
+
+STATE = Trial(
+    name="state",
+    does="calls copies of the model with other, longer and shorter inputs first",
+    finds="state that one call leaves to the next",
+    function=_state,
+    needs=(Need("a torch module", _no_copy),),
 )

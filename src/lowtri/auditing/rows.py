@@ -1,20 +1,22 @@
-"""Trials of rows: what other rows of a batch, and other documents of a row, may not change."""
+"""Trials of rows: what other rows of a batch, and other documents of a row, may not change.
+
+Pads: the keyword that marks real positions, the example with pads around it, and the trial of both."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import BATCH, REPEATABLE, Context, Need
-from lowtri.auditing.finding import Leak, compare, moves
+from lowtri.auditing.context import BATCH, REPEATABLE, Bools, Context, Need
+from lowtri.auditing.finding import Leak, by, compare, moves
 from lowtri.auditing.inputs import Inputs, first_line
-from lowtri.auditing.options import Bools
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
 
-__all__ = ["BATCH_ROWS", "PACKING"]
+__all__ = ["BATCH_ROWS", "PACKING", "PADDING", "pad", "pad_keyword", "real_positions"]
 
 
 def _rows(context: Context) -> Cases:
@@ -177,4 +179,182 @@ PACKING = Trial(
     needs=(Need("packed documents", _no_documents), REPEATABLE),
     reshapes=True,
     argument="alone",
+)
+
+
+_AMOUNTS = ((0, 3), (0, 8), (3, 0), (8, 0), (2, 5))
+# Keywords that mark real positions, and whether True (or 1) means real.
+_KEYWORDS = {"attention_mask": True, "padding_mask": True, "positions": True, "key_padding_mask": False}
+
+
+def pad_keyword(context: Context) -> str | None:
+    """The keyword that marks this model's real positions."""
+    if context.options.pad_mask:
+        return context.options.pad_mask
+    names = [context.system.signature.prefix + name for name in _KEYWORDS]
+    for name in names:
+        if name in context.inputs.settings:
+            return name
+    # A signature alone is believed only of libraries whose words are known.
+    if _library(context):
+        return next((name for name in names if context.system.accepts(name)), None)
+    return None
+
+
+def real_positions(inputs: Inputs, prefix: str, pad_mask: str | None) -> Bools:
+    """The positions (B, N) that the example's own padding mask does not mark as pads."""
+    for name in filter(None, [pad_mask, *(prefix + name for name in _KEYWORDS)]):
+        value = inputs.settings.get(name)
+        if value is not None and value.shape in ((inputs.batch, inputs.n), (inputs.n,)):
+            if name.endswith("positions"):
+                real = value >= 0
+            else:
+                real = value.astype(bool) == _KEYWORDS.get(name.removeprefix(prefix), True)
+            return np.broadcast_to(real, (inputs.batch, inputs.n))
+    return np.ones((inputs.batch, inputs.n), bool)
+
+
+def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs:
+    """The example with pads around it, their content and that of its own pads drawn at random."""
+    inputs, signature = context.inputs, context.system.signature
+    real = np.pad(np.broadcast_to(context.real, (inputs.batch, inputs.n)), ((0, 0), (left, right)))
+    wide = replace(inputs, sequences=tuple(_wider(a, left, right, 1, "edge") for a in inputs.sequences), settings={})
+    wide = wide.change(~real, context.fresh(salt, inputs=wide))
+    options: dict[str, Any] = {**inputs.options}
+    for key, value in inputs.settings.items():
+        mode = "constant" if key == name else "edge"
+        options[str(key)] = _wider(value, left, right, value.ndim - 1, mode, _pad_value(name, signature.prefix))
+    place = f"{signature.prefix}position_ids"
+    position = np.tile(np.arange(wide.n) - left, (inputs.batch, 1))
+    if name == "positions":
+        options.setdefault(name, np.where(real, position, -1))
+    elif name not in options:
+        means_real = _pad_value(name, signature.prefix) == 0
+        marks = (real if means_real else ~real).astype(np.int64 if means_real else np.bool_)
+        options[name] = marks[0] if signature.batch_axis is None else marks
+    if name != "positions" and place not in options and context.system.accepts(place):
+        options[place] = np.where(real, position, 0)
+    return replace(wide, options=options)
+
+
+def _wider(value: Any, left: int, right: int, axis: int, mode: Any, pad_value: int = 0) -> Any:
+    more = {"constant_values": pad_value} if mode == "constant" else {}
+    return np.pad(value, [(left, right) if i == axis else (0, 0) for i in range(value.ndim)], mode=mode, **more)
+
+
+def _pad_value(name: str, prefix: str) -> int:
+    """What a padding mask has at pads."""
+    return -1 if name == "positions" else 0 if _KEYWORDS.get(name.removeprefix(prefix), True) else 1
+
+
+def _library(context: Context) -> set[str]:
+    return {part.__module__.split(".")[0] for part in type(context.system.model).__mro__} & {"transformers", "lowtri"}
+
+
+def _padding(context: Context) -> Cases:
+    """Pads on the right, on the left and on both sides, with two contents each, against the input alone."""
+    name, n = str(pad_keyword(context)), context.n
+    prefix, system = context.system.signature.prefix, context.system
+    placed = name == "positions" or any(system.accepts(prefix + key) for key in ("position_ids", "positions"))
+    library = _library(context)
+    declared = "lowtri" in library or name in context.inputs.settings or context.options.pad_mask is not None
+    try:
+        # Without pads, but with positions passed the same way: some models start to count at another number by default.
+        whole = system(pad(context, name, 0, 0, 300))
+    except Exception:
+        whole = context.base
+    real, tried, warning, why = ~context.ignored, [], "", "its answer has another shape"
+    leaking = by_amount = False
+    for left, right in _AMOUNTS:
+        cut = slice(left, left + n)
+        examples = [pad(context, name, left, right, salt) for salt in (300, 301)]
+        try:
+            first, second = (system(example)[:, cut] for example in examples)
+        except Exception as error:
+            why = first_line(error)
+            continue
+        if first.shape != context.base.shape:
+            continue
+        tried.append([left, right])
+        side = "left" if left else "right"
+        by_content = context.noise.classify(*_apart(context, first, second, real), same_order=True) != "clean"
+        pair = (second, first) if by_content else (first, whole)
+        what = (
+            f"what the pads on the {side} hold"
+            if by_content
+            else f"{left + right} pads on the {side} that are hidden from it"
+        )
+        if left and not by_content and by_amount:
+            continue  # that the amount counts is known from the right
+        # Many models of transformers take the keyword under left padding, and count positions from the pads.
+        if left and (not declared or (not by_content and not placed and "transformers" in library)):
+            size, scale = _apart(context, *pair, real)
+            if context.noise.classify(size, scale, same_order=by_content) == "leak":
+                why = what if by_content else "having pads"
+                warning = f"left padding is not kept with {name}: {why} moves real outputs, {by(size)}"
+            continue
+
+        def leak(row: int, query: int, size: float, left: int = left, what: str = what) -> Leak:
+            key = -1 if left else n  # counted as the real positions are
+            return Leak(query, key, size, row, note=f"position {query} sees {what}: its output {moves(size)}")
+
+        one, place = examples[0], left
+
+        def two(row: int, q: int, content: bool = by_content, pads: Any = examples, left: int = place) -> Any:
+            other = watch(context, pads[1], row, q + left) if content else watch(context, context.inputs, row, q)
+            return watch(context, pads[0], row, q + left), other
+
+        difference = yield Case(
+            one,
+            real,
+            leak,
+            pair[1],
+            _already(pair[0]),
+            same_order=by_content,
+            watch=two,
+        )
+        differs = difference is not None and difference.status != "clean"
+        leaking |= differs
+        by_amount |= differs and not by_content
+    measured = {"keyword": name, "tried": tried}
+    skipped = "" if tried else f"the model does not run with {name} for a padded input: {why}"
+    message = f"{{count}} of {len(tried)} ways to pad change real positions"
+    clean = f"padded equals alone ({len(tried)} ways to pad)"
+    return Summary(clean, message, measured, skipped, "" if leaking else warning)
+
+
+def _already(rows: Rows) -> Callable[[Inputs], Rows]:
+    """A run whose rows are known."""
+    return lambda inputs: rows
+
+
+def _apart(context: Context, before: Rows, after: Rows, where: Bools) -> tuple[float, float]:
+    difference = compare(before, after, context.noise, where)
+    return difference.greatest, difference.scale
+
+
+def _no_padding(context: Context) -> str | None:
+    name, prefix = pad_keyword(context), context.system.signature.prefix
+    if name is None:
+        return "the model takes no padding mask that is known (say pad_mask=)"
+    known = {name, f"{prefix}position_ids", "token_type_ids"}
+    if set(map(str, context.inputs.settings)) - known:
+        return "other inputs follow the positions, and how to pad them is not known"
+    return None
+
+
+def _pads_in_mask(context: Context) -> str | None:
+    table = context.declared
+    own = table.shape[0] > 1 or not (table[0].diagonal().all() or not table[0].diagonal().any())
+    return "the declared mask speaks of pads of its own" if own else None
+
+
+PADDING = Trial(
+    name="padding",
+    does="adds pads on either side, with different contents and amounts",
+    finds="pads that change outputs at real positions",
+    function=_padding,
+    needs=(Need("a padding mask", _no_padding), REPEATABLE, Need("", _pads_in_mask)),
+    reshapes=True,
+    argument="pad_mask",
 )

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
-__all__ = ["Rows", "System", "in_mode", "module_behind", "redrawn", "without_gradients"]
+__all__ = ["Rows", "System", "check_axes", "in_mode", "module_behind", "redrawn", "without_gradients"]
 
 Rows = npt.NDArray[Any]
 
@@ -170,6 +170,30 @@ class System:
         raise CallError(
             f"audit: the model's answer has shape {shape}; the {inputs.batch} rows of the batch were not found in it.\n"
             "Fix: pick a tensor with batch and positions with output=."
+        )
+
+
+def check_axes(system: System, inputs: Inputs, seed: int) -> None:
+    """Ask back where there are more rows than positions, and only the first axis behaves as positions do."""
+    batch, n = inputs.batch, inputs.n
+    if batch <= n or system.signature.position_axes[0] != 1:
+        return
+    rng = np.random.default_rng([seed, 11])
+    before = system(inputs)
+    across_rows = across_positions = False
+    for row, position in ((0, 0), (batch - 1, n - 1), (batch // 2, 0), (0, n - 1)):
+        where = np.zeros((batch, n), bool)
+        where[row, position] = True
+        other = replace(inputs, sequences=tuple(values[rng.permutation(batch)][:, ::-1] for values in inputs.sequences))
+        moved = (before != system(inputs.change(where, other))).any(axis=-1)
+        across_positions |= bool(np.delete(moved[row], position).any())
+        across_rows |= bool(np.delete(moved, row, axis=0).any())
+    if across_rows and not across_positions:
+        shape = (batch, n, *inputs.sequences[0].shape[2:])
+        raise CallError(
+            f"audit: example of shape {shape} is either {batch} rows of {n} positions or {n} rows of {batch} positions,\n"
+            "and changes move outputs along the first axis alone.\n"
+            "Fix: position_axis=1 for the first reading, position_axis=0 for the second."
         )
 
 
