@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtri
+from lowtri.cli.main import main
 
 N, D = 8, 4
 IDS = torch.randint(0, 5, (2, N), generator=torch.Generator().manual_seed(0))
@@ -98,6 +100,30 @@ def test_eval_mode_alone() -> None:
         lowtri.audit(Leaking(), x, train="no")
     with pytest.raises(lowtri.CallError, match=r"prefill= was given without step=.\nFix: "):
         lowtri.audit(Leaking(), x, prefill=lambda x: (x, None))
+
+
+def test_eval_mode_and_probes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "m.py"
+    file.write_text(
+        "import torch\n"
+        "class Leaking(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.cumsum(1) + (x.flip(1) if self.training else 0)\n"
+        "def make():\n"
+        "    return Leaking(), torch.randn(2, 6, 3)\n"
+    )
+    target = f"{file}:make"
+    assert main(["audit", target, "--probes", "change,training"]) == 1
+    assert "in training mode" in capsys.readouterr().out
+    assert main(["audit", target, "--eval", "--probes", "change, prefix"]) == 0
+    assert "in eval mode, 4 draws, probes change, prefix." in capsys.readouterr().out
+    for arguments, words in (
+        (["--eval", "--train"], "--train and --eval were given"),
+        (["--probes", "chnge"], "no probe is called 'chnge'"),
+        (["--probes", ","], "probes=[] would look at nothing"),
+    ):
+        assert main(["audit", target, *arguments]) == 2
+        assert words in capsys.readouterr().err
 
 
 class Strided(nn.Module):

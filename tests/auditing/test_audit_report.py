@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.auditing.report import cells
-from lowtri.auditing.loading import load_target
 from lowtri.auditing.context import progress_line
+from lowtri.auditing.loading import load_target
+from lowtri.auditing.report import cells
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
@@ -159,11 +159,13 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
 
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     tick = progress_line(True, time.monotonic() - 60)
-    tick("change", 3, 9)
+    tick("change", 3)
     captured = capsys.readouterr()
-    assert captured.out == "" and "audit: change 3 of 9, 60 s" in captured.err
-    progress_line(None, time.monotonic() - 60)("change", 3, 9)  # no terminal, no progress
-    progress_line(True, time.monotonic())("change", 3, 9)  # short audits say nothing
+    assert captured.out == "" and "audit: change, run 3, 60 s" in captured.err
+    tick("", 0)
+    assert capsys.readouterr().err == "\r\x1b[K"
+    progress_line(None, time.monotonic() - 60)("change", 3)  # no terminal, no progress
+    progress_line(True, time.monotonic())("change", 3)  # short audits say nothing
     assert capsys.readouterr().err == ""
 
 

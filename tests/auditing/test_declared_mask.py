@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from lowtri.auditing.loading import declared_mask
-from lowtri.auditing.loading import load_target
+from lowtri.auditing.loading import declared_mask, load_target
 from lowtri.cli.main import main
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}

@@ -53,15 +53,29 @@ def test_the_formula_is_read_back(text: str, n: int) -> None:
     assert text not in (*ATOMS, *JOINED[:6]) or found.text == text
 
 
-PARTS = st.sampled_from(["causal", "window(2)", "window(5)", "first(2)", "chunks(3)", "strided(2)", "band(1, 1)"])
+PARTS = ["causal", "window(2)", "window(5)", "first(2)", "chunks(3)", "strided(2)", "band(1, 1)"]
 
 
 @settings(deadline=None, max_examples=25)
-@given(PARTS, st.sampled_from(["&", "|", "-"]), PARTS, st.sampled_from([8, 11]))
+@given(st.sampled_from(PARTS), st.sampled_from(["&", "|", "-"]), st.sampled_from(PARTS), st.sampled_from([8, 11]))
 def test_any_two_atoms_are_explained(left: str, sign: str, right: str, n: int) -> None:
+    explained(left, sign, right, n)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("n", [6, 9, 13, 16])
+@pytest.mark.parametrize("left", PARTS)
+def test_every_two_atoms_are_explained(left: str, n: int) -> None:
+    for right in PARTS:
+        for sign in "&|-":
+            explained(left, sign, right, n)
+
+
+def explained(left: str, sign: str, right: str, n: int) -> None:
     table = np.array(lowtri.mask(f"{left} {sign} {right}").dense(n))
     found = lowtri.infer_mask(mean_over(table), vectors(n, 3))
     np.testing.assert_array_equal(np.array(found.mask.dense(n)), table)
+    assert not found.differs, found.message
 
 
 def test_no_formula_is_a_table_with_the_pairs_that_differ() -> None:
@@ -95,19 +109,66 @@ def test_documents_that_differ_from_row_to_row() -> None:
             "causal\nlayer 0 of each 2: causal & window(4), else causal",
         ),
         ("Llama", {}, ["causal"] * 2, "causal"),
+        ("Gemma3", {"head_dim": 8, "use_bidirectional_attention": True, "sliding_window": 64}, ["full"] * 2, "full"),
+        (
+            "Llama4",
+            {"attention_chunk_size": 4, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+            ["causal & chunks(4)"] * 3 + ["causal"],
+            "causal\nlayers 0-2: causal & chunks(4), else causal",
+        ),
     ],
 )
 def test_layers_of_transformers(name: str, more: dict[str, Any], layers: list[str], described: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(
+    config = getattr(transformers, f"{name}{'Text' if name in ('Gemma3', 'Llama4') else ''}Config")(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=len(layers), num_attention_heads=4,
         num_key_value_heads=2, pad_token_id=0, **more,
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     ids = torch.randint(2, 60, (2, 14), generator=torch.Generator().manual_seed(0))
-    found = lowtri.infer_mask(model, ids)
+    found = lowtri.infer_mask(model, ids, redraw=True)
     assert list(found.layers) == layers and found.message == described
+
+
+def tiny_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("given_labels", [False, True])
+def test_packed_rows_of_transformers(attention: str, given_labels: bool) -> None:
+    """Documents that begin anew at position 0; with a cache transformers reads them as one, and the answer says so."""
+    model, places = tiny_llama(), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    model.set_attn_implementation(attention)
+    ids = torch.randint(2, 60, (2, 14), generator=torch.Generator().manual_seed(0))
+    example = {"input_ids": ids, "position_ids": torch.tensor([places, places]), "use_cache": False}
+    labels = [0] * 5 + [1] * 6 + [2] * 3 if given_labels else None
+    found = lowtri.infer_mask(model, example, labels=labels)
+    assert found.text == "causal & documents(lengths=[5, 6, 3])" and found.layers == (found.text,) * 2
+    assert lowtri.infer_mask(model, {**example, "use_cache": True}).text == "causal"
+
+
+def test_a_prefix_decoder_and_one_that_no_formula_describes() -> None:
+    torch.manual_seed(0)
+    prefix = "causal | first(4)"
+    config = lowtri.nn.DecoderConfig(40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask=prefix)
+    ours = lowtri.nn.Decoder(config).eval()
+    ids = torch.randint(2, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+    assert lowtri.infer_mask(ours, ids, redraw=True).text == prefix
+    theirs, table = tiny_llama(), torch.tensor(np.array(lowtri.mask(prefix).dense(11)))
+    example = {"input_ids": ids, "attention_mask": table.expand(2, 1, 11, 11)}
+    assert lowtri.infer_mask(theirs, example).layers == (prefix,) * 2
+    torn = table.clone()
+    torn[7, 5] = torn[9, 2] = False
+    found = lowtri.infer_mask(theirs, {**example, "attention_mask": torn.expand(2, 1, 11, 11)})
+    assert found.text.startswith("table(") and found.nearest != prefix and found.differs
+    np.testing.assert_array_equal(np.array(found.mask.dense(11)).reshape(11, 11), torn.numpy())
 
 
 def test_modules_of_torch() -> None:

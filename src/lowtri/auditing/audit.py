@@ -147,6 +147,7 @@ def audit(
             notes += unused
         elif pristine is not None and not np.isnan(context.base[real]).any():
             findings = [f for f in run_trials(context, [STATE])[0] if f.status == "leak"]
+        show("", 0)
     leaks: dict[tuple[int, int, int], Leak] = {}
     for leak in (leak for finding in findings for leak in finding.leaks):
         leaks.setdefault(

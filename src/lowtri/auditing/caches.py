@@ -176,7 +176,7 @@ def _cache(context: Context) -> Cases:
     tried, failing, refused = list[str](), list[_Run](), dict[str, str]()
     ahead = [way for way, sizes in ways.items() if not _complete(context, sizes).any()]
     real = _comparable(context, decoder)
-    for done, (way, sizes) in enumerate(ways.items()):
+    for way, sizes in ways.items():
         for salt in (None, 400) if way not in ahead else ():
             inputs = context.inputs if salt is None else context.fresh(salt)
             whole = context.base if salt is None else context.system(inputs)
@@ -185,7 +185,6 @@ def _cache(context: Context) -> Cases:
             if difference is None or difference.status != "clean":
                 failing += [] if difference is None else [run]
                 break
-        context.tick(done + 1, len(ways))
     warning = ""
     if not failing and "after a prompt" in tried:
         if decoder.crops and decoder.several:

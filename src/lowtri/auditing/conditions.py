@@ -1,10 +1,8 @@
-"""The same trials under other conditions: other code paths, and training mode.
-
-The same trials in a longer example: faults that begin at a position, a length or an edge that the example does not reach."""
+"""The same trials under other conditions: other code paths, training mode, and a longer example."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +10,91 @@ import numpy as np
 
 from lowtri.auditing.content import CHANGE, GRADIENT, PREFIX
 from lowtri.auditing.context import Bools, Condition, Context, Need
-from lowtri.auditing.finding import Finding
+from lowtri.auditing.finding import Finding, by
 from lowtri.auditing.inputs import Array, Inputs, first_line
 from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, pad, pad_keyword
-from lowtri.auditing.trial import Trial, run_under
+from lowtri.auditing.trial import Trial, run_trials
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError
 
-__all__ = ["CODE_PATHS", "LONGER", "TRAINING", "extended", "same_in_training"]
+__all__ = ["CODE_PATHS", "LONGER", "TRAINING", "extended"]
 
 _KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
 _TRAINING = "training mode"
 _SAME = "its answers are eval mode's to the last bit: to 4 inputs, in float64 too, and to shorter and padded ones"
+_LENGTH = 256
+_LIMITS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "block_size",
+    "context_length",
+)
+
+
+def _under(
+    contexts: Iterable[Context],
+    trials: Sequence[Trial],
+    clean: str,
+    *,
+    without: Context | None = None,
+    first: bool = False,
+) -> Finding:
+    """Run the trials under each context's condition, and make one finding of them all.
+
+    A condition that fails, or under which the model does not repeat itself, is refused.
+
+    Args:
+        clean: the message where no leak was found, with `{conditions}` and `{trials}` for those that ran.
+        without: the context without the conditions, where the answers have to be equal; else the finding is a warning.
+        first: whether to run nothing after the first leak.
+    """
+    tried, refused, differ = dict[str, list[str]](), dict[str, str](), dict[str, float]()
+    findings: list[Finding] = []
+    if without is not None:
+        without.base  # noqa: B018 (measured before anything is set)
+    for context in contexts:
+        name = context.condition.name
+        try:
+            with context.set():
+                if context.noise.broken is not None:
+                    refused[name] = context.noise.broken
+                    continue
+                if without is not None and context.base.shape == without.base.shape:
+                    difference = without.compare(context.base, ~without.ignored)
+                    differ |= {name: difference.greatest} if difference.status == "leak" else {}
+                # The backward pass of a compiled model would be compiled as well, which takes minutes.
+                some, _ = run_trials(context, trials[:1] if context.condition.compiled else trials, first=first)
+        except Exception as error:
+            differ.pop(name, None)
+            refused[name] = first_line(error)
+            continue
+        tried[name] = [finding.probe for finding in some if finding.status not in ("skipped", "undecided")]
+        findings += some
+        if first and any(finding.leaks for finding in some):
+            break
+    measured = {"tried": tried, "refused": refused, "differ": differ}
+    leaks = tuple(leak for finding in findings for leak in finding.leaks)
+    undecided = next((finding for finding in findings if finding.status == "undecided"), None)
+    if leaks:
+        return Finding("leak", f"the mask is broken: {leaks[0].what}", leaks, measured)
+    if undecided is not None:
+        message = f"{undecided.condition}, {undecided.probe}: {undecided.message}"
+        return Finding("undecided", message, (), measured)
+    if differ:
+        text = "; ".join(f"{name}, {by(size, '')}" for name, size in differ.items())
+        return Finding("warning", f"another answer with {text}", (), measured)
+    if not tried:
+        return Finding("skipped", next(iter(refused.values()), "no other code path is known"), (), measured)
+    ran = ", ".join(next(iter(tried.values())))
+    message = clean.format(conditions=", ".join(tried), trials=ran)
+    return Finding("clean", message + "".join(f"; not tried: {n} ({why})" for n, why in refused.items()), (), measured)
 
 
 def _code_paths(context: Context) -> Finding:
     """The mask must hold on each; another output under an unbroken mask is a warning."""
-    outcome = run_under(_other_paths(context), (CHANGE, GRADIENT), without=context)
-    measured = {"opened": list(outcome.tried), "not_offered": outcome.refused}
-    return outcome.finding(f"the mask holds ({', '.join(outcome.tried)})", measured, "no other code path is known")
+    return _under(_other_paths(context), (CHANGE, GRADIENT), "the mask holds ({conditions})", without=context)
 
 
 def _other_paths(context: Context) -> Iterator[Context]:
@@ -40,27 +104,24 @@ def _other_paths(context: Context) -> Iterator[Context]:
             for value in (True, False) if name == "need_weights" else (True,):
                 yield context.under(Condition(keyword=(name, value), name=f"{name}={value}"))
     if hasattr(system.model, "set_attn_implementation"):
-        current = attention_name(system.model)
         for name in ("eager", "sdpa"):
-            if name != current:
+            if name != attention_name(system.model):
                 yield context.under(Condition(attention=name, name=f"attn_implementation={name}"))
     if context.options.compile:
         yield context.under(Condition(compiled=True, name="torch.compile"))
 
 
 def _not_compiled(finding: Finding, value: object) -> str | None:
-    reason = finding.measured.get("not_offered", {}).get("torch.compile")
-    return None if finding.status == "leak" else reason
+    return None if finding.status == "leak" else finding.measured.get("refused", {}).get("torch.compile")
 
 
 def _training(context: Context) -> Finding:
     """Every trial that does not decode, in training mode, as sensitive as in eval mode."""
-    if same_in_training(context):
+    if _same_in_training(context):
         return Finding("clean", _SAME, (), {"tried": {_TRAINING: ["answers"]}}, mode=_TRAINING)
     trials = (CHANGE, GRADIENT, PREFIX, BATCH_ROWS, PADDING, PACKING)
-    outcome = run_under([_in_training(context)], trials)
-    finding = outcome.finding(f"the mask holds ({', '.join(outcome.tried.get(_TRAINING, []))})", {})
-    return replace(finding, mode=_TRAINING if outcome.tried else "")
+    finding = _under([_in_training(context)], trials, "the mask holds ({trials})")
+    return replace(finding, mode=_TRAINING if finding.measured["tried"] else "")
 
 
 def _no_training(context: Context) -> str | None:
@@ -73,7 +134,7 @@ def _in_training(context: Context) -> Context:
     return context.under(replace(context.condition, training=True, name=_TRAINING))
 
 
-def same_in_training(context: Context) -> bool:
+def _same_in_training(context: Context) -> bool:
     """Whether training mode gives bitwise the same outputs: for several inputs, in float64 as well, and for other shapes.
 
     Rounding cannot hide a leak of training mode alone from both precisions: what is left is below 1e-16 of the answer.
@@ -112,50 +173,20 @@ def _answer(context: Context, inputs: Inputs) -> Any:
         return type(error)
 
 
-CODE_PATHS = Trial(
-    name="code_paths",
-    does="runs change and gradient with weights or hidden states returned, other attention implementations, "
-    "`compile=True`",
-    finds="code paths that do not apply the mask",
-    function=_code_paths,
-    argument="compile",
-    not_run=_not_compiled,
-)
-TRAINING = Trial(
-    name="training",
-    does="runs change, gradient, prefix, batch, padding and packing in training mode",
-    finds="leaks that occur in training mode only",
-    function=_training,
-    needs=(Need("a training mode", _no_training),),
-    skipped_after=("change", "gradient", "prefix"),
-)
-
-
-_LENGTH = 256
-_LIMITS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "block_size",
-    "context_length",
-)
-
-
 def _longer(context: Context) -> Finding:
     """The example's first row with random inputs behind it, at chosen positions, in eval and in training mode.
 
     Its length is `length=`, else 256 or twice the example's, less where the model takes less.
     """
-    requested, n, limit = context.options.length, context.n, _limit(context)
-    wanted = max(_LENGTH, 2 * n) if requested is None else requested
-    if requested is None and limit is not None:
-        wanted = min(wanted, limit)
+    requested, n = context.options.length, context.n
+    config = getattr(context.system.module, "config", None)
+    sizes = [size for size in (getattr(config, name, None) for name in _LIMITS) if isinstance(size, int) and size > 1]
+    wanted = min([max(_LENGTH, 2 * n), *sizes]) if requested is None else requested
     if wanted <= n:
         why = "length=0 leaves it out" if requested == 0 else f"the example's {n} positions are as many"
         return Finding("skipped", why, (), {"length": n})
     device = getattr(context.system.signature.device, "type", "cpu")
-    if requested is None and limit is None and device != "cpu":
+    if requested is None and not sizes and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
         return Finding("skipped", f"how many positions the model takes on {device} is not known (say length=)")
     try:
@@ -164,17 +195,20 @@ def _longer(context: Context) -> Finding:
         return Finding("skipped", str(error).removeprefix("audit: "))
     if longer is None:
         return Finding("skipped", f"the model takes no longer example: {why}")
-    outcome = run_under(_modes(longer), (CHANGE, GRADIENT, PREFIX), first=True)
-    positions = list(longer.chosen or ())
-    measured = {"length": longer.n if outcome.tried else -1, "places": positions}
-    clean = f"the mask holds at {longer.n} positions ({len(positions)} of them looked at, {', '.join(outcome.tried)})"
-    finding = outcome.finding(clean + (f"; {wanted} were not taken: {why}" if why else ""), measured)
+    clean = f"the mask holds at {longer.n} positions ({len(longer.chosen or ())} of them looked at, {{conditions}})"
+    finding = _under(_modes(longer), (CHANGE, GRADIENT, PREFIX), clean, first=True)
+    tried = bool(finding.measured["tried"])
     if finding.status == "undecided" and requested is None:
         # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
         message = f"at {longer.n} positions the numbers are too near the noise to decide: {finding.message}"
         return Finding("skipped", f"{message} (length={longer.n} makes it part of the verdict)")
-    leaks = tuple(replace(leak, drawn=False) for leak in finding.leaks)
-    return replace(finding, leaks=leaks, length=longer.n if outcome.tried else None)
+    return replace(
+        finding,
+        message=finding.message + (f"; {wanted} were not taken: {why}" if why and finding.status == "clean" else ""),
+        measured={**finding.measured, "length": longer.n if tried else -1},
+        leaks=tuple(replace(leak, drawn=False) for leak in finding.leaks),
+        length=longer.n if tried else None,
+    )
 
 
 def _too_short(finding: Finding, length: int) -> str | None:
@@ -185,10 +219,10 @@ def _too_short(finding: Finding, length: int) -> str | None:
 
 
 def _modes(longer: Context) -> Iterator[Context]:
-    yield longer.under(Condition(length=longer.n, name=longer.mode or "as it is"))
-    both = longer.mode == "eval mode" and longer.options.train is None
-    if both and not same_in_training(longer):
-        yield longer.under(Condition(length=longer.n, training=True, name="training mode"))
+    longer = longer.under(Condition(length=longer.n, name=longer.mode or "as it is"))
+    yield longer
+    if longer.mode == "eval mode" and longer.options.train is None and not _same_in_training(longer):
+        yield _in_training(longer)
 
 
 def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
@@ -228,8 +262,7 @@ def extended(context: Context, length: int) -> Context:
         cut = {key: _taken(value, tokens, context.n) for key, value in inputs.settings.items()}
         inputs = replace(inputs, sequences=tuple(a[:, tokens] for a in inputs.sequences), settings=cut)
     n = inputs.n
-    declared, _ = context.options.declared(length, context.inputs.batch)
-    allowed = declared[:1]
+    allowed = context.options.declared(length, context.inputs.batch)[0][:1]
     before = context.declared[0][:n, :n]
     settings = {key: _continued(value, before, length, allowed[0]) for key, value in inputs.settings.items()}
     repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
@@ -240,8 +273,11 @@ def extended(context: Context, length: int) -> Context:
         if keyword in settings
         else np.pad(context.real[:1], ((0, 0), (0, length - n)), constant_values=True)
     )
-    places = _chosen(min(n, context.n), length)
-    return replace(context, inputs=inputs, allowed=allowed, declared=allowed, real=real, chosen=places)
+    # Queries behind the example: the last ones, the ones before powers of two, and a spread.
+    edges = [2**power - 1 for power in range(length.bit_length())]
+    spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
+    chosen = tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
+    return replace(context, inputs=inputs, allowed=allowed, declared=allowed, real=real, chosen=chosen)
 
 
 def _taken(value: Array, positions: Any, n: int) -> Array:
@@ -271,24 +307,25 @@ def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Arra
     raise CallError("audit: other inputs follow the positions, and how they go on is not known")
 
 
-def _chosen(n: int, length: int) -> tuple[int, ...]:
-    """Queries behind the example: the last ones, the ones before powers of two, and a spread."""
-    edges = [2**power - 1 for power in range(length.bit_length())]
-    spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
-    return tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
-
-
-def _limit(context: Context) -> int | None:
-    """The limit on positions in the model's config."""
-    config = getattr(context.system.module, "config", None)
-    sizes = [size for size in (getattr(config, name, None) for name in _LIMITS) if isinstance(size, int) and size > 1]
-    return min(sizes, default=None)
-
-
+CODE_PATHS = Trial(
+    name="code_paths",
+    does="runs change and gradient with weights or hidden states returned, other attention implementations, `compile=True`",
+    finds="code paths that do not apply the mask",
+    function=_code_paths,
+    argument="compile",
+    not_run=_not_compiled,
+)
+TRAINING = Trial(
+    name="training",
+    does="runs change, gradient, prefix, batch, padding and packing in training mode",
+    finds="leaks that occur in training mode only",
+    function=_training,
+    needs=(Need("a training mode", _no_training),),
+    skipped_after=("change", "gradient", "prefix"),
+)
 LONGER = Trial(
     name="longer",
-    does="runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and "
-    "training mode",
+    does="runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and training mode",
     finds="leaks that begin past the end of the example",
     function=_longer,
     skipped_after=("change", "gradient", "prefix", "training"),

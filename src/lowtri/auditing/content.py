@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import REPEATABLE, TORCH, Bools, Context, Need
-from lowtri.auditing.finding import Difference, Finding, Leak, compare, moves
+from lowtri.auditing.finding import Finding, Leak, moves
 from lowtri.auditing.inputs import Inputs, first_line, positions_first
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial
@@ -34,20 +34,15 @@ def _change(context: Context) -> Cases:
     kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if inputs.discrete else [])]
     if not context.by_pair and context.discrete_output:  # discrete answers move rarely
         kinds += [(103 + more, "random") for more in range(draws - 1)]
-    total, done = draws * len(keys) + len(kinds) * len(queries), 0
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
             difference = yield _of_key(context, key, fresh)
             if difference is not None:
                 context.see(difference.moved.max(axis=0), key)
-            done += 1
-            context.tick(done, total)
     for salt, kind in kinds:
         fresh = inputs if kind == "echoed" else context.fresh(salt, kind)
         for query in queries:
-            done += 1
-            context.tick(done, total)
             if not context.allowed[:, query].all():
                 yield _of_hidden(context, query, context.echoed(query) if kind == "echoed" else fresh, kind, sparse)
     looked = "every pair" if len(keys) == n else f"{len(keys)} keys and {len(queries)} queries of {n}"
@@ -67,10 +62,6 @@ def _of_key(context: Context, key: int, fresh: Inputs) -> Case:
     """One key, everywhere in the batch: one column of the table of pairs."""
     where = np.arange(context.n) == key
 
-    def only(row: int) -> Difference:
-        rows = context.system(context.inputs.change(where & (np.arange(context.inputs.batch)[:, None] == row), fresh))
-        return context.compare(rows, same_order=True)
-
     return Case(
         context.inputs.change(where, fresh),
         context.independent_of(where),
@@ -78,7 +69,7 @@ def _of_key(context: Context, key: int, fresh: Inputs) -> Case:
         same_order=True,
         every=True,
         refusable=False,
-        only=only,
+        by_row=True,
     )
 
 
@@ -86,10 +77,6 @@ def _of_hidden(context: Context, query: int, fresh: Inputs, kind: str, sparse: b
     """All that is hidden from a query; it must not move, and neither must one that sees no more of it."""
     where, positions = ~context.allowed[:, query], np.arange(context.n)  # (1 or B, N)
     hidden = context.independent_of(where)
-
-    def narrow(keys: Any, row: int) -> Inputs:
-        one = np.arange(context.inputs.batch)[:, None] == row
-        return context.inputs.change(np.isin(positions, keys) & one, fresh)
 
     return Case(
         context.inputs.change(where, fresh),
@@ -99,7 +86,6 @@ def _of_hidden(context: Context, query: int, fresh: Inputs, kind: str, sparse: b
         # Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
         non_finite=np.inf if kind != "extreme" or context.inputs.discrete else 0.0,
         refusable=False,
-        narrow=narrow,
         keys=where,
     )
 
@@ -113,12 +99,11 @@ def _prefix(context: Context) -> Cases:
     lengths = [t for t in context.chosen or context.sample(16) if t > 0]
     refused: list[int] = []
     tried: list[int] = []
-    for done, t in enumerate(lengths):
+    for t in lengths:
         where = context.independent_of(np.arange(context.n) >= t)[:, :t]
         if where.any():
             difference = yield _cut_off(context, t, where)
             (refused if difference is None else tried).append(t)
-            context.tick(done + 1, len(lengths))
     measured = {"lengths": tried, "refused": refused}
     message = f"{{count}} of {len(tried)} shorter inputs answer differently"
     skipped = "" if tried else "the model takes no shorter input"
@@ -126,29 +111,11 @@ def _prefix(context: Context) -> Cases:
 
 
 def _cut_off(context: Context, t: int, where: Bools) -> Case:
-    def only(row: int) -> Difference | None:
-        try:
-            one = context.inputs.rows([row])
-            whole, short = context.system(one)[:, :t], context.system(one.span(0, t))
-            difference = compare(whole, short, context.noise, where[row])
-        except Exception:
-            return None
-        sizes = np.zeros(where.shape)
-        sizes[row] = difference.sizes[0]
-        return replace(difference, sizes=sizes)
-
     def leak(row: int, query: int, size: float) -> Leak:
         how = moves(size, f" when the input ends before {t}")
         return Leak(query, t, size, row, note=f"position {query} sees the length: output {query} {how}")
 
-    return Case(context.inputs.span(0, t), where, leak, context.base[:, :t], only=only, watch=_shorter(context, t))
-
-
-def _shorter(context: Context, t: int) -> Any:
-    from lowtri.auditing.trial import watch
-
-    short = context.inputs.span(0, t)
-    return lambda row, q: (watch(context, context.inputs, row, q), watch(context, short, row, q))
+    return Case(context.inputs.span(0, t), where, leak, context.base[:, :t], by_row=True)
 
 
 def _poison(context: Context) -> Finding:
@@ -305,7 +272,7 @@ def _gradient(context: Context) -> Finding:
             elif not sizes.any() and (reached := _reached(context, query, reach)) is not None:
                 queries[done] = reached
                 sizes[:, done] = reach([reached])
-            context.tick(done + 1, len(queries))
+            context.show_progress(context.trial, done)
     except Exception as error:
         return _not_differentiable(error)
     return _judge(context, sizes, queries, reach)

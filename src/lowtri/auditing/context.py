@@ -203,18 +203,17 @@ def vocabulary_size(model: Any) -> int | None:
     return next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
 
 
-def progress_line(requested: bool | None, started: float) -> Callable[[str, int, int], None]:
-    """A line on stderr once an audit takes more than two seconds."""
+def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:
+    """A line on stderr once an audit takes more than two seconds; an empty name clears it."""
     show = sys.stderr.isatty() if requested is None else requested
-    last = [started + 2.0]
+    shown = started + 1.8
 
-    def tick(probe: str, done: int, of: int) -> None:
+    def tick(probe: str, run: int) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if show and now > last[0]:
-            last[0] = now + 0.2
-            sys.stderr.write(f"\raudit: {probe} {done} of {of}, {now - started:.0f} s\x1b[K")
-            if done >= of:
-                sys.stderr.write("\r\x1b[K")
+        if show and (now > shown + 0.2 if probe else shown > started + 1.8):
+            shown = now
+            sys.stderr.write(f"\raudit: {probe}, run {run}, {now - started:.0f} s\x1b[K" if probe else "\r\x1b[K")
             sys.stderr.flush()
 
     return tick
@@ -261,7 +260,7 @@ class Context:
     real: Bools  # (B, N): False at pads, whose own output means nothing
     options: Options
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
-    show_progress: Callable[[str, int, int], None]
+    show_progress: Callable[[str, int], None]
     condition: Condition = field(default_factory=Condition)
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
     pristine: Any = None  # a copy of the model that has never been called
@@ -371,10 +370,6 @@ class Context:
     def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
         """Record how far each output, (N,), moved with one key."""
         self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
-
-    def tick(self, done: int, of: int) -> None:
-        """Show how far the trial that runs has come."""
-        self.show_progress(self.trial, done, of)
 
     def fresh(self, salt: int, kind: str = "random", inputs: Inputs | None = None) -> Inputs:
         """Other values for every position of the example (or of `inputs`): `random` ones, or `extreme` ones."""

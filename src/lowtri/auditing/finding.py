@@ -88,7 +88,6 @@ class Finding:
     condition: str = ""  # in words; empty for the example as it is
     mode: str = ""  # the mode and the length that it adds to those of the whole audit
     length: int | None = None
-    parts: tuple[Finding, ...] = field(default=(), repr=False)  # of a group: those of every condition and trial
     watch: Any = field(default=None, repr=False)  # two runs that part where the first leak enters
 
     @property

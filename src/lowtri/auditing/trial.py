@@ -1,15 +1,14 @@
 """Trials, and the one engine that runs them.
 
 A trial is a generator of cases: inputs, the positions whose rows must agree with the example's own, and a sentence for where they do
-not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them.
-
-
-Runs trials: repeats what is in doubt in float64, names modules, and runs the same trials under other conditions."""
+not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_trials`
+repeats in float64 what is in doubt, and names the module where a leak enters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +23,6 @@ from lowtri.errors import CallError, LowtriError
 __all__ = [
     "Case",
     "Cases",
-    "Outcome",
     "Summary",
     "Trial",
     "chosen_trials",
@@ -32,7 +30,6 @@ __all__ = [
     "nothing_ran",
     "require_requested",
     "run_trials",
-    "run_under",
     "try_example",
     "watch",
 ]
@@ -54,9 +51,8 @@ class Case:
     every: bool = False  # each position that differs is a leak, and not only the first
     earliest: bool = False  # the first position of all rows, and not of the row that differs most
     refusable: bool = True  # the model may refuse these inputs
-    only: Callable[[int], Difference | None] | None = None  # the difference where nothing but this row is changed
-    narrow: Callable[[Any, int], Inputs] | None = None  # the example with these keys of one row changed
-    keys: Bools | None = None  # (1 or B, N): what is changed, where `narrow` can change fewer
+    by_row: bool = False  # whether a row that differs is tried again with no other row changed
+    keys: Bools | None = None  # (1 or B, N): what is changed, where a leak is to be followed down to one of them
     watch: Callable[[int, int], Any] | None = None  # two runs of the module in which to find where they part
 
 
@@ -155,6 +151,7 @@ class _Tally:
     def take(self, case: Case) -> Difference | None:
         """Run a case, and note what differs."""
         self.runs += 1
+        self.context.show_progress(self.context.trial, self.runs)
         expected = self.context.base if case.expected is None else case.expected
         try:
             rows = (case.run or self.context.system)(case.inputs)
@@ -168,7 +165,7 @@ class _Tally:
             expected, rows, self.context.noise, case.where, same_order=case.same_order, non_finite=case.non_finite
         )
         self.poisoned += int((np.isinf(difference.moved) & case.where).sum())
-        if case.narrow is not None:
+        if case.keys is not None:
             self._followed(case, difference)
             return difference
         self.greatest = max(self.greatest, difference.greatest)
@@ -177,20 +174,33 @@ class _Tally:
         spots = [difference.first(of_all_rows=case.earliest)]
         if case.every:
             spots = [(r, q, float(difference.sizes[r, q])) for r, q in np.argwhere(difference.sizes > 0).tolist()]
-        confirmed: dict[int, Difference | None] = {}
+        confirmed: dict[int, Any] = {}
         for row, position, size in spots:
             kind = self.context.noise.classify(size, difference.scale, same_order=case.same_order)
             leak = case.leak(row, position, size)
             if kind == "clean":
                 continue
-            if case.only is not None and len(rows) > 1 and self._pair(leak) not in self.sure:
+            if case.by_row and len(rows) > 1 and self._pair(leak) not in self.sure:
                 if row not in confirmed:
-                    confirmed[row] = case.only(row)
+                    confirmed[row] = self._row_alone(case, row)
                 alone = confirmed[row]
-                if alone is not None and not alone.sizes[row, position] >= size / 4:
+                if alone is not None and not alone[position] >= size / 4:
                     continue  # another row of the batch does it: the trial of rows names that one
             self._note(leak, kind, case, (row, position))
         return difference
+
+    def _row_alone(self, case: Case, row: int) -> Any:
+        """How far the positions of a row, (N,), move where nothing but this row changes; None where that does not run."""
+        inputs, noise, system = self.context.inputs, self.context.noise, self.context.system
+        where = np.broadcast_to(case.where, (inputs.batch, case.inputs.n))
+        if case.inputs.n == inputs.n:
+            mixed = inputs.change(np.arange(inputs.batch)[:, None] == row, case.inputs)
+            return compare(self.context.base, system(mixed), noise, where).sizes[row]
+        try:
+            whole, short = (system(one.rows([row]))[:, : case.inputs.n] for one in (inputs, case.inputs))
+            return compare(whole, short, noise, where[[row]]).sizes[0]
+        except Exception:
+            return None
 
     def _pair(self, leak: Leak) -> tuple[int, int, int]:
         return leak.query, leak.key, -1 if self.pairs else leak.row
@@ -201,7 +211,7 @@ class _Tally:
         if pair not in leaks or leaks[pair].size < leak.size:
             leaks[pair] = leak
         if sure and self.watch is None:
-            self.watch = (case.watch or self._same_place(case))(*spot)
+            self.watch = case.watch(*spot) if case.watch else self._two_runs(case, *spot)
 
     def _repeats(self, leak: Leak, case: Case, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows again; then the model is known to repeat itself."""
@@ -212,17 +222,14 @@ class _Tally:
             return True
         return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
 
-    def _same_place(self, case: Case) -> Callable[[int, int], Any]:
-        if case.run is not None or case.inputs.sequences[0].shape != self.context.inputs.sequences[0].shape:
-            return lambda row, position: None
-        return lambda row, q: (
-            watch(self.context, self.context.inputs, row, q),
-            watch(self.context, case.inputs, row, q),
-        )
+    def _two_runs(self, case: Case, row: int, position: int) -> Any:
+        if case.run is not None:
+            return None
+        return tuple(watch(self.context, inputs, row, position) for inputs in (self.context.inputs, case.inputs))
 
     def _followed(self, case: Case, difference: Difference) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
-        assert case.narrow is not None and case.keys is not None
+        assert case.keys is not None
         wrong = difference.sizes > 0  # (B, N)
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
             query = int(np.flatnonzero(wrong[row])[-1])
@@ -252,8 +259,9 @@ class _Tally:
             self._note(leak, kind, replace(case, inputs=inputs), (row, query))
 
     def _moved(self, case: Case, keys: Any, row: int, query: int) -> tuple[float, str, Inputs] | None:
-        assert case.narrow is not None
-        inputs = case.narrow(keys, row)
+        example = self.context.inputs
+        one = np.isin(np.arange(example.n), keys) & (np.arange(example.batch)[:, None] == row)
+        inputs = example.change(one, case.inputs)
         self.runs += 1
         rows = self.context.system(inputs)
         moved = self.context.compare(rows, same_order=True, non_finite=case.non_finite)
@@ -327,81 +335,6 @@ def run_trials(context: Context, trials: Sequence[Trial], *, first: bool = False
         if first and finding.status == "leak":
             break
     return findings, notes
-
-
-@dataclass
-class Outcome:
-    """The results of the same trials under several conditions."""
-
-    findings: list[Finding] = field(default_factory=list)  # of every condition and trial
-    tried: dict[str, list[str]] = field(default_factory=dict)  # condition: the trials that ran
-    refused: dict[str, str] = field(default_factory=dict)  # condition: why it could not be tried
-    differ: dict[str, float] = field(default_factory=dict)  # condition: how far its answer is from the one without it
-
-    @property
-    def leaks(self) -> tuple[Leak, ...]:
-        return tuple(leak for finding in self.findings for leak in finding.leaks)
-
-    def finding(self, clean: str, measured: dict[str, Any], nothing: str = "") -> Finding:
-        """All of it as one finding; `clean` and `nothing` are its message where no leak was found and where nothing ran."""
-        measured = {"tried": self.tried, "refused": self.refused, "differ": self.differ, **measured}
-        undecided = [finding for finding in self.findings if finding.status == "undecided"]
-        if self.leaks:
-            message = f"the mask is broken: {self.leaks[0].what}"
-            return Finding("leak", message, self.leaks, measured, parts=tuple(self.findings))
-        if undecided:
-            first = undecided[0]
-            message = f"{first.condition}, {first.probe}: {first.message}"
-            return Finding("undecided", message, (), measured, parts=tuple(self.findings))
-        if self.differ:
-            text = "; ".join(f"{name}, {by(size, '')}" for name, size in self.differ.items())
-            return Finding("warning", f"another answer with {text}", (), measured, parts=tuple(self.findings))
-        if not self.tried:
-            return Finding("skipped", next(iter(self.refused.values()), nothing), (), measured)
-        without = "".join(f"; not tried: {name} ({why})" for name, why in self.refused.items())
-        return Finding("clean", clean + without, (), measured, parts=tuple(self.findings))
-
-
-def run_under(
-    contexts: Iterable[Context], trials: Sequence[Trial], *, without: Context | None = None, first: bool = False
-) -> Outcome:
-    """Run the trials under each context's condition; one that fails, or does not repeat itself, is refused.
-
-    Args:
-        without: the context without the conditions, where the answers have to be equal.
-        first: whether to run nothing after the first leak.
-    """
-    outcome = Outcome()
-    if without is not None:
-        without.base  # noqa: B018 (measured before anything is set)
-    for context in contexts:
-        name = context.condition.name
-        try:
-            with context.set():
-                if context.noise.broken is not None:
-                    outcome.refused[name] = context.noise.broken
-                    continue
-                size = 0.0 if without is None else _difference(without, context)
-                # The backward pass of a compiled model would be compiled as well, which takes minutes.
-                findings, _ = run_trials(context, trials[:1] if context.condition.compiled else trials, first=first)
-        except Exception as error:
-            outcome.refused[name] = first_line(error)
-            continue
-        if size:
-            outcome.differ[name] = size
-        outcome.tried[name] = [f.probe for f in findings if f.status not in ("skipped", "undecided")]
-        outcome.findings += findings
-        if first and outcome.leaks:
-            break
-    return outcome
-
-
-def _difference(without: Context, context: Context) -> float:
-    """How far the answer is from the one without the condition, where that is more than rounding."""
-    if context.base.shape != without.base.shape:
-        return 0.0
-    difference = without.compare(context.base, ~without.ignored)
-    return difference.greatest if difference.status == "leak" else 0.0
 
 
 def require_requested(

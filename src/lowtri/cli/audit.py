@@ -35,6 +35,11 @@ def command(
     ] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="How many ids to draw from.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Audit in training mode alone.")] = False,
+    eval: Annotated[bool, typer.Option("--eval", help="Audit in eval mode alone.")] = False,
+    probes: Annotated[
+        str | None,
+        typer.Option("--probes", metavar="NAMES", help="Run these alone, with commas between: change,prefix,cache."),
+    ] = None,
     redraw: Annotated[
         bool, typer.Option("--redraw", help="Audit a copy with its weights redrawn: fresh ones hide leaks.")
     ] = False,
@@ -63,8 +68,11 @@ def command(
     use_threads(threads)
     from lowtri.auditing.audit import audit
     from lowtri.auditing.loading import load_target
+    from lowtri.errors import CallError
     from lowtri.masks import as_mask
 
+    if train and eval:
+        raise CallError("audit: --train and --eval were given.\nFix: give one of them, or neither for both modes.")
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
     loaded = load_target(_target(target), length=length, vocab_size=vocab, seed=seed)
@@ -77,7 +85,8 @@ def command(
     given = {"layers": layers, "length": length, "vocab_size": vocab}
     arguments |= {name: value for name, value in given.items() if value is not None}
     flags = {"train": train, "redraw": redraw, "compile": compile}
-    arguments |= {name: True for name, flag in flags.items() if flag}
+    arguments |= {name: True for name, flag in flags.items() if flag} | ({"train": False} if eval else {})
+    arguments |= {} if probes is None else {"probes": [name.strip() for name in probes.split(",") if name.strip()]}
     declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
     report = audit(loaded.model, loaded.example, mask=declared, seed=seed, **arguments)
     print(report.to_json() if json else report)
