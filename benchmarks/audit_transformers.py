@@ -109,6 +109,20 @@ for _types, _sizes in {
 # Each leak of transformers 5.23.0, read in its source until it was understood. All are theirs; none is the audit's.
 UNDERSTOOD = {
     "bamba": "told no position_ids, cached steps count from 0 again; `generate` passes them, so it is a warning",
+    **dict.fromkeys(
+        (
+            "camembert",
+            "data2vec-text",
+            "ibert",
+            "longformer",
+            "roberta",
+            "roberta-prelayernorm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        "positions are counted from ids that are not the pad id, so what a pad contains matters; tokenizers put the pad id there",
+    ),
     "cpmant": "by design: told no context length, it takes the whole input for context, which everyone may see",
     "falcon": "asked for weights, the sdpa path's boolean mask is added to the scores, where it hides nothing",
     "git": "text alone: beside a cache its padding mask is widened over image tokens that are not there, and shifts",

@@ -102,6 +102,48 @@ def test_positions_under_left_pads(counted: bool, verdict: str) -> None:
         assert report.first.module == "place"
 
 
+class PackedLSTM(nn.Module):
+    """torch packs sequences with pads behind them only."""
+
+    def __init__(self, *, both_ways: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lstm = nn.Embedding(30, D), nn.LSTM(D, D, batch_first=True, bidirectional=both_ways)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(input_ids), attention_mask.sum(1), batch_first=True, enforce_sorted=False
+        )
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], True, total_length=input_ids.shape[1])[0]
+
+
+def test_pads_on_the_side_that_the_example_does_not_use_are_a_warning() -> None:
+    example = {"input_ids": IDS, "attention_mask": RIGHT}
+    report = lowtri.audit(PackedLSTM(both_ways=False), example, train=False, length=0)
+    assert report.ok and "left padding is not kept with attention_mask" in str(report), report
+    assert lowtri.audit(PackedLSTM(both_ways=True), example, train=False, length=0).verdict == "leak"
+    shifted = Gated(lambda mask: mask.float())  # positions are counted from the pads
+    for mask, verdict in ((RIGHT, "no leak found"), (LEFT, "leak"), (INSIDE, "leak")):
+        report = lowtri.audit(shifted, {"input_ids": IDS, "attention_mask": mask}, probes=["padding"], train=False)
+        assert report.verdict == verdict and "left" in report.finding("padding").message + str(report.first), report
+
+
+def test_left_pads_of_a_transformers_model_without_position_ids_are_a_warning() -> None:
+    """BART counts positions from the pads and takes no others, so that no call of it is right; GPT-2 is, with position_ids."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, max_position_embeddings=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    example = {"input_ids": IDS, "attention_mask": LEFT}
+    report = lowtri.audit(
+        transformers.BartForCausalLM(config).eval(), example, probes=["change", "padding"], train=False
+    )
+    assert report.ok, report
+    assert report.finding("padding").status == "warning" and "having pads moves real outputs" in str(report)
+
+
 # rows
 
 

@@ -135,7 +135,7 @@ def audit(
     with system.prepared():
         pristine = _copied(system) if STATE in chosen else None
         ids = vocabulary(system, inputs, vocab_size)
-        allowed, show = options.allowed(declared, real), progress_line(progress, started)
+        allowed, show = declared & real[:, None, :], progress_line(progress, started)
         context = Context(system, inputs, allowed, declared, real, options, ids, show, pristine=pristine)
         try_example(context)
         if position_axis is None and batch_axis == "auto":

@@ -1,13 +1,9 @@
-"""Ways to decode: parts of a sequence appended one after another, with a state between them.
+"""The trial of caches, in which every way to decode must equal the whole forward pass, and that of state kept between calls.
 
 Models with `make_cache(batch)` and `model(ids, cache=...)` are recognised, and those with `model(ids, past_key_values=...)` as
 transformers has it. Others need `step(state, x) -> (output, state)`, where x is one position, ids (B,) or vectors (B, D), or any
 number of them, (B, n) or (B, n, D).
-
-
-The trial of caches: every way to decode must equal the whole forward pass.
-
-The trial of state: a model that has been called must answer as a copy that never was."""
+"""
 
 from __future__ import annotations
 
@@ -91,66 +87,80 @@ def _takes_slices(context: Context) -> bool:
             return False
 
 
-def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
-    step: Any = context.options.step
-    prefill: Any = context.options.prefill
-    signature, rows, state = context.system.signature, [], None
-    width = context.base.shape[-1]
-    with without_gradients():
-        for start, stop in pairwise(accumulate(sizes, initial=0)):
-            value, axis = signature.sequence(inputs.sequences[0][:, start:stop]), signature.position_axes[0]
-            if prefill is not None and start == 0:
-                name, result = "prefill", prefill(value)
-            else:
-                if not slices:
-                    value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
-                name, result = "step", step(state, value)
-            if not isinstance(result, (tuple, list)) or len(result) != 2:
-                raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
-            answer, state = result
-            answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
-            if answer.size != inputs.batch * (stop - start) * width:
-                each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
-                raise ValueError(f"{name} answers {answer.shape}, expected {inputs.batch} x {width} numbers {each}")
-            rows.append(answer.reshape(inputs.batch, stop - start, -1))
-    return np.concatenate(rows, axis=1).astype(context.base.dtype)
-
-
-def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
-    cache, rows = stepwise_cache(context.system.model, inputs.batch), []
+def _appended(
+    inputs: Inputs,
+    sizes: Sequence[int],
+    draft: Inputs | None,
+    append: Callable[[Inputs, int, int], Rows],
+    crop: Callable[[int, int], object] = lambda start, end: None,
+) -> Rows:
+    """The rows of `inputs`, appended in parts; with a draft, some of its positions are appended before each part and cropped."""
+    rows = []
     for start, stop in pairwise(accumulate(sizes, initial=0)):
-        options = {**inputs.options, "cache": cache}
         if draft is not None and start:
-            context.system(replace(draft.span(start, min(start + _DRAFT, inputs.n)), options=options))
-            cache.crop(start)
-        rows.append(context.system(replace(inputs.part(start, stop, ()), options=options)))
+            end = min(start + _DRAFT, inputs.n)
+            append(draft, start, end)
+            crop(start, end)
+        rows.append(append(inputs, start, stop))
     return np.concatenate(rows, axis=1)
 
 
-def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
-    system, rows = context.system, []
-    cache: dict[str, Any] = {}
-    keyword = pad_keyword(context)
+def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    step, prefill, signature = context.options.step, context.options.prefill, context.system.signature
+    state: Any = None
 
-    def appended(source: Inputs, start: int, stop: int) -> Rows:
+    def append(source: Inputs, start: int, stop: int) -> Rows:
+        nonlocal state
+        value, axis = signature.sequence(source.sequences[0][:, start:stop]), signature.position_axes[0]
+        if prefill is not None and start == 0:
+            name, result = "prefill", prefill(value)
+        else:
+            if not slices:
+                value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
+            name, result = "step", step(state, value)  # type: ignore[misc]
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
+        answer, state = result
+        answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
+        width = context.base.shape[-1]
+        if answer.size != source.batch * (stop - start) * width:
+            each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
+            raise ValueError(f"{name} answers {answer.shape}, expected {source.batch} x {width} numbers {each}")
+        return np.asarray(answer.reshape(source.batch, stop - start, -1).astype(context.base.dtype))
+
+    with without_gradients():
+        return _appended(inputs, sizes, draft, append)
+
+
+def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    cache = stepwise_cache(context.system.model, inputs.batch)
+
+    def append(source: Inputs, start: int, stop: int) -> Rows:
+        part = source.part(start, stop, ())
+        return context.system(replace(part, options={**part.options, "cache": cache}))
+
+    return _appended(inputs, sizes, draft, append, lambda start, end: cache.crop(start))
+
+
+def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+    system, cache = context.system, dict[str, Any]()
+
+    def append(source: Inputs, start: int, stop: int) -> Rows:
         nonlocal cache
         # A cache of keys needs the padding mask of all that came; a recurrent state that of what comes.
-        whole = () if cache and "past_key_values" not in cache else (keyword,)
+        whole = () if cache and "past_key_values" not in cache else (pad_keyword(context),)
         part = source.part(start, stop, whole)
         part = replace(part, options={**part.options, "use_cache": True, **cache})
         answer = system.answer(part)
         cache = _cache_of(answer)
         return system.rows(answer, part)
 
-    for start, stop in pairwise(accumulate(sizes, initial=0)):
-        if draft is not None and start:
-            end = min(start + _DRAFT, inputs.n)
-            appended(draft, start, end)
-            kept = next(iter(cache.values()))
-            # transformers counts what to remove, below zero; others say how many stay.
-            kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
-        rows.append(appended(inputs, start, stop))
-    return np.concatenate(rows, axis=1)
+    def crop(start: int, end: int) -> None:
+        kept = next(iter(cache.values()))
+        # transformers counts what to remove, below zero; others say how many stay.
+        kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
+
+    return _appended(inputs, sizes, draft, append, crop)
 
 
 def _cache_of(answer: Any) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Trials of content and length: change inputs, cut the input off, put NaN into it; and the opposite fault.
-
-Differentiate: d output[i] / d input[j] must be exactly zero wherever the mask hides j from i."""
+"""Trials of content and length: change inputs, differentiate, cut the input off, put NaN into it; and the opposite fault."""
 
 from __future__ import annotations
 

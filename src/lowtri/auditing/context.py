@@ -1,6 +1,4 @@
-"""The options of an audit, checked before anything runs; the mask as a table of pairs; the ids to draw from; the progress line.
-
-What trials work on: a system under one condition, its inputs, the pairs that the mask allows, the noise, and random inputs."""
+"""What trials work on: a system under one condition, its inputs, the pairs that the mask allows, the noise, and random inputs."""
 
 from __future__ import annotations
 
@@ -45,18 +43,18 @@ Bools = npt.NDArray[np.bool_]
 class Options:
     """What trials read of `audit`'s arguments, where they are described."""
 
-    mask: Any
-    layers: int | None
-    step: Callable[[Any, Any], Any] | None
-    prefill: Callable[[Any], Any] | None
-    alone: Callable[..., Any] | None
-    pad_mask: str | None
-    train: bool | None
-    compile: bool
-    length: int | None
-    draws: int
-    exact: int
-    seed: int
+    mask: Any = "full"
+    layers: int | None = None
+    step: Callable[[Any, Any], Any] | None = None
+    prefill: Callable[[Any], Any] | None = None
+    alone: Callable[..., Any] | None = None
+    pad_mask: str | None = None
+    train: bool | None = False
+    compile: bool = False
+    length: int | None = 0
+    draws: int = 1
+    exact: int = 0
+    seed: int = 0
 
     def check(self, model: Any, output: Any, redraw: Any) -> None:
         """Raise CallError, with its name, for an argument that cannot be used."""
@@ -64,23 +62,32 @@ class Options:
         for name, value in (("output", output), ("step", self.step), ("prefill", self.prefill), ("alone", self.alone)):
             if value is not None and not callable(value):
                 raise CallError(f"audit: {name}= is a {type(value).__name__}, expected something to call, or None.")
-        for name, least in (("draws", 1), ("exact", 0), ("seed", 0)):
-            if not _is_whole(getattr(self, name), least):
-                raise CallError(f"audit: {name}={getattr(self, name)!r}, expected a whole number of at least {least}.")
+        whole, std = "a whole number", isinstance(redraw, (bool, int, float)) and 0 <= redraw < math.inf
+        for name, value, good, expected in (
+            *(
+                (n, getattr(self, n), _is_whole(getattr(self, n), 0), f"{whole} of at least 0")
+                for n in ("exact", "seed")
+            ),
+            ("draws", self.draws, _is_whole(self.draws, 1), f"{whole} of at least 1"),
+            ("train", self.train, self.train in (None, True, False), "True, False (eval mode alone) or None (both)"),
+            (
+                "length",
+                self.length,
+                self.length is None or _is_whole(self.length, 0),
+                f"{whole}, 0 for no longer example, or None",
+            ),
+            (
+                "layers",
+                self.layers,
+                self.layers is None or _is_whole(self.layers, 1),
+                f"{whole} of at least 1 (or None: the mask is from end to end)",
+            ),
+            ("redraw", redraw, std, "True, False or a standard deviation above 0"),
+        ):
+            if not good:
+                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
         if self.prefill is not None and self.step is None:
             raise CallError("audit: prefill= was given without step=.\nFix: say how decoding goes on, step(state, x).")
-        if self.train is not None and not isinstance(self.train, bool):
-            raise CallError(f"audit: train={self.train!r}, expected True, False (eval mode alone) or None (both).")
-        if self.length is not None and not _is_whole(self.length, 0):
-            raise CallError(
-                f"audit: length={self.length!r}, expected a whole number, 0 for no longer example, or None."
-            )
-        if self.layers is not None and not _is_whole(self.layers, 1):
-            raise CallError(
-                f"audit: layers={self.layers!r}, expected a whole number of at least 1 (or None: the mask is from end to end)."
-            )
-        if not isinstance(redraw, (bool, int, float)) or not 0 <= redraw < math.inf:
-            raise CallError(f"audit: redraw={redraw!r}, expected True, False or a standard deviation above 0.")
         if self.pad_mask is not None:
             _check_pad_mask(model, self.pad_mask)
 
@@ -117,10 +124,6 @@ class Options:
                 break
             reach = wider
         return reach
-
-    def allowed(self, declared: Bools, real: Bools) -> Bools:
-        """The declared pairs without the pads as keys."""
-        return declared if real.all() else declared & real[:, None, :]
 
 
 def _with_batch(table: Bools) -> Bools:
@@ -173,8 +176,8 @@ def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDA
     size = requested
     if size is None and inputs.discrete:
         size = vocabulary_size(system.module)
-        reached = _reached(system, inputs) if system.in_torch else None
-        size = reached if size is None or (reached is not None and reached < size) else size
+        with contextlib.suppress(Exception):  # the example's own run reports it
+            size = min(filter(None, (size, _looked_up(system, inputs))), default=None)
     if isinstance(size, int):
         if size < 2:
             raise CallError(f"audit: vocab_size={size}, expected at least 2.")
@@ -186,13 +189,10 @@ def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDA
     return present
 
 
-def _reached(system: System, inputs: Inputs) -> int | None:
+def _looked_up(system: System, inputs: Inputs) -> int | None:
     from lowtri.auditing.torch_hooks import looked_up
 
-    try:
-        return looked_up(system, inputs)
-    except Exception:  # the example's own run reports it
-        return None
+    return looked_up(system, inputs) if system.in_torch else None
 
 
 def vocabulary_size(model: Any) -> int | None:

@@ -1,6 +1,4 @@
-"""The simplest formula that agrees with a table of measured pairs.
-
-Which mask a model has: the simplest formula that agrees with everything measured."""
+"""Which mask a model has: the simplest formula that agrees with everything measured."""
 
 from __future__ import annotations
 
@@ -10,12 +8,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lowtri.auditing.context import Bools, Context, Options, vocabulary
 from lowtri.auditing.finding import movement
 from lowtri.auditing.inputs import read_example
-from lowtri.auditing.rows import real_positions
+from lowtri.auditing.rows import blocks, real_positions
 from lowtri.auditing.system import System, redrawn
 from lowtri.auditing.trial import try_example
 from lowtri.errors import CallError
@@ -111,7 +108,7 @@ def _atom(text: str, n: int) -> _Atom:
 def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
     """The documents of the labels, or those that no measured pair crosses."""
     if labels is None:
-        labels = np.array([_blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
+        labels = np.array([blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
     if (labels == labels[:1]).all():
         lengths = [len(list(group)) for _, group in groupby(labels[0].tolist())]
         if len(lengths) < 2:
@@ -122,13 +119,6 @@ def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
         formula = documents(labels)
         pairs = np.array(formula.dense(labels.shape[1]), bool)
         yield _Atom(repr(formula), pairs.reshape(len(labels), *pairs.shape[-2:]), formula)
-
-
-def _blocks(pairs: npt.NDArray[np.bool_]) -> list[int]:
-    """A number for each run of positions that no pair crosses."""
-    table = pairs | pairs.T
-    furthest = np.maximum.accumulate([int(np.flatnonzero(row)[-1]) if row.any() else q for q, row in enumerate(table)])
-    return np.cumsum([0, *(furthest[:-1] < np.arange(1, len(table)))]).tolist()
 
 
 _DRAWS = (("random", 0), ("random", 1), ("extreme", 2))
@@ -203,7 +193,7 @@ def infer_mask(
     Raises:
         CallError: if an argument cannot be used, or the model does not repeat itself.
     """
-    options = Options("full", None, None, None, None, None, False, False, 0, 1, 0, seed)
+    options = Options(seed=seed)
     options.check(model, output, redraw)
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis

@@ -1,10 +1,8 @@
-"""The inputs of a model: sequences that a probe may change, and settings that it leaves unchanged.
+"""The inputs of a model: sequences that a trial may change, and settings that it leaves unchanged.
 
-`Inputs` is the probes' view: every sequence as a NumPy array with the batch first and the positions second, (B, N, ...).
-`CallSignature` holds how the model is called (framework, dtype, device, axes, keywords) and turns `Inputs` back into a call.
-
-
-Reads a caller's example: which arrays are sequences, which axes are positions and batch, and which arguments are settings."""
+`read_example` reads the caller's example. `Inputs` is what trials see: every sequence as a NumPy array with the batch first and the
+positions second, (B, N, ...). `CallSignature` turns `Inputs` back into a call (framework, dtype, device, axes, keywords).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The mask that the config of a transformers model declares, from its first layer to its last.
-
-A model to audit from the command line: made by a function in a file, or read from a checkpoint folder."""
+"""A model to audit from the command line: made by a function in a file, or read from a checkpoint folder."""
 
 from __future__ import annotations
 

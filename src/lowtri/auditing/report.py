@@ -1,6 +1,4 @@
-"""The declared, the observed and the leaking pairs, drawn as text and as SVG.
-
-The verdict of an audit: text with the message first, a drawing, JSON, HTML, and an exit code."""
+"""The verdict of an audit: text with the message first, a drawing of the pairs, JSON, HTML, and an exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trials of rows: what other rows of a batch, and other documents of a row, may not change.
-
-Pads: the keyword that marks real positions, the example with pads around it, and the trial of both."""
+"""Trials of rows: what other rows of a batch, other documents of a row, and pads may not change."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
 
-__all__ = ["BATCH_ROWS", "PACKING", "PADDING", "pad", "pad_keyword", "real_positions"]
+__all__ = ["BATCH_ROWS", "PACKING", "PADDING", "blocks", "pad", "pad_keyword", "real_positions"]
 
 
 def _rows(context: Context) -> Cases:
@@ -153,14 +151,17 @@ def _no_documents(context: Context) -> str | None:
     return None if known else "how one document runs alone is not known (say alone=)"
 
 
+def blocks(pairs: Bools) -> list[int]:
+    """A number for each position, (N,), the same in each run of positions that no pair (N, N) crosses."""
+    table = pairs | pairs.T
+    furthest = np.maximum.accumulate([int(np.flatnonzero(row)[-1]) if row.any() else q for q, row in enumerate(table)])
+    return np.cumsum([0, *(furthest[:-1] < np.arange(1, len(table)))]).tolist()
+
+
 def _documents(allowed: Bools) -> list[tuple[int, int]]:
     """Runs of positions, (start, stop), that no visible pair crosses."""
-    table = allowed.any(axis=0)
-    table = table | table.T
-    n = len(table)
-    furthest = np.maximum.accumulate([int(np.flatnonzero(row)[-1]) if row.any() else q for q, row in enumerate(table)])
-    starts = [0, *[t for t in range(1, n) if furthest[t - 1] < t]]
-    return list(zip(starts, [*starts[1:], n], strict=True))
+    stops = np.cumsum(np.bincount(blocks(np.asarray(allowed.any(axis=0))))).tolist()
+    return list(zip([0, *stops], stops, strict=False))
 
 
 BATCH_ROWS = Trial(
@@ -257,13 +258,17 @@ def _padding(context: Context) -> Cases:
     prefix, system = context.system.signature.prefix, context.system
     placed = name == "positions" or any(system.accepts(prefix + key) for key in ("position_ids", "positions"))
     library = _library(context)
-    declared = "lowtri" in library or name in context.inputs.settings or context.options.pad_mask is not None
+    given, own = name in context.inputs.settings, ~context.ignored
+    right_only = not own.all() and bool(
+        (own[:, :-1] >= own[:, 1:]).all()
+    )  # what the caller does with the other side is not known
+    declared = ("lowtri" in library or given or context.options.pad_mask is not None) and not right_only
     try:
         # Without pads, but with positions passed the same way: some models start to count at another number by default.
         whole = system(pad(context, name, 0, 0, 300))
     except Exception:
         whole = context.base
-    real, tried, warning, why = ~context.ignored, [], "", "its answer has another shape"
+    real, tried, warning, why = own, [], "", "its answer has another shape"
     leaking = by_amount = False
     for left, right in _AMOUNTS:
         cut = slice(left, left + n)

@@ -1,10 +1,8 @@
-"""What needs torch: the float64 copy, leaves to differentiate or to poison, and the module where a leak enters.
+"""What needs torch: the float64 copy, leaves to differentiate or to poison, the module where a leak enters, the masks of attention.
 
 Casting weights to float64 is not enough: many models cast to float32 internally (norms, softmax, rotary tables), which brings
 the noise back. So the copy runs under a torch function mode that reads every request for a narrower float as one for float64.
-
-
-Reads the mask of every attention that a run computes, from the arguments of torch's functions."""
+"""
 
 from __future__ import annotations
 
