@@ -275,7 +275,7 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
             may_not = real.clone()
             if real[row, key]:
                 may_not[row, key:] = False
-            for other in (3, 50, 97):
+            for other in (0, 3, 50, 97):  # 0 is the pad id of most
                 changed = ids.clone()
                 changed[row, key] = other
                 wrong = moved(logits(changed, mask)[0], may_not).nonzero()
@@ -306,21 +306,36 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
             continue
         if len(wrong):
             return f"cut off before {length}, output {int(wrong[0][1])} moves"
-    try:
-        rows, cache = [], {}
-        for t in range(n):
-            part = None if mask is None else mask[:, : t + 1]
-            row, out = logits(ids[:, t : t + 1], part, use_cache=True, **cache)
-            kind = next(
-                k for k in ("past_key_values", "cache_params", "state", "mems") if getattr(out, k, None) is not None
-            )
-            cache = {kind: getattr(out, kind)}
+
+    def decoded(mask: Any, sizes: list[int]) -> Any:
+        rows, cache, start = [], {}, 0
+        for size in sizes:
+            part = None if mask is None else mask[:, : start + size]
+            row, out = logits(ids[:, start : start + size], part, use_cache=True, **cache)
+            kinds = ("past_key_values", "cache_params", "state", "mems")
+            kind = next(kind for kind in kinds if getattr(out, kind, None) is not None)
+            cache, start = {kind: getattr(out, kind)}, start + size
             rows.append(row)
-        wrong = moved(torch.cat(rows, 1), real).nonzero()
+        return torch.cat(rows, 1)
+
+    half = n // 2
+    hole = (torch.ones_like(ids) if mask is None else mask).clone()
+    hole[:, half - 2 : half] = 0
+    prompt = [half] + [1] * (n - half)
+    for words, marks, sizes in (
+        ("one by one", mask, [1] * n),
+        ("after a prompt", mask, prompt),
+        ("in threes", mask, [3] * (n // 3)),
+        ("after a prompt with pads on the right", hole, prompt),
+    ):
+        try:
+            full, steps = logits(ids, marks)[0], decoded(marks, sizes)
+        except Exception:
+            continue
+        where = real & (hole.bool() if marks is hole else True)
+        wrong = (((full - steps).abs().amax(-1) > least) & where).nonzero()
         if len(wrong):
-            return f"decoded one by one, output {int(wrong[0][1])} of row {int(wrong[0][0])} differs"
-    except Exception:
-        pass
+            return f"decoded {words}, output {int(wrong[0][1])} of row {int(wrong[0][0])} differs"
     return ""
 
 
