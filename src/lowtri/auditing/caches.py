@@ -295,7 +295,7 @@ class _Run:
 
     def two(self, row: int, query: int) -> Any:
         """The whole forward, and the call that computes the position with the cache."""
-        if self.context.options.step is not None or self.draft is not None:
+        if self.context.system.module is None or self.context.options.step is not None or self.draft is not None:
             return None
         starts = np.cumsum([0, *self.sizes])
         call = int(np.searchsorted(starts, query, side="right")) - 1
