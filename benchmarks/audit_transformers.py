@@ -332,7 +332,10 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
             full, steps = logits(ids, marks)[0], decoded(marks, sizes)
         except Exception:
             continue
-        where = real & (hole.bool() if marks is hole else True)
+        # `generate` gives pads in the prompt only: nothing behind a later one is compared.
+        known = torch.ones_like(real) if marks is None else marks.bool()
+        late = ~known & (torch.arange(n) >= sizes[0])
+        where = real & known & ~late.cummax(1).values
         wrong = (((full - steps).abs().amax(-1) > least) & where).nonzero()
         if len(wrong):
             return f"decoded {words}, output {int(wrong[0][1])} of row {int(wrong[0][0])} differs"

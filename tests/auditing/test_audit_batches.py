@@ -58,6 +58,20 @@ def test_an_ordinary_padded_batch_is_clean(name: str, attention: str, mask: Tens
     assert report.finding("cache").status == "clean" and report.finding("longer").status == "clean", report
 
 
+def test_pads_that_are_given_alone_to_a_convolution_accuse_nobody() -> None:
+    """`generate` gives pads in the prompt only; LFM2's mixture has convolutions, and does not say that it has a state."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Lfm2MoeConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, num_dense_layers=1, layer_types=["conv", "full_attention"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.Lfm2MoeForCausalLM(config).eval()
+    report = lowtri.audit(model, {"input_ids": IDS, "attention_mask": LEFT}, probes=["cache"], train=False, redraw=True)
+    assert report.ok and "after a prompt" in report.finding("cache").measured["ways"], report
+
+
 class Gated(nn.Module):
     """The mean of what came so far, without pads. `seen` says which of the pads it sees all the same."""
 

@@ -44,6 +44,7 @@ class Decoder:
     prompt: bool = True  # whether the first part may
     crops: bool = False
     masked: bool = False  # whether the padding mask of the example is passed on
+    pads_in_prompt: bool = False  # whether pads come in the first part only, as `generate` gives them
 
 
 def decoder_of(context: Context) -> Decoder | None:
@@ -61,7 +62,7 @@ def decoder_of(context: Context) -> Decoder | None:
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
         stateful = is_stateful(model)
-        return Decoder(partial(_with_past, context), not stateful, crops=not stateful, masked=True)
+        return Decoder(partial(_with_past, context), not stateful, True, not stateful, masked=True, pads_in_prompt=True)
     if system.accepts("past_key_values") and system.accepts("use_cache"):
         return Decoder(partial(_with_past, context), True, crops=True, masked=True)
     return None
@@ -253,9 +254,9 @@ class _Run:
 
     @property
     def where(self) -> Bools:
-        """The positions (B, N) to compare: before the first pad that is given alone to a recurrent state, which takes pads in a
-        prompt only."""
-        alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0]) & (not self.decoder.several)
+        """The positions (B, N) to compare: before the first pad that is given alone, where pads come in a prompt only. Convolutions
+        and recurrent states have no place for it, and not all of these models say that they have a state."""
+        alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0]) & self.decoder.pads_in_prompt
         return self.real & _complete(self.context, self.sizes) & ~np.logical_or.accumulate(alone, axis=1)
 
     def warning(self) -> str:
