@@ -7,7 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out/demo
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 # Two workers on two cores: more threads in each would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -50,7 +50,7 @@ sweeps: $(VENV)/installed-test
 test-all: test sweeps
 
 test-floor: $(VENV)-floor/installed
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-floor/bin/python -m pytest -q -m 'not sweep' $(FLOOR_TESTS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-floor/$(notdir $(BIN))/python -m pytest -q -m 'not sweep' $(FLOOR_TESTS)
 
 # Resumable: what has passed with the same sources is not repeated. It needs no rights and installs nothing outside of build/arm.
 test-arm: $(VENV)/installed-test $(VENV)/installed-dist
@@ -94,9 +94,9 @@ $(VENV)/made:
 # Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
+	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
 		pytest hypothesis onnx ml_dtypes
-	@$(VENV)-floor/bin/python -m pip install --quiet --no-deps glassllm==0.1.0
+	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made
@@ -110,5 +110,5 @@ $(VENV)/installed-lint: EXTRAS := test,lint
 $(VENV)/installed-docs: EXTRAS := docs
 $(VENV)/installed $(VENV)/installed-smollm2 $(VENV)/installed-test $(VENV)/installed-lint $(VENV)/installed-docs: $(VENV)/made pyproject.toml constraints.txt
 	@echo 'installing lowtri[$(EXTRAS)] into $(VENV), and compiling its kernels: some minutes the first time, torch is large'
-	@$(INSTALL) '.[$(EXTRAS)]'
+	@LOWTRI_PROGRESS="$$(tty -s 2>/dev/null && tty)" $(INSTALL) '.[$(EXTRAS)]'
 	@touch $@

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,13 +96,22 @@ def compile_one(work):  # type: ignore[no-untyped-def]
     return job.symbol, time.process_time() - start
 
 
+def progress(line: str) -> None:
+    """Print a line; also into the file or the terminal that LOWTRI_PROGRESS names, since pip shows nothing of what is built."""
+    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        if path := os.environ.get("LOWTRI_PROGRESS"):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+
 def compile_all(jobs, system, host, cpu, folder, workers):  # type: ignore[no-untyped-def]
     """The object files of all jobs, in their order."""
     work = [(job, system, host, cpu, str(folder / f"{job.symbol}.o")) for job in jobs]
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with multiprocessing.get_context(method).Pool(workers, maxtasksperchild=1) as pool:
         for done, (symbol, seconds) in enumerate(pool.imap_unordered(compile_one, work), 1):
-            print(f"[{done:2}/{len(jobs)}] {symbol} {seconds:.1f} s", file=sys.stderr, flush=True)
+            progress(f"[{done:2}/{len(jobs)}] {symbol} {seconds:.1f} s")
     return [Path(file) for *_, file in work]
 
 

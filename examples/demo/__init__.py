@@ -13,6 +13,7 @@ paths      the same attention by every way to compute it
 why        the same model trained with the mask and without it
 writing    both models generate text, and what a cache holds
 peeking    the audit: which models leak, where, and through which module
+native     the first call of a fresh process, without a compiler
 kernels    attention kernels held to the definition, their mistakes by name
 switched   a transformers model switched to lowtri: equal logits, and audited
 glassllm   pretrained weights of another project in lowtri's Decoder
@@ -28,6 +29,7 @@ PARTS = (
     "why",
     "writing",
     "peeking",
+    "native",
     "kernels",
     "switched",
     "glassllm",

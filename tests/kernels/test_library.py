@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import struct
@@ -203,6 +204,19 @@ SURFACE = """
 def test_nothing_that_runs_imports_a_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(SURFACE)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "set()", done.stderr[-3000:]
+
+
+def test_progress_is_shown_where_pip_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = importlib.util.spec_from_file_location("build_kernels", library._BUILDER)
+    assert tool is not None and tool.loader is not None
+    build_kernels = importlib.util.module_from_spec(tool)
+    tool.loader.exec_module(build_kernels)
+    monkeypatch.setenv("LOWTRI_PROGRESS", str(tmp_path / "terminal"))
+    build_kernels.progress("[ 1/34] one")
+    build_kernels.progress("[ 2/34] two")
+    assert (tmp_path / "terminal").read_text() == "[ 1/34] one\n[ 2/34] two\n"
+    monkeypatch.setenv("LOWTRI_PROGRESS", str(tmp_path / "absent" / "terminal"))
+    build_kernels.progress("[ 3/34] a terminal that is gone stops nothing")
 
 
 # The features of the CPU.
