@@ -516,20 +516,20 @@ def try_one(kind: str, classes: list[str]) -> dict[str, Any]:
     import torch
     import transformers
 
-    from lowtri.integrations import transformers as door
+    from lowtri.integrations.transformers import switching as door
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"type": kind, "class": classes[0]}
     calls = [0]
-    attend = door.attend_or_trace
+    attend = door.attend
 
     def counted(*args: Any, **options: Any) -> Any:
         calls[0] += 1
         return attend(*args, **options)
 
-    door.attend_or_trace = counted
+    door.attend = counted
     door.register()
     door.register("lowtri-cpu", engine="cpu")
     door.register("lowtri-formula", engine="formula")

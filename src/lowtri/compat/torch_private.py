@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "make_wrapper",
     "mapped_indexing",
     "out_of_batch",
+    "outside_graph",
     "recording_gradients",
     "saved_tensors_hooks",
     "scaled_dot_product_attention",
@@ -196,3 +198,16 @@ def mapped_indexing() -> AbstractContextManager[object]:
 def inside_compiled(module: Any) -> Any:
     """The module that torch.compile wrapped, or None for any other; torch has no public name for it."""
     return getattr(module, "_orig_mod", None)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graph(function: Callable[P, R], reason: str = "") -> Callable[P, R]:
+    """The function, which torch.compile does not trace; with the reason, where this torch takes one (2.8 and later)."""
+    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
+    outside: Callable[P, R] = torch.compiler.disable(
+        function, **({"reason": reason} if reason and takes_reason else {})
+    )
+    return outside

@@ -10,15 +10,14 @@ and a text, ``bias_kind``. Eager calls on plain tensors do not use these operato
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.compat.torch_private import recording_gradients
+from lowtri.compat.torch_private import outside_graph, recording_gradients
 from lowtri.dispatch.backward import from_output, gradients_from_output, gradients_of_results
 from lowtri.dispatch.eager import autocast_device, run_eagerly, without_autocast
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
@@ -75,9 +74,9 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     return (output, lse) if options.return_lse else output
 
 
-_REASON = {"reason": "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"}
-_SAYS = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
-_outside: Callable[..., Any] = torch.compiler.disable(run_eagerly, **(_REASON if _SAYS else {}))
+_outside = outside_graph(
+    run_eagerly, "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"
+)
 
 
 def _strictly_exporting() -> bool:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn.arguments import (
@@ -67,12 +68,6 @@ def _real_on_cuda(function: Callable[P, Any]) -> Callable[P, Any]:
         return function(*args, **options)
 
     return call
-
-
-def _outside_graph(function: Callable[P, Any]) -> Callable[P, Any]:
-    """Run outside of compiled programs: the mask and the positions depend on numbers in ``cu_seqlens`` and ``cache_seqlens``."""
-    outside: Callable[P, Any] = torch.compiler.disable(function)
-    return outside
 
 
 def _packed_form(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -219,7 +214,7 @@ _VARLEN = "flash_attn_varlen_func"
 
 
 @_real_on_cuda
-@_outside_graph
+@outside_graph  # the mask and the positions depend on numbers in arguments
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -374,7 +369,7 @@ _CACHE = "flash_attn_with_kvcache"
 
 
 @_real_on_cuda
-@_outside_graph
+@outside_graph  # the mask and the positions depend on numbers in arguments
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,

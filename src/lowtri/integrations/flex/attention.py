@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowtri.backends.formula.tiles import Tile, Tiles
+from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.eager import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
@@ -27,6 +28,7 @@ __all__ = ["flex_attention"]
 _NAME = "flex_attention"
 
 
+@outside_graph
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -76,24 +78,6 @@ def flex_attention(
 
     Source: Dong et al. 2024, Flex Attention; the documentation of torch.nn.attention.flex_attention.
     """
-    auxiliary = {} if return_aux is None else {"return_aux": return_aux}
-    return _outside(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **auxiliary
-    )
-
-
-def _flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: Any,
-    return_aux: Any = None,
-) -> Any:
     _check(query, key, value, block_mask, enable_gqa)
     if score_mod is not None:
         check_function(_NAME, "score_mod", score_mod)
@@ -115,9 +99,6 @@ def _flex_attention(
     wanted = (return_aux.lse, return_aux.max_scores)
     output, *auxiliary_results = _attend(query, key, value, score_mod, block_mask, scale, *wanted)
     return output, AuxOutput(*auxiliary_results)
-
-
-_outside: Callable[..., Any] = torch.compiler.disable(_flex_attention)
 
 
 def _attend(

@@ -7,14 +7,13 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtri.compat.torch_private import outside_graph
 from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
@@ -144,9 +143,9 @@ def attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
-_REASON = {"reason": f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"}
-_HAS_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.6 and 2.7 do not
-_outside_graph: Callable[..., Any] = torch.compiler.disable(attend, **(_REASON if _HAS_REASON else {}))
+_outside_graph = outside_graph(
+    attend, f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"
+)
 
 
 def _lazy_mask(mask: Tensor | None, causal_layer: bool, query: Tensor, nk: int) -> tuple[LazyMask, Tensor | None]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from lowtri.compat.torch_private import inside_compiled
+from lowtri.compat.torch_private import inside_compiled, outside_graph
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
 from lowtri.generation.missing import row_masks, visible_pair
@@ -253,8 +252,7 @@ def _end(model: Any, output: Any) -> None:
 
 
 # torch.compile does not trace these two: they change a context variable.
-_begin_eagerly: Callable[..., Any] = torch.compiler.disable(_begin)
-_end_eagerly: Callable[..., Any] = torch.compiler.disable(_end)
+_begin_eagerly, _end_eagerly = outside_graph(_begin), outside_graph(_end)
 
 
 # Which models and caches can serve a mask.
