@@ -72,6 +72,7 @@ dist: $(VENV)/installed-dist
 dist-all: dist
 	$(BIN)/python tools/wheels.py
 	$(BIN)/python tools/wheels.py --check dist/*.whl
+	$(BIN)/python tools/arm.py --wheel dist/*manylinux2014_aarch64.whl
 	$(BIN)/twine check --strict dist/*
 
 # Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.

@@ -300,6 +300,36 @@ def native_machine() -> tuple[list[str], Path, dict[str, str], str]:
     return [sys.executable], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, ""
 
 
+WHEEL = """
+import sys, numpy, torch, lowtri
+from lowtri.kernels import library, target
+assert "reason" not in library.index(), library.index()
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    q, k, v = (torch.randn(1, 2, 70, 64).to(dtype).requires_grad_() for _ in range(3))
+    ours, plain = (lowtri.attention(q, k, v, "causal & window(9)", engine=engine) for engine in ("cpu", "formula"))
+    assert (ours - plain).abs().max() <= 8 * torch.finfo(dtype).eps, dtype
+    ours.sum().backward()
+    assert q.grad.isfinite().all()
+assert not {"numba", "llvmlite"} & set(sys.modules)
+print("the wheel computes with", target.ISA.name, "from", lowtri.__file__)
+"""
+
+
+def use_wheel(wheel: Path, root: Path) -> None:
+    """Install a wheel into an environment of its own, outside of the checkout, and use it."""
+    folder = root / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    python = str(interpreter(folder, CPUS[-1], root))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--no-compile"]
+    command += ["--python-version", "3.11", "--platform", "manylinux2014_aarch64", str(wheel.resolve())]
+    done = subprocess.run([*command, "--target", str(folder / "lib" / PYTHON / "site-packages")])
+    environment = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ} | {"OMP_NUM_THREADS": "1"}
+    for arguments in (("-c", WHEEL), ("-m", "lowtri", "doctor", "--no-measure")):
+        done = done if done.returncode else subprocess.run([python, *arguments], cwd=folder, env=environment)
+    if done.returncode:
+        fail(f"{wheel.name} cannot be used on aarch64; the reason is above.")
+
+
 def run_job(job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path) -> dict[str, object]:
     """Run a job; its output goes to a file."""
     start, results = time.monotonic(), log.with_suffix(".xml")
@@ -379,6 +409,7 @@ def main() -> None:
     parser.add_argument(
         "--python", default="", metavar="CPU", help="run the emulated interpreter with the arguments after --"
     )
+    parser.add_argument("--wheel", type=Path, help="install this wheel for aarch64 Linux and use it, emulated")
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     root = options.root.resolve()
@@ -390,6 +421,9 @@ def main() -> None:
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
             fail("ARM is emulated on x86-64 Linux. Fix: run it there, or on an ARM machine.")
         system(root)
+    if options.wheel:
+        use_wheel(options.wheel, root)
+        return
     if options.python:
         python, folder, environment, _ = prepare(next(cpu for cpu in CPUS if cpu.name == options.python), root)
         sys.exit(subprocess.run([*python, *options.arguments], cwd=folder, env=environment).returncode)
