@@ -19,7 +19,7 @@ from lowtri.verifying.mistakes import MISTAKES
 FEW = [
     *("full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "window of 8, 5 queries", "documents"),
     *("padding right", "empty rows", "bias", "softcap", "softcap and bias", "scale", "scores below -1e9"),
-    *("NaN in hidden keys and values", "log-sum-exp"),
+    *("NaN in hidden keys and values", "log-sum-exp", "sink logits"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_documented_differences_and_what_is_not_offered_are_listed() -> None:
     known = {"NaN from hidden keys": "torch multiplies hidden values by a weight of 0"}
     options: dict[str, Any] = {"signature": "sdpa", "differences": known}
     report = verify(F.scaled_dot_product_attention, cases=[*FEW, "NaN in hidden keys and values"], **options)
-    assert report.ok and {"softcap", "log-sum-exp"} == set(report.not_offered), report
+    assert report.ok and {"softcap", "log-sum-exp", "sinks"} == set(report.not_offered), report
     assert all(finding.known for finding in report.findings) and "documented" in str(report)
 
 

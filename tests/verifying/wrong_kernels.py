@@ -38,6 +38,8 @@ def kernel(*mistakes: str) -> Callable[..., Any]:
             k, v = (torch.where(seen.any(-2)[..., None], x, 0.0) for x in (k, v))
             q = torch.where(seen.any(-1)[..., None], q, 0.0)
         nq, nk, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+        if "key/value heads in another order" in makes:
+            k, v = (x.flip(1) for x in (k, v))
         if group > 1 and "grouped heads interleaved" in makes:
             k, v = (x.repeat(1, group, 1, 1) for x in (k, v))
         elif group > 1 and "gradients not summed over groups" in makes:
@@ -50,7 +52,9 @@ def kernel(*mistakes: str) -> Callable[..., Any]:
         scores = products * used
         if bias is not None and "softcap after the mask's bias" in makes:
             scores = scores + bias.float()
-        if softcap is not None and "softcap missing" not in makes:
+        if softcap is not None and "softcap before the scale" in makes:
+            scores = softcap * torch.tanh(products / softcap) * used
+        elif softcap is not None and "softcap missing" not in makes:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None and not makes & {"bias ignored", "softcap after the mask's bias"}:
             scores = scores + bias.float() * (used if "bias scaled" in makes else 1.0)
@@ -61,7 +65,7 @@ def kernel(*mistakes: str) -> Callable[..., Any]:
             scores = scores + torch.where(visible, 0.0, -math.inf)
         else:
             scores = scores.masked_fill(~visible, -math.inf)
-        if sinks is not None:
+        if sinks is not None and "sinks ignored" not in makes:
             scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
         empty = (scores == -math.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(-1)[..., :nk]
@@ -101,6 +105,10 @@ def _visible(mask: Any, nq: int, nk: int, makes: set[str]) -> Tensor:
         dense = (keys <= places) & (keys > places - n)
     if "window missing" in makes and text.startswith("band("):
         dense = torch.ones_like(dense)
+    if "last key of each tile missing" in makes:
+        dense = dense & (keys % 32 != 31)
+    if "keys after the last whole tile missing" in makes:
+        dense = dense & (keys < nk // 16 * 16)
     if "mask inverted" in makes:
         dense = ~dense
     if "mask ignored" in makes:

@@ -34,7 +34,8 @@ def command(
     of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is
     named; otherwise the places that differ, and the smallest sizes that show it.
 
-    --out writes the report as .html, .json or .txt. Exit codes: 0 right, 1 wrong, 3 could not decide.
+    --out writes the report as .html, .json or .txt, or its picture as .svg, .png or .pdf.
+    Exit codes: 0 right, 1 wrong, 3 could not decide.
     """
     use_threads(threads)
     from lowtri.verifying.verify import verify
@@ -77,11 +78,11 @@ def _function(target: str) -> Callable[..., Any]:
         raise DataError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent.resolve()))  # files may import their neighbours
     try:
-        found = runpy.run_path(str(path))
+        names = runpy.run_path(str(path))
     except Exception as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}") from error
-    if not callable(found.get(name)):
-        names = [key for key, value in found.items() if callable(value) and not key.startswith("_")]
-        raise DataError(f"{path}: has no function {name!r}; it has {', '.join(names[:6]) or 'none'}.")
-    function: Callable[..., Any] = found[name]
+    if not callable(names.get(name)):
+        functions = [key for key, value in names.items() if callable(value) and not key.startswith("_")]
+        raise DataError(f"{path}: has no function {name!r}; it has {', '.join(functions[:6]) or 'none'}.")
+    function: Callable[..., Any] = names[name]
     return function

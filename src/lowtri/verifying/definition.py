@@ -40,7 +40,7 @@ class Call:
 
         kv_heads: (Hq,), the key/value head of each query head.
         bias_scale: a factor of the bias.
-        cap_after_bias: the cap is applied to the sum of scores and bias.
+        cap_before_scale, cap_after_bias: the cap is applied to the products of q and k, or to the sum of scores and bias.
         hidden: what hidden scores become: "-inf", "replaced" by -1e9, or -1e9 "added" to them.
         empty: the output of a query that sees nothing.
         contained: False multiplies hidden values by a weight of 0, which is NaN if they are.
@@ -63,6 +63,7 @@ class Call:
     d_output: Any
     kv_heads: Any
     bias_scale: float = 1.0
+    cap_before_scale: bool = False
     cap_after_bias: bool = False
     hidden: str = "-inf"
     empty: float = 0.0
@@ -102,7 +103,9 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         products = q @ k.mT  # (B, Hq, Nq, Nk)
         scores = products * self.scale
-        if self.softcap and not self.cap_after_bias:
+        if self.softcap and self.cap_before_scale:
+            scores = self.softcap * torch.tanh(products / self.softcap) * self.scale
+        elif self.softcap and not self.cap_after_bias:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if bias is not None:
             scores = scores + self.bias_scale * bias

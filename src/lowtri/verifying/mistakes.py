@@ -21,6 +21,7 @@ __all__ = ["MISTAKES", "ROUNDINGS", "wrong_calls"]
 Changes = list[dict[str, Any]]
 
 ROUNDINGS = ("probabilities in half precision", "sums in half precision")  # recognised by the size of errors
+_TILES = (16, 32, 64, 128)  # keys in a tile of common kernels
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -92,6 +93,12 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
     "window one too wide": _too_wide,
     "window one too narrow": _too_narrow,
     # True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention.
+    "last key of each tile missing": lambda call: [
+        {"visible": call.visible & (torch.arange(call.case.nk) % tile != tile - 1)} for tile in _TILES
+    ],
+    "keys after the last whole tile missing": lambda call: [
+        {"visible": call.visible & (torch.arange(call.case.nk) < call.case.nk // tile * tile)} for tile in _TILES
+    ],
     "mask inverted": lambda call: [{"visible": ~call.visible}],
     "mask ignored": lambda call: [{"visible": torch.ones_like(call.visible)}],
     "window missing": _forgets("window missing"),
@@ -101,7 +108,12 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
     "scale applied twice": lambda call: [{"scale": call.scale**2}, {"scale": call.scale / math.sqrt(call.case.d)}],
     # Query head h reads key/value head h % Hkv; right is h // group.
     "grouped heads interleaved": lambda call: [{"kv_heads": torch.arange(call.case.hq) % call.case.hkv}],
+    "sinks ignored": lambda call: [{"sinks": None}],
+    "key/value heads in another order": lambda call: [
+        {"kv_heads": heads} for heads in (call.kv_heads.flip(0), call.kv_heads.roll(1), call.kv_heads.roll(-1))
+    ],
     "softcap missing": lambda call: [{"softcap": None}],
+    "softcap before the scale": lambda call: [{"cap_before_scale": True}] if call.softcap else [],
     "softcap after the mask's bias": _cap_after_bias,
     "bias ignored": _bias_ignored,
     "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale

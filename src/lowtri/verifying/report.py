@@ -112,7 +112,11 @@ class VerifyReport:
     def message(self) -> str:
         """The verdict in one line."""
         if self.wrong:
-            what = ", ".join(self.mistakes) or "no well-known mistake explains it"
+            unexplained = sum(1 for finding in self.wrong if not finding.mistake)
+            names = [*self.mistakes, f"{unexplained} differences that no well-known mistake explains"]
+            if 2 * unexplained > len(self.wrong):  # the evidence for all mistakes together is less
+                names = names[-1:] + names[:-1]
+            what = ", ".join(names if unexplained else names[:-1])
             return f"{self.name} is wrong: {what} ({len(self.wrong)} differences, {self.passed} cases agree)"
         if not self.decided:
             return f"{self.name}: could not decide: {self.stopped or 'nothing could be compared'}"

@@ -16,7 +16,7 @@ from lowtri.verifying.calling import Caller, CallFailed, caller_of
 from lowtri.verifying.cases import CASES, Case
 from lowtri.verifying.definition import Call, Results
 from lowtri.verifying.judging import Trial, tolerances
-from lowtri.verifying.mistakes import MISTAKES
+from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
 from lowtri.verifying.report import Finding, VerifyReport
 
 __all__ = ["verify"]
@@ -217,6 +217,9 @@ class _Verification:
         chosen: dict[int, str] = {}
         while votes := Counter(name for i, names in enumerate(matches) if i not in chosen for name in names):
             best = max(votes, key=lambda name: (votes[name], -list(MISTAKES).index(name)))
+            if best in ROUNDINGS and 2 * votes[best] < len(matches) - len(chosen):  # rounding shows in most calls
+                matches = [{name: rest for name, rest in names.items() if name != best} for names in matches]
+                continue
             chosen |= {i: best for i, names in enumerate(matches) if i not in chosen and best in names}
         singles = list(dict.fromkeys(chosen.values())) or _FREQUENT
         unexplained = [i for i in range(len(matches)) if i not in chosen]
