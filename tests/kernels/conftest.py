@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bf16 is computed on tiles, whichever way this CPU would choose."""
     variants = [
-        variant._replace(enabled=variant.enabled or variant.rows == "tiles")
+        variant._replace(enabled=variant.enabled or variant.operand == "tiles")
         for variant in select._VARIANTS
-        if (variant.family, variant.dtype) != ("forward", "bfloat16") or variant.rows == "tiles"
+        if (variant.family, variant.dtype) != ("forward", "bfloat16") or variant.operand == "tiles"
     ]
     monkeypatch.setattr(select, "_VARIANTS", variants)
     PREPARED.clear()

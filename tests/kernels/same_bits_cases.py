@@ -60,7 +60,7 @@ def measured(job: Job) -> list[bytes]:
     if job.function == "read":
         numbers = np.random.default_rng(0).standard_normal(2**15, np.float32)
         return [np.float32(ceilings.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
-    return [ceilings.multiply(1, job.spec.rows == "pairs", repeats=3).tobytes()]
+    return [ceilings.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
 
 
 def passed(job: Job, code: library.Code) -> list[bytes]:
@@ -82,7 +82,7 @@ def passed(job: Job, code: library.Code) -> list[bytes]:
 def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a function of the library and the function in memory give the same bits, each called at least once."""
     job, called, results = JOBS[symbol], [], []
-    only = [x for x in select._VARIANTS if job.spec and (x.dtype, x.rows) == (job.spec.dtype, job.spec.rows)]
+    only = [x for x in select._VARIANTS if job.spec and (x.dtype, x.operand) == (job.spec.dtype, job.spec.operand)]
     if only:
         monkeypatch.setattr(select, "_VARIANTS", only)
     for code in (library.code(symbol), in_memory(job)):

@@ -21,7 +21,7 @@ def test_the_recipe(tmp_path: Path) -> None:
     import numpy as np, torch, lowtri
     from lowtri.kernels import select, target
 
-    tiles = {spec.tile for spec in select.SPECS.values() if spec.rows in ("direct", "widened")}
+    tiles = {spec.tile for spec in select.SPECS.values() if spec.operand in ("direct", "widened")}
     assert target.ISA.name == "tall" and tiles == {(4, 1, 4)}
     q, k, v = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 1, 2, 70, 32), np.float32))
     mask = "causal & window(40)"

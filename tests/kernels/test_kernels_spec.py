@@ -158,7 +158,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     variants = [
         variant._replace(enabled=True)
         for variant in select._VARIANTS
-        if variant.dtype != "bfloat16" or variant.rows == request.param
+        if variant.dtype != "bfloat16" or variant.operand == request.param
     ]
     monkeypatch.setattr(select, "_VARIANTS", variants)
     PREPARED.clear()
@@ -170,7 +170,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("mask", ["causal & window(40)", "full", "causal & (window(9) | first(3))"])
 def test_bf16_is_as_exact_as_the_formula(rows: str, family: str, nq: int, d: int, mask: str) -> None:
     q, k, v = qkv(nq, 131, d, torch.bfloat16)
-    assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).rows == rows
+    assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).operand == rows
     d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
 
     def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ COMPILED = """
     from lowtri.kernels.spec import KernelSpec
 
     def multiply(call):
-        product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 64, call.spec)
+        product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 0, 64, call.spec)
 
     def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
         kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))

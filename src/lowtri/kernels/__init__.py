@@ -28,6 +28,7 @@ gemv             weights times values, for few queries
 plan_walk        the key tiles of a query tile
 rows             rows of arrays and tiles, filled, transposed, widened, rounded
 tile_operands    rows of arrays as the operands of a product on tiles
+tile_output      the sums of a tile of queries: the output before its division, or dQ
 operands         rows of arrays as the operands of a product, for each spec
 shared_pack      transposed tiles of keys and values that all threads share
 kept_tiles       operands of key tiles, converted once for several tiles of queries

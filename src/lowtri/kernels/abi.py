@@ -144,14 +144,14 @@ FORWARD = Abi(
     ("packed", "packed_states"),
 )
 
-# Gradients have the compute dtype. dk and dv_sums (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with
+# Gradients have the compute dtype. dk and grad_v (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with
 # packed rows, in any order of memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output
 # and dq are packed. delta, the sums of dO * O less d_lse, is written if it has an address.
 BACKWARD = Abi(
     "backward",
     (
         *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output", "d_lse"),
-        *("delta", "dq", "dk", "dv_sums", "d_bias"),
+        *("delta", "dq", "dk", "grad_v", "d_bias"),
     ),
     {"parts": np.int64, **_SIZES, **_INPUTS}
     | {name: STRIDES for name in ("output_strides", "d_output_strides", "dq_strides")}
@@ -184,7 +184,7 @@ DECODE = Abi(
     {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
     | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
     ("scores", "weights", "zeros", "queries", "partial"),
-    ("joined", "results"),
+    ("parts_done", "results"),
 )
 
 # The limits of a CPU, which measured rates are compared with; see ceilings.

@@ -6,7 +6,7 @@ lanes; ``weights`` and ``ds`` (dS^T) are the left operands of the next products 
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
-    dV     += weights dO                 dK     += dS Q                      dQ^T += K^T dS
+    dV     += weights dO                 dK     += dS Q                      dQ += dS^T K
 
 dP and delta are rounded separately, so their difference has an error of a few roundings of |dO| |V|. Where one key has all the weight,
 the plain formula computes both from the same numbers and gives exactly 0; this kernel gives a result of the size of that error.
@@ -41,12 +41,9 @@ from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
-    fill_columns,
     multiply_by,
-    multiply_columns,
     round_up,
     transpose_in,
-    transpose_out,
     word_count,
 )
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
@@ -54,8 +51,8 @@ from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.shared_pack import transposed_tile
 from lowtri.kernels.simd import as_number
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_operands import product_rows
-from lowtri.kernels.tile_products import add_to_rows, product_keys, pv_tile, score_tile, tile_spans
+from lowtri.kernels.tile_output import fill_output, padded, store_scaled
+from lowtri.kernels.tile_products import add_to_rows, product_keys, pv_rows, score_tile, tile_spans
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
 __all__ = ["backward"]
@@ -87,16 +84,16 @@ def keys_for_dq(spec):
         return key_operand(source, step.n, step.d, keys, call.d, zeros, rows, spec)
 
     def widened(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
-        return rows, call.d, 1
+        return rows, padded(spec, call.d)
 
     def transposed(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
-        return transposed_tile(call, keys_of_head, call.k_strides, call.d, head, key0, packed, rows, zeros, spec), 0, 0
+        return transposed_tile(call, keys_of_head, call.k_strides, call.d, head, key0, packed, rows, zeros, spec), 0
 
-    return {"widened": widened, "tiles": transposed}.get(spec.rows, as_they_are)
+    return {"widened": widened, "tiles": transposed}.get(spec.operand, as_they_are)
 
 
 @device_function
-def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
+def backward_tile(call, memory, part, b, h, r, dk, grad_v, spec):
     """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, nk, kv = call.d, call.dv, call.nk, h // call.group
     input_bytes, number_bytes = spec.input_bytes, spec.number_bytes
@@ -125,7 +122,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
     seeing = load_lse_and_delta(call, b, h, r, n, shift, shift_low, delta, spec)
     if spec.per_word > 1:
         fill(zeros, round_up(d, 32), 0.0, spec)
-    fill_columns(dq, product_rows(d, spec), round_up(n, spec.query_group), 0.0, spec)
+    fill_output(dq, n, d, 0.0, spec)
     head, head_k = b * (call.heads // call.group) + kv, call.k + input_bytes * (b * k_step.b + kv * k_step.h)
     for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
         key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
@@ -133,9 +130,9 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
         v_tile = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
         k, k_n, k_d = head_operand(k_tile, k_step.n, k_step.d, keys, d, k_rows, spec)
         spans, groups = tile_spans(mask_bits, keys, n, spec)
-        score_tile(k, k_n, k_d, queries, scores, spec.row_bytes, word_count(d, spec), spans, groups, spec)
+        score_tile(k, k_n, k_d, queries, scores, spec.row_bytes, word_count(d, spec), KEYS, spans, groups, spec)
         v, v_n, v_d = head_operand(v_tile, v_step.n, v_step.d, keys, dv, v_rows, spec)
-        score_tile(v, v_n, v_d, d_output, ds, spec.row_bytes, word_count(dv, spec), spans, groups, spec)
+        score_tile(v, v_n, v_d, d_output, ds, spec.row_bytes, word_count(dv, spec), KEYS, spans, groups, spec)
         scale_log2 = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
             multiply_by(scores, QUERIES * keys, scale_log2, spec)
@@ -150,7 +147,7 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
         non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
         tile_dk = dk + number_bytes * key0 * call.dk_layout.n
-        tile_dv = dv_sums + number_bytes * key0 * call.dv_layout.n
+        tile_dv = grad_v + number_bytes * key0 * call.dv_layout.n
         q_operand, do_operand, ds_operand = q_words, do_words, d_softcap
         if (
             non_finite
@@ -177,15 +174,16 @@ def backward_tile(call, memory, part, b, h, r, dk, dv_sums, spec):
                 add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, 0, QUERIES, keys, dq, d, k_rows, spec)
             ds_operand = ds_operands(scores, ds, keys, d_softcap, spec)
         if non_finite:
-            k, k_n, k_d = finite_rows_operand(k_rows, keys, d, v_rows, zeros, k_packed, spec)
+            k, k_row = finite_rows_operand(k_rows, keys, d, v_rows, zeros, k_packed, spec)
         else:
-            k, k_n, k_d = keys_for_dq(call, head_k, head, key0, keys, zeros, k_rows, k_packed, spec)
+            k, k_row = keys_for_dq(call, head_k, head, key0, keys, zeros, k_rows, k_packed, spec)
         add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
         add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
-        pv_tile(k, k_d, k_n, ds_operand, dq, d, keys, spans, groups, spec)
-    multiply_columns(dq, d, round_up(n, 16), scale, spec)
+        cut_bits = mask_bits if groups > 1 else 0
+        pv_rows(k, k_row, ds_operand, dq, d, keys, 0, cut_bits, spans, n, spec)
     step = call.dq_strides
-    transpose_out(dq, n, d, call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n), step.n, spec)
+    target = call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
+    store_scaled(dq, n, d, scale, target, step.n, spec)
 
 
 def backward(call):
@@ -200,13 +198,13 @@ def backward(call):
         part, head = task % call.parts, task // call.parts
         b, kv = head // kv_heads, head % kv_heads
         dk = call.dk + first_row(call.dk_layout, part, b, kv, call.spec)
-        dv_sums = call.dv_sums + first_row(call.dv_layout, part, b, kv, call.spec)
+        grad_v = call.grad_v + first_row(call.dv_layout, part, b, kv, call.spec)
         zero_rows(dk, call.dk_layout, call.spec)
-        zero_rows(dv_sums, call.dv_layout, call.spec)
+        zero_rows(grad_v, call.dv_layout, call.spec)
         for h in range(kv * call.group, (kv + 1) * call.group):
             r = part
             while r < call.plan.rows:  # a range of a step that could be 0 would raise
-                backward_tile(call, memory, part, b, h, r, dk, dv_sums, call.spec)
+                backward_tile(call, memory, part, b, h, r, dk, grad_v, call.spec)
                 r += call.parts
         scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)
     restore_tiles(configuration, call.spec)

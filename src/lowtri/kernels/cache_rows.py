@@ -10,19 +10,10 @@ from lowtri.kernels.lanes import shuffled
 from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.simd import F32, I32, input_vector, pointer
 
-__all__ = ["BLOCK", "EVEN_FIRST", "LANES", "input_words", "is_even_first", "load_and_drop", "prefetch"]
+__all__ = ["BLOCK", "EVEN_FIRST", "LANES", "input_words", "is_even_first", "load_and_drop"]
 
 BLOCK = 4  # queries that share each row that is read; a shorter block repeats its last query
 LANES = 16
-
-
-def prefetch(builder: Any, address: Any) -> None:
-    """Load the cache line at an address into L2. The address may be invalid."""
-    byte = ir.IntType(8).as_pointer()
-    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
 
 class _Volatile(ir.Type):
@@ -43,7 +34,7 @@ def load_and_drop(builder: Any, address: Any) -> None:
 
 def is_even_first(spec: Any) -> bool:
     """Whether bf16 is read two numbers at a time: a shift and a mask make two vectors, of the even and of the odd numbers."""
-    return spec.dtype == "bfloat16" and spec.rows == "widened" and not spec.isa.whole_vectors
+    return spec.dtype == "bfloat16" and spec.operand == "widened" and not spec.isa.whole_vectors
 
 
 EVEN_FIRST = [lane % 2 * (LANES // 2) + lane // 2 for lane in range(LANES)]
@@ -51,7 +42,7 @@ EVEN_FIRST = [lane % 2 * (LANES // 2) + lane // 2 for lane in range(LANES)]
 
 def input_words(builder: Any, address: Any, spec: Any) -> Any:
     """16 words of a row of the cache; of bf16 the even ones first."""
-    if spec.rows == "pairs":
+    if spec.operand == "pairs":
         return builder.load(pointer(builder, address, spec.vector.ir), align=2)
     if not is_even_first(spec):
         return input_vector(builder, address, LANES, spec)

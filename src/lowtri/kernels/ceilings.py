@@ -17,7 +17,7 @@ def multiply(call):
     """Every thread repeats one product, in its own scratch memory."""
     a, depth = call.scratch + (_A + _B + _C) * take(call.next_thread), MULTIPLY_DEPTH
     for _ in range(call.repeats):
-        product(a, depth, 1, a + _A, QUERIES, a + _A + _B, QUERIES, MULTIPLY_ROWS, depth, QUERIES, call.spec)
+        product(a, depth, 1, a + _A, QUERIES, a + _A + _B, QUERIES, MULTIPLY_ROWS, depth, 0, QUERIES, call.spec)
 
 
 def read(call):

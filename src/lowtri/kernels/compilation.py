@@ -57,7 +57,7 @@ def jobs_of(isa: Baseline, all_variants: bool = False) -> list[Job]:
 
 
 def _families(family: str, spec: KernelSpec) -> tuple[str, ...]:
-    return ("decode",) if family == "decode" else ("forward", "backward") + ("multiply",) * (spec.rows != "tiles")
+    return ("decode",) if family == "decode" else ("forward", "backward") + ("multiply",) * (spec.operand != "tiles")
 
 
 def object_of(job: Job, system: str, native: Baseline, cpu: str = "") -> bytes:

@@ -17,7 +17,6 @@ from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
 from lowtri.kernels.gemv import pv
 from lowtri.kernels.lanes import reduce_rows_max, reduce_rows_sum
-from lowtri.kernels.non_finite import all_finite
 from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import fill, multiply_by, round_row, round_up, word_count
@@ -43,6 +42,7 @@ from lowtri.kernels.simd import (
     sub,
     write,
 )
+from lowtri.kernels.tile_output import all_finite
 
 __all__ = ["decode"]
 
@@ -138,10 +138,10 @@ def weight_operand(spec):
 
     def rounded(weights, keys, rows, pairs, spec):
         for row in range(rows):
-            round_row(weights + 4 * KEYS * row, keys, pairs + 2 * KEYS * row, spec)
+            round_row(weights + 4 * KEYS * row, keys, as_number(1.0, spec), pairs + 2 * KEYS * row, spec)
         return pairs, 2
 
-    return rounded if spec.rows == "pairs" else numbers
+    return rounded if spec.operand == "pairs" else numbers
 
 
 @device_function
@@ -212,9 +212,9 @@ def merge_parts(call, b, kv, spec):
             for d in range(0, 4 * dv, 64):
                 sum_before = load(sums + d, spec) if part else splat(0.0, spec)
                 store(sums + d, fma(load(sums + part * step + d, spec), splat(factor, spec), sum_before, spec))
-        multiply_by(sums, dv, as_number(1.0, spec) / total if total != 0 else as_number(0.0, spec), spec)
+        factor = as_number(1.0, spec) / total if total != 0 else as_number(0.0, spec)
         query = (b * call.heads + h) * nq + i
-        round_row(sums, dv, call.o + spec.input_bytes * query * dv, spec)
+        round_row(sums, dv, factor, call.o + spec.input_bytes * query * dv, spec)
         if call.lse:
             write(call.lse + 4 * query, greatest * as_number(LN2, spec) + np.log(total) if total != 0 else ninf, spec)
 
@@ -235,5 +235,5 @@ def decode(call):
             if non_finite or all_finite(output, count, call.spec):
                 break
             non_finite = True  # Some value is NaN or inf, and it may be hidden: compute the part again, pair by pair.
-        if fetch_add(call.scratch + call.offsets.joined + 8 * head, 1) == call.parts - 1:
+        if fetch_add(call.scratch + call.offsets.parts_done + 8 * head, 1) == call.parts - 1:
             merge_parts(call, b, kv, call.spec)

@@ -13,11 +13,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.compat.numba_private import alloca_once, for_range
-from lowtri.kernels.cache_rows import BLOCK, LANES, input_words, is_even_first, load_and_drop, prefetch
+from lowtri.kernels.cache_rows import BLOCK, LANES, input_words, is_even_first, load_and_drop
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import reduced_in_pairs, shuffled
 from lowtri.kernels.product import multiply_add
-from lowtri.kernels.simd import F32, I64, clamped, pointer, read, read_input, write
+from lowtri.kernels.simd import F32, I64, clamped, pointer, prefetch, read, read_input, write
 
 __all__ = ["dot_products", "lay_out_query"]
 
@@ -34,7 +34,7 @@ def read_query_word(spec):
     def pairs(row, word, spec):
         return read(row + 4 * word, spec)
 
-    return pairs if spec.rows == "pairs" else numbers
+    return pairs if spec.operand == "pairs" else numbers
 
 
 @by_spec

@@ -22,16 +22,26 @@ import numpy as np
 
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.kept_tiles import clear_pack_cache, packed_keys, packed_values
-from lowtri.kernels.non_finite import add_non_finite_keys, columns_finite
-from lowtri.kernels.operands import finite_rows_operand, store_rows, transposed_queries
+from lowtri.kernels.non_finite import add_non_finite_keys
+from lowtri.kernels.operands import finite_rows_operand, transposed_queries
 from lowtri.kernels.plan_walk import tile_count, visible_tiles
 from lowtri.kernels.record import take
-from lowtri.kernels.rows import fill, fill_columns, multiply_by, round_up, word_count
+from lowtri.kernels.rows import (
+    fill,
+    fill_columns,
+    multiply_by,
+    prefetch_rows,
+    round_row,
+    round_up,
+    transpose_out,
+    word_count,
+)
 from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_operands import product_rows, store_rounded_block
+from lowtri.kernels.tile_operands import store_rounded_block
+from lowtri.kernels.tile_output import fill_output, output_finite, padded
 from lowtri.kernels.tile_products import finish_pv, passes_over_keys, product_keys, pv_unit, score_tile, unit_spans
 from lowtri.kernels.tile_softmax import softmax_unit, weights_operand, wide_weights
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
@@ -41,7 +51,7 @@ __all__ = ["forward"]
 
 @device_function
 def attend_tile(call, memory, b, h, r, non_finite, spec):
-    """One tile of queries of one head: output (Dv, 64) before the division, shift m and sum l, in the thread's scratch memory."""
+    """One tile of queries of one head: output before the division, shift m and sum l, in the thread's scratch memory."""
     d, dv, nk, kv, input_bytes, number_bytes = (
         call.d,
         call.dv,
@@ -74,15 +84,19 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     # On tiles the first product of each half of the queries sets the output, one bit of ``written`` for each half.
     written = 0 if spec.on_tiles and not non_finite else 3
     if written:
-        fill_columns(output, product_rows(dv, spec), round_up(n, spec.query_group), 0.0, spec)
+        fill_output(output, n, dv, 0.0, spec)
     head = b * (call.heads // call.group) + kv
     k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
     v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
     seen = tile_count(call.plan, b, h, r)
     passes, left = passes_over_keys(n, d, dv, spec), (0, 0, 0, 0, False)
     for first_query in range(0, n, QUERIES // passes):
+        fetched = 0
         for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
             key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
+            # Tasks go from the last row to the first, so what the next one sees first lies before this one's first tile.
+            ahead = KEYS if fetched else -KEYS
+            fetched = prefetch_queries_and_output(call, b, h, r, fetched, spec)
             for query in range(first_query, min(n, first_query + QUERIES // passes), spec.unit_queries):
                 spans, groups = unit_spans(mask_bits, keys, n, query, spec)
                 if spec.on_tiles and spans[0] == spans[1]:
@@ -90,7 +104,7 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
                 count, lane = min(spec.unit_queries, n - query), number_bytes * query
                 k_words, k_n, k_d = packed_keys(call, k, k_step, head, key0, keys, seen, kept_keys, spec)
                 unit_queries = queries + lane * round_up(d_words, 16) if query else queries
-                score_tile(k_words, k_n, k_d, unit_queries, scores, spec.unit_row, d_words, spans, groups, spec)
+                score_tile(k_words, k_n, k_d, unit_queries, scores, spec.unit_row, d_words, ahead, spans, groups, spec)
                 finish_pv(left, pairs, dv, spec)
                 scale_log2 = scale
                 if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
@@ -124,13 +138,16 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
                         values,
                         spec,
                     )
-                    v_words, v_n, v_d = finite_rows_operand(values, keys, dv, rows, zeros, kept_values, spec)
+                    v_words, v_row = finite_rows_operand(values, keys, dv, rows, zeros, kept_values, spec)
                 else:
-                    v_words, v_n, v_d = packed_values(
-                        call, v, v_step, head, key0, seen, zeros, values, kept_values, spec
+                    v_words, v_row = packed_values(
+                        call, v, v_step, head, key0, keys, seen, zeros, values, kept_values, spec
                     )
                 weights = weights_operand(scores, keys, pairs, spec)
-                left = pv_unit(v_words, v_d, v_n, weights, output + lane, dv, keys, spans, groups, is_first, spec)
+                cut_bits = mask_bits if groups > 1 else 0
+                left = pv_unit(
+                    v_words, v_row, weights, output + lane, dv, keys, ahead, cut_bits, spans, n, is_first, spec
+                )
                 written |= 1 << (query // 32)
     finish_pv(left, pairs, dv, spec)
     for half in range(2):  # queries that see nothing
@@ -139,39 +156,60 @@ def attend_tile(call, memory, b, h, r, non_finite, spec):
     return n
 
 
-@device_function
-def divide_and_store(call, memory, n, o, spec):
-    """:func:`store_output` in passes over the output."""
-    dv, offsets = call.dv, call.offsets
-    output, l, zero, one = memory + offsets.output, memory + offsets.total, splat(0.0, spec), splat(1.0, spec)
-    for lane in range(0, spec.number_bytes * round_up(n, 16), 64):
-        total = load(l + lane, spec)
-        factor = select_greater(total, zero, div(one, total), total)  # 0 if no key was seen, NaN if the sum is NaN
-        for d in range(dv):
-            address = output + spec.row_bytes * d + lane
-            store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
-    store_rows(output, n, dv, memory + offsets.rows, o, call.o_strides.n, spec)
+@by_spec
+def prefetch_queries_and_output(spec):
+    """Prefetch 16 rows of the next task's queries, from ``first`` on, and those of this task's output; returns the next ``first``."""
+
+    def rows(call, b, h, r, first, spec):
+        q_step, o_step, last = call.q_strides, call.o_strides, min(first + 16, min(QUERIES, call.nq - r * QUERIES))
+        q = call.q + spec.input_bytes * (b * q_step.b + h * q_step.h + max(r - 1, 0) * QUERIES * q_step.n)
+        o = call.o + spec.input_bytes * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
+        prefetch_rows(q, q_step.n, first, last, call.d, spec)
+        prefetch_rows(o, o_step.n, first, last, call.dv, spec)
+        return first + 16
+
+    def nothing(call, b, h, r, first, spec):  # on tiles this was measured to gain little or to lose
+        return first + 16
+
+    return nothing if spec.on_tiles else rows
 
 
 @by_spec
 def store_output(spec):
     """The output of a tile of n queries, divided by the sums of its weights, written to the array from ``o`` on."""
 
-    def any_tile(call, memory, n, o, spec):
-        divide_and_store(call, memory, n, o, spec)
+    def rows(call, memory, n, o, spec):
+        columns = padded(spec, call.dv)
+        for i in range(n):
+            row = memory + call.offsets.output + spec.number_bytes * columns * i
+            total = read(memory + call.offsets.total + spec.number_bytes * i, spec)
+            factor = as_number(1.0, spec) / total
+            if not total > 0:  # 0 if no key was seen, NaN if the sum is NaN
+                fill(row, columns, total, spec)
+                factor = as_number(1.0, spec)
+            round_row(row, call.dv, factor, o + spec.input_bytes * i * call.o_strides.n, spec)
 
-    def blocks(call, memory, n, o, spec):
-        if n < QUERIES or call.dv % 32:
-            divide_and_store(call, memory, n, o, spec)
-        else:
-            offsets, row = call.offsets, 2 * call.o_strides.n
+    def columns(call, memory, n, o, spec):
+        output, l, dv, step = memory + call.offsets.output, memory + call.offsets.total, call.dv, call.o_strides.n
+        if n == QUERIES and dv % 32 == 0:
             for lane in range(0, QUERIES, 16):
-                total = load(memory + offsets.total + 4 * lane, spec)
-                for d in range(0, call.dv, 32):
-                    block = memory + offsets.output + spec.row_bytes * d + 4 * lane
-                    store_rounded_block(block, spec.row_bytes, total, o + lane * row + 2 * d, row, spec)
+                total = load(l + 4 * lane, spec)
+                for d in range(0, dv, 32):
+                    block = output + spec.row_bytes * d + 4 * lane
+                    store_rounded_block(block, spec.row_bytes, total, o + 2 * (lane * step + d), 2 * step, spec)
+            return
+        zero, one, rows = splat(0.0, spec), splat(1.0, spec), memory + call.offsets.rows
+        for lane in range(0, 4 * round_up(n, 16), 64):
+            total = load(l + lane, spec)
+            factor = select_greater(total, zero, div(one, total), total)  # as above
+            for d in range(dv):
+                address = output + spec.row_bytes * d + lane
+                store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
+        transpose_out(output, n, dv, rows, dv, spec)
+        for i in range(n):
+            round_row(rows + 4 * i * dv, dv, as_number(1.0, spec), o + 2 * i * step, spec)
 
-    return blocks if spec.on_tiles else any_tile
+    return columns if spec.on_tiles else rows
 
 
 @device_function
@@ -197,7 +235,7 @@ def forward_tile(call, memory, b, h, r, spec):
     step, non_finite = call.o_strides, False
     while True:
         n = attend_tile(call, memory, b, h, r, non_finite, spec)
-        if non_finite or columns_finite(memory + call.offsets.output, call.dv, round_up(n, 16), spec):
+        if non_finite or output_finite(memory + call.offsets.output, n, call.dv, spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True

@@ -10,11 +10,11 @@ from numba.extending import intrinsic
 
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.bf16 import interleaved_rows
-from lowtri.kernels.cache_rows import BLOCK, EVEN_FIRST, LANES, input_words, is_even_first, prefetch
+from lowtri.kernels.cache_rows import BLOCK, EVEN_FIRST, LANES, input_words, is_even_first
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.lanes import shuffled
 from lowtri.kernels.product import multiply_add
-from lowtri.kernels.simd import F32, I64, broadcast, clamped, pointer
+from lowtri.kernels.simd import F32, I64, broadcast, clamped, pointer, prefetch
 
 __all__ = ["pv"]
 
@@ -24,7 +24,7 @@ PORTION = 2**13  # bytes of values that stay in L1 while all query heads of a gr
 def _emit_pv(builder: Any, args: Any, rows: int, vectors: int, prefetches: bool, spec: Any) -> None:
     """The register tile of :func:`pv`: ``rows`` x ``vectors`` accumulators over all keys."""
     weights, weight_step, last, values, value_step, keys, zeros, output, output_step, ahead, ahead_step = args
-    pairs, kind, multiply, one = spec.rows == "pairs", spec.vector.ir, multiply_add(spec), ir.Constant(I64, 1)
+    pairs, kind, multiply, one = spec.operand == "pairs", spec.vector.ir, multiply_add(spec), ir.Constant(I64, 1)
     tile = [[alloca_once(builder, kind) for _ in range(vectors)] for _ in range(rows)]
     weight_rows, output_rows = [], []
     for r in range(rows):

@@ -14,6 +14,7 @@ from lowtri.kernels.operands import head_operand, key_operand
 from lowtri.kernels.scratch import KEYS, MOST_SLOTS
 from lowtri.kernels.shared_pack import transposed_tile
 from lowtri.kernels.simd import read_int64, write_int64
+from lowtri.kernels.tile_output import padded
 
 __all__ = ["clear_pack_cache", "packed_keys", "packed_values"]
 
@@ -37,7 +38,7 @@ def clear_pack_cache(spec):
             write_int64(keys + 8 * slot, 0)
             write_int64(values + 8 * slot, 0)
 
-    return {"pairs": of_values, "widened": of_both}.get(spec.rows, nothing)
+    return {"pairs": of_values, "widened": of_both}.get(spec.operand, nothing)
 
 
 @device_function
@@ -64,40 +65,40 @@ def packed_keys(spec):
         return head_operand(rows + spec.input_bytes * key0 * step.n, step.n, step.d, keys, call.d, memory, spec)
 
     def kept(call, rows, step, head, key0, keys, seen, memory, spec):
-        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, call.d
+        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, padded(spec, call.d)
         words, is_new = slot_of(memory, head, tile, key_bytes(KEYS, size, spec), tiles, seen)
         first = tile * KEYS
         if is_new:
             source, n = rows + spec.input_bytes * first * step.n, min(KEYS, call.nk - first)
-            head_operand(source, step.n, step.d, n, size, words, spec)
+            head_operand(source, step.n, step.d, n, call.d, words, spec)
         return words + key_bytes(key0 - first, size, spec), size, 1
 
-    return kept if spec.rows == "widened" else in_place
+    return kept if spec.operand == "widened" else in_place
 
 
 @by_spec
 def packed_values(spec):
-    """The values from ``key0`` on as an operand with words along the keys; the rest as in :func:`packed_keys`.
+    """The values from ``key0`` on as an operand with words along the keys, and the words of a row; the rest as in :func:`packed_keys`.
 
     In pairs, key0 is an even number of keys after its tile's first; on tiles, a multiple of 32.
 
     Args:
-        zeros: a row of 0, the neighbour of an odd last key.  copy: scratch for a tile's rows.
+        zeros: a row of 0, the neighbour of an odd last key.  copy: scratch for a tile's rows, padded.
     """
 
-    def in_place(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
-        return rows + spec.input_bytes * key0 * step.n, step.n, step.d
+    def in_place(call, rows, step, head, key0, keys, seen, zeros, copy, memory, spec):
+        return key_operand(rows + spec.input_bytes * key0 * step.n, step.n, step.d, keys, call.dv, zeros, copy, spec)
 
-    def kept(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
-        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, call.dv
+    def kept(call, rows, step, head, key0, keys, seen, zeros, copy, memory, spec):
+        tile, tiles, size = key0 // KEYS, (call.nk + KEYS - 1) // KEYS, padded(spec, call.dv)
         words, is_new = slot_of(memory, head, tile, key_bytes(KEYS, size, spec), tiles, seen)
         first = tile * KEYS
         if is_new:
             source, n = rows + spec.input_bytes * first * step.n, min(KEYS, call.nk - first)
-            key_operand(source, step.n, step.d, n, size, zeros, words, spec)
-        return words + key_bytes(key0 - first, size, spec), size, 1
+            key_operand(source, step.n, step.d, n, call.dv, zeros, words, spec)
+        return words + key_bytes(key0 - first, size, spec), size
 
-    def shared(call, rows, step, head, key0, seen, zeros, copy, memory, spec):
-        return transposed_tile(call, rows, step, call.dv, head, key0, memory, copy, zeros, spec), 0, 0
+    def shared(call, rows, step, head, key0, keys, seen, zeros, copy, memory, spec):
+        return transposed_tile(call, rows, step, call.dv, head, key0, memory, copy, zeros, spec), 0
 
-    return {"direct": in_place, "tiles": shared}.get(spec.rows, kept)
+    return {"direct": in_place, "tiles": shared}.get(spec.operand, kept)

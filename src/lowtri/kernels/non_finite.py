@@ -10,47 +10,26 @@ import numpy as np
 
 from lowtri.kernels.device_function import device_function
 from lowtri.kernels.plan_walk import ALL_QUERIES
+from lowtri.kernels.rows import fill, widen_rows
 from lowtri.kernels.simd import (
-    add,
     all_lanes_finite,
     load,
     load_input,
-    mul,
     read,
     read_input,
     read_word,
-    select_bits,
     splat,
     store,
     write,
 )
+from lowtri.kernels.tile_output import add_weighted_row, all_finite, padded
 
 __all__ = [
     "add_non_finite_keys",
     "add_non_finite_queries",
-    "all_finite",
-    "columns_finite",
     "input_rows_finite",
     "zero_non_finite_rows",
 ]
-
-
-@device_function
-def all_finite(address, count, spec):
-    """Whether ``count`` numbers (whole vectors) are all finite."""
-    for offset in range(0, spec.number_bytes * count, 64):
-        if not all_lanes_finite(load(address + offset, spec)):
-            return False
-    return True
-
-
-@device_function
-def columns_finite(tile, size, columns, spec):
-    """Whether the first ``columns`` of a tile (size, 64), whole vectors, are all finite."""
-    for j in range(size):
-        if not all_finite(tile + spec.row_bytes * j, columns, spec):
-            return False
-    return True
 
 
 @device_function
@@ -72,27 +51,19 @@ def input_rows_finite(rows, row_step, step, n, size, spec):
 def add_non_finite_keys(
     rows, row_step, step, weights, mask_bits, query, queries, keys, output, size, finite_rows, spec
 ):
-    """Output (size, 64) += rows^T weights for the non-finite rows of an array, at the queries that see them.
+    """Output += weights^T rows for the non-finite rows of an array, at the queries that see them.
 
     ``weights`` (keys, queries) are those of the queries from ``query`` on; ``output`` begins at this query, too.
-    ``finite_rows`` becomes a packed copy of the rows (keys, size) with 0 in place of the non-finite ones.
+    ``finite_rows`` becomes a padded copy of the rows with 0 in place of the non-finite ones.
     """
-    number_bytes = spec.number_bytes
+    number_bytes, row = spec.number_bytes, padded(spec, size)
+    widen_rows(rows, row_step, step, keys, size, finite_rows, row, spec)
     for j in range(keys):
-        row, finite = rows + spec.input_bytes * j * row_step, True
-        for d in range(size):
-            finite = finite and np.isfinite(read_input(row + spec.input_bytes * d * step, spec))
-        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
-        for d in range(size):
-            x = read_input(row + spec.input_bytes * d * step, spec)
-            write(finite_rows + number_bytes * (j * size + d), x if finite else 0.0, spec)
-            if not finite:
-                for lane in range(0, queries, spec.lanes):
-                    address = output + spec.row_bytes * d + number_bytes * lane
-                    before = load(address, spec)
-                    weight = load(weights + number_bytes * (queries * j + lane), spec)
-                    after = add(before, mul(weight, splat(x, spec)))
-                    store(address, select_bits(word, np.uint64(query + lane), after, before))
+        copy = finite_rows + number_bytes * row * j
+        if not all_finite(copy, row, spec):
+            word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
+            add_weighted_row(weights + number_bytes * queries * j, word, query, queries, copy, output, size, spec)
+            fill(copy, row, 0.0, spec)
 
 
 @device_function

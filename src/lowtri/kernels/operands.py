@@ -12,37 +12,20 @@ from lowtri.kernels.rows import (
     fill,
     interleave_input_rows,
     interleave_rows,
-    round_row,
     round_up,
     transpose_in,
-    transpose_out,
     widen_rows,
 )
 from lowtri.kernels.tile_operands import pack_rounded, queries_in_pairs, rows_for_a
+from lowtri.kernels.tile_output import padded
 
 __all__ = [
     "finite_rows_operand",
     "head_operand",
     "key_operand",
     "row_operand",
-    "store_rows",
     "transposed_queries",
 ]
-
-
-@by_spec
-def store_rows(spec):
-    """Copy a tile (size, 64) to n rows of an array, ``row_step`` numbers apart; ``rows`` is scratch for (n, size)."""
-
-    def direct(source, n, size, rows, target, row_step, spec):
-        transpose_out(source, n, size, target, row_step, spec)
-
-    def rounded(source, n, size, rows, target, row_step, spec):
-        transpose_out(source, n, size, rows, size, spec)
-        for i in range(n):
-            round_row(rows + spec.number_bytes * i * size, size, target + spec.input_bytes * i * row_step, spec)
-
-    return direct if spec.rows == "direct" else rounded
 
 
 @by_spec
@@ -56,13 +39,13 @@ def transposed_queries(spec):
         transpose_in(source, row_step // 2, step, n, size // 2, round_up(n, 16), target, spec)
 
     def widened(source, row_step, step, n, size, rows, target, spec):
-        widen_rows(source, row_step, step, n, size, rows, spec)
+        widen_rows(source, row_step, step, n, size, rows, size, spec)
         transpose_in(rows, size, 1, n, size, round_up(n, 16), target, spec)
 
     def tiles(source, row_step, step, n, size, rows, target, spec):
         queries_in_pairs(source, row_step, step, n, size, rows, target, spec)
 
-    return {"direct": direct, "pairs": pairs, "widened": widened, "tiles": tiles}[spec.rows]
+    return {"direct": direct, "pairs": pairs, "widened": widened, "tiles": tiles}[spec.operand]
 
 
 @by_spec
@@ -79,32 +62,38 @@ def head_operand(spec):
         return source, row_step // 2, step
 
     def widened(source, row_step, step, n, size, target, spec):
-        widen_rows(source, row_step, step, n, size, target, spec)
-        return target, size, 1
+        widen_rows(source, row_step, step, n, size, target, padded(spec, size), spec)
+        return target, padded(spec, size), 1
 
     def tiles(source, row_step, step, n, size, target, spec):
         rows, row = rows_for_a(source, row_step, step, n, size, target, spec)
         return rows, row, 1
 
-    return {"direct": direct, "pairs": pairs, "widened": widened, "tiles": tiles}[spec.rows]
+    return {"direct": direct, "pairs": pairs, "widened": widened, "tiles": tiles}[spec.operand]
 
 
 @by_spec
 def key_operand(spec):
-    """Rows of keys or values as an operand with words along the keys, the A of V^T P^T; ``target`` and ``zeros`` are scratch."""
+    """Rows of keys or values as an operand with words along the keys, the B of P V: its address, and words from one row to the next.
+
+    Rows are whole vectors, padded with 0. ``target`` and ``zeros`` are scratch.
+    """
 
     def direct(source, row_step, step, n, size, zeros, target, spec):
-        return source, row_step, step
+        if step == 1 and size % spec.lanes == 0:
+            return source, row_step
+        widen_rows(source, row_step, step, n, size, target, padded(spec, size), spec)
+        return target, padded(spec, size)
 
     def pairs(source, row_step, step, n, size, zeros, target, spec):
         interleave_input_rows(source, row_step, n, size, zeros, target, spec)
-        return target, size, 1
+        return target, size
 
     def widened(source, row_step, step, n, size, zeros, target, spec):
-        widen_rows(source, row_step, step, n, size, target, spec)
-        return target, size, 1
+        widen_rows(source, row_step, step, n, size, target, padded(spec, size), spec)
+        return target, padded(spec, size)
 
-    return {"direct": direct, "pairs": pairs, "widened": widened}[spec.rows]
+    return {"direct": direct, "pairs": pairs, "widened": widened}[spec.operand]
 
 
 @by_spec
@@ -124,18 +113,18 @@ def row_operand(spec):
         fill(pairs + 4 * size * used, size * (depths - used), 0.0, spec)
         return pairs
 
-    return {"pairs": in_pairs, "tiles": whole_depths}.get(spec.rows, numbers)
+    return {"pairs": in_pairs, "tiles": whole_depths}.get(spec.operand, numbers)
 
 
 @by_spec
 def finite_rows_operand(spec):
-    """Packed rows (n, size) of keys or values as an operand with words along the keys; ``copy`` and ``target`` are scratch."""
+    """Padded rows of keys or values, packed, as an operand: see :func:`key_operand`. ``copy`` and ``target`` are scratch."""
 
     def words(rows, n, size, copy, zeros, target, spec):
-        return row_operand(rows, n, size, rows, spec), size, 1
+        return row_operand(rows, n, padded(spec, size), rows, spec), padded(spec, size)
 
     def tiles(rows, n, size, copy, zeros, target, spec):
         pack_rounded(rows, n, size, copy, zeros, target, spec)
-        return target, 0, 0
+        return target, 0
 
     return tiles if spec.on_tiles else words

@@ -1,8 +1,8 @@
 """The matrix product of all kernels: C = A B or C += A B, with a tile of C in registers.
 
-A is read one word at a time and may have any strides; B and C are packed rows, and their 64 columns are mostly queries. In
-S^T = K Q^T, O^T = V^T P^T and so on, keys and values are the operand A of every product and are read without a copy. A word is a
-number or a pair of bf16. Source of the register tile: Goto and van de Geijn 2008.
+A is read one word at a time and may have any strides; rows of B and C are packed. In S^T = K Q^T keys are the operand A, with queries
+in the columns; in O = P V values are the operand B, so both are read without a copy. A word is a number or a pair of bf16. Source of
+the register tile: Goto and van de Geijn 2008.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.compat.numba_private import alloca_once, for_range
-from lowtri.kernels.device_function import device_function
-from lowtri.kernels.simd import I64, broadcast, clamped
+from lowtri.kernels.device_function import by_spec, device_function
+from lowtri.kernels.simd import I64, broadcast, clamped, prefetch
 
 __all__ = ["multiply_add", "product", "product_add"]
 
 
 def multiply_add(spec: Any) -> Any:
     """The operation x * y + z on vectors of words: of numbers, or with dot products of pairs."""
-    return spec.operations.dot_pairs if spec.rows == "pairs" else spec.operations.fma
+    return spec.operations.dot_pairs if spec.operand == "pairs" else spec.operations.fma
 
 
 def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: bool, spec: Any) -> None:
-    """One register tile, ``rows`` x ``vectors`` accumulators over the whole depth. Rows past the last one repeat it."""
-    a, row_step, depth_step, b, b_row, c, c_row, depth, last = args
+    """One register tile, ``rows`` x ``vectors`` accumulators over the whole depth. Rows past the last one repeat it.
+
+    Where one vector fills a register, loads are fewer than multiply-adds; the tile then prefetches what lies ``ahead`` bytes from the
+    words that it reads of A (C = A B) or of B (C += A B). A tile one vector wide has no loads to spare.
+    """
+    a, row_step, depth_step, b, b_row, c, c_row, depth, ahead, last = args
     kind, multiply = spec.vector.ir, multiply_add(spec)
     a, b, c = (builder.inttoptr(p, kind.element.as_pointer()) for p in (a, b, c))
 
@@ -44,10 +48,15 @@ def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: boo
         for j in range(vectors):
             builder.store(ir.Constant(kind, None), tile[r][j])
     with for_range(builder, depth) as loop:
-        b_vectors = [builder.load(vector_at(b, builder.mul(loop.index, b_row), j), align=4) for j in range(vectors)]
+        b_addresses = [vector_at(b, builder.mul(loop.index, b_row), j) for j in range(vectors)]
         step = builder.mul(loop.index, depth_step)
+        a_addresses = [builder.gep(row, [step]) for row in a_rows]
+        if spec.isa.whole_vectors and vectors > 1:
+            for address in b_addresses if accumulate else a_addresses:
+                prefetch(builder, builder.add(builder.ptrtoint(address, I64), ahead))
+        b_vectors = [builder.load(address, align=4) for address in b_addresses]
         for r in range(rows):
-            a_word = broadcast(builder, builder.load(builder.gep(a_rows[r], [step]), align=4), kind.count)
+            a_word = broadcast(builder, builder.load(a_addresses[r], align=4), kind.count)
             for j in range(vectors):
                 builder.store(multiply(builder, a_word, b_vectors[j], builder.load(tile[r][j])), tile[r][j])
     # C is added at the end, since a sum of sums loses fewer digits than one long sum; and before any store, since rows may repeat.
@@ -60,53 +69,78 @@ def _emit_tile(builder: Any, args: Any, rows: int, vectors: int, accumulate: boo
             builder.store(builder.load(tile[r][j]), vector_at(c, c_rows[r], j), align=4)
 
 
-def _tile(wide: bool, accumulate: bool) -> Any:
-    @intrinsic
-    def tile(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, last, spec):
-        rows, vectors, narrow_rows = spec.value.tile
+def _shape(vectors: int, spec: Any) -> tuple[int, int]:
+    """Rows and vectors of the register tile for so many vectors: 1, 2, or the widest.
 
+    One of two vectors has as many accumulators as the narrow one, and nearly half of its loads.
+    """
+    rows, most, narrow_rows = spec.tile
+    return {1: (narrow_rows, 1), 2: (max(narrow_rows // 2, 1), 2)}.get(vectors, (rows, most))
+
+
+def _tile(vectors: int, accumulate: bool) -> Any:
+    @intrinsic
+    def tile(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, ahead, last, spec):
         def emit(context, builder, signature, args):
-            shape = (rows, vectors) if wide else (narrow_rows, 1)
-            _emit_tile(builder, args[:-1], *shape, accumulate, spec.value)
+            _emit_tile(builder, args[:-1], *_shape(vectors, spec.value), accumulate, spec.value)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 9, spec), emit
+        return types.void(*[types.intp] * 10, spec), emit
 
     return tile
 
 
-@intrinsic
-def _tile_shape(typing, spec):
-    """Rows and columns of the wide register tile, rows of the narrow one."""
-    rows, vectors, narrow_rows = spec.value.tile
-    kind = types.UniTuple(types.int64, 3)
+def _over_rows(vectors: int, accumulate: bool) -> Any:
+    """A register tile moved down the rows and over the columns as far as it fits; returns the first column that is left."""
+    tile = _tile(vectors, accumulate)
 
-    def emit(c, b, s, a):
-        shape = (rows, vectors * spec.value.lanes, narrow_rows)
-        return c.make_tuple(b, kind, [ir.Constant(I64, n) for n in shape])
+    @intrinsic
+    def shape(typing, spec):
+        """Rows and columns of the register tile."""
+        kind = types.UniTuple(types.int64, 2)
 
-    return kind(spec), emit
+        def emit(c, b, s, a):
+            rows, width = _shape(vectors, spec.value)
+            return c.make_tuple(b, kind, [ir.Constant(I64, n) for n in (rows, width * spec.value.lanes)])
 
+        return kind(spec), emit
 
-def _over_tiles(wide: Any, narrow: Any) -> Any:
     @device_function
-    def product(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, columns, spec):
-        tile_rows, tile_columns, narrow_rows = _tile_shape(spec)
-        size = spec.number_bytes
-        whole = columns - columns % tile_columns
-        for j in range(0, size * whole, size * tile_columns):
+    def over_rows(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, ahead, columns, spec):
+        (tile_rows, tile_columns), size, column = shape(spec), spec.number_bytes, 0
+        while column + tile_columns <= columns:
             for r in range(0, rows, tile_rows):
-                last, a_tile, c_tile = min(tile_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
-                wide(a_tile, row_step, depth_step, b + j, b_row, c_tile, c_row, depth, last, spec)
-        for j in range(size * whole, size * columns, 64):
-            for r in range(0, rows, narrow_rows):
-                last, a_tile, c_tile = min(narrow_rows, rows - r) - 1, a + size * r * row_step, c + size * r * c_row + j
-                narrow(a_tile, row_step, depth_step, b + j, b_row, c_tile, c_row, depth, last, spec)
+                last, a_tile = min(tile_rows, rows - r) - 1, a + size * r * row_step
+                b_tile, c_tile = b + size * column, c + size * (r * c_row + column)
+                tile(a_tile, row_step, depth_step, b_tile, b_row, c_tile, c_row, depth, ahead, last, spec)
+            column += tile_columns
+        return column
+
+    return over_rows
+
+
+def _product(accumulate: bool) -> Any:
+    widest, two, narrow = (_over_rows(vectors, accumulate) for vectors in (4, 2, 1))
+
+    @by_spec
+    def product(spec):
+        def of_widths(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, ahead, columns, spec):
+            size = spec.number_bytes
+            j = widest(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, ahead, columns, spec)
+            b_rest, c_rest, left = b + size * j, c + size * j, columns - j
+            j = two(a, row_step, depth_step, b_rest, b_row, c_rest, c_row, rows, depth, ahead, left, spec)
+            b_rest, c_rest, left = b_rest + size * j, c_rest + size * j, left - j
+            narrow(a, row_step, depth_step, b_rest, b_row, c_rest, c_row, rows, depth, ahead, left, spec)
+
+        def of_vectors(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, ahead, columns, spec):
+            narrow(a, row_step, depth_step, b, b_row, c, c_row, rows, depth, ahead, columns, spec)
+
+        return of_widths if spec.tile[1] > 1 else of_vectors
 
     return product
 
 
 # C = A B, and C += A B, of A (rows, depth), B (depth, columns) and C (rows, columns). Columns are whole vectors; rows of B and C are
-# ``b_row`` and ``c_row`` words apart. Addresses in bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
-product = _over_tiles(_tile(wide=True, accumulate=False), _tile(wide=False, accumulate=False))
-product_add = _over_tiles(_tile(wide=True, accumulate=True), _tile(wide=False, accumulate=True))
+# ``b_row`` and ``c_row`` words apart. ``ahead`` bytes from A's rows (C = A B) or from B's (C += A B) lines are prefetched. Addresses in
+# bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
+product, product_add = _product(accumulate=False), _product(accumulate=True)

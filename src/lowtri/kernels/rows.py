@@ -13,6 +13,7 @@ from lowtri.kernels.simd import (
     load,
     load_input,
     mul,
+    prefetch_line,
     read,
     read_input,
     splat,
@@ -29,6 +30,7 @@ __all__ = [
     "interleave_rows",
     "multiply_by",
     "multiply_columns",
+    "prefetch_rows",
     "round_row",
     "round_up",
     "transpose_in",
@@ -38,6 +40,14 @@ __all__ = [
 ]
 
 round_up = device_function(scratch.round_up)
+
+
+@device_function
+def prefetch_rows(rows, row_step, first, last, size, spec):
+    """Prefetch rows of an array, in memory's order."""
+    for i in range(first, last):
+        for offset in range(0, spec.input_bytes * size, 64):
+            prefetch_line(rows + spec.input_bytes * i * row_step + offset)
 
 
 @device_function
@@ -109,26 +119,29 @@ def transpose_out(source, n, size, target, row_step, spec):
 
 
 @device_function
-def widen_rows(source, row_step, step, n, size, target, spec):
-    """n rows of an array, packed, in the compute dtype."""
+def widen_rows(source, row_step, step, n, size, target, target_row, spec):
+    """n rows of an array in the compute dtype, padded with 0 to ``target_row`` numbers each."""
     number_bytes, lanes = spec.number_bytes, spec.lanes
     for i in range(n):
-        row, widened = source + spec.input_bytes * i * row_step, target + number_bytes * i * size
+        row, widened = source + spec.input_bytes * i * row_step, target + number_bytes * i * target_row
         whole = size - size % lanes if step == 1 else 0
         for d in range(0, whole, lanes):
             store(widened + number_bytes * d, load_input(row + spec.input_bytes * d, spec))
         for d in range(whole, size):
             write(widened + number_bytes * d, read_input(row + spec.input_bytes * d * step, spec), spec)
+        for d in range(size, target_row):
+            write(widened + number_bytes * d, 0.0, spec)
 
 
 @device_function
-def round_row(source, size, target, spec):
-    """Copy a packed row of numbers to a row of an array, rounded to its dtype."""
+def round_row(source, size, factor, target, spec):
+    """Copy a packed row of numbers, times a factor, to a row of an array, rounded to its dtype."""
     whole = size - size % spec.lanes
     for d in range(0, whole, spec.lanes):
-        store_input(target + spec.input_bytes * d, load(source + spec.number_bytes * d, spec), spec)
+        x = mul(load(source + spec.number_bytes * d, spec), splat(factor, spec))
+        store_input(target + spec.input_bytes * d, x, spec)
     for d in range(whole, size):
-        write_input(target + spec.input_bytes * d, read(source + spec.number_bytes * d, spec), spec)
+        write_input(target + spec.input_bytes * d, read(source + spec.number_bytes * d, spec) * factor, spec)
 
 
 @device_function

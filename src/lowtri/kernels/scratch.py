@@ -30,7 +30,7 @@ def round_up(x: int, n: int) -> int:
 
 
 def product_rows(size: int, spec: KernelSpec) -> int:
-    """The rows of the output (head size, queries), or of dQ, that a product writes: on tiles whole registers of 16."""
+    """The rows of the output (head size, queries), or of dQ, that a product on tiles writes: whole registers of 16."""
     return (size + 15) & -16 if spec.on_tiles else size
 
 
@@ -55,8 +55,9 @@ def place_of_row(row: int) -> int:
 
 
 def padded(spec: KernelSpec, size: int) -> int:
-    """A head size rounded up to what a packed row of Q, dO, dK or dV takes: whole vectors, or whole blocks of 32 columns."""
-    return round_up(size, 32 if spec.on_tiles else spec.lanes)
+    """A head size rounded up to what a packed row takes: whole vectors, or whole blocks of 32 columns. Kernels use it, too."""
+    block = 32 if spec.on_tiles else spec.lanes
+    return (size + block - 1) // block * block
 
 
 def key_rows(spec: KernelSpec, nk: int) -> int:
@@ -66,19 +67,19 @@ def key_rows(spec: KernelSpec, nk: int) -> int:
 
 def _forward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     row, number, d_padded, dv_padded = spec.row_bytes, spec.number_bytes, padded(spec, d), padded(spec, dv)
-    in_pairs, widened = spec.per_word == 2, spec.rows == "widened"
-    kept_values = 0 if spec.rows == "direct" else _slots(spec, dv)
+    in_pairs, widened = spec.per_word == 2, spec.operand == "widened"
+    kept_values = 0 if spec.operand == "direct" else _slots(spec, dv_padded)
     return {
         "queries": row * d_padded // spec.per_word,
         "scores": spec.unit_row * KEYS,
-        "output": row * product_rows(dv, spec),
+        "output": row * dv_padded,
         "shift": row,
         "total": row,
         "weights": spec.unit_row * KEYS // 2 if in_pairs else 0,
         "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed on tiles
         "zeros": number * round_up(dv, 32) if in_pairs else 0,
-        "rows": 0 if spec.rows == "direct" else row * max(d_padded, dv_padded),
-        "kept_keys": 2 * KEYS * d_padded if spec.on_tiles else _slots(spec, d) if widened else 0,
+        "rows": 0 if spec.operand == "direct" else row * max(d_padded, dv_padded),
+        "kept_keys": 2 * KEYS * d_padded if spec.on_tiles else _slots(spec, d_padded) if widened else 0,
         "kept_values": 2 * KEYS * product_rows(dv, spec) if spec.on_tiles else kept_values,
         "tile_configuration": 128 * spec.on_tiles,
     }
@@ -97,7 +98,7 @@ def _backward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
     return {
         "queries": d_rows // spec.per_word,
         "d_output": dv_rows // spec.per_word,
-        "dq": row * product_rows(d, spec),
+        "dq": row * padded(spec, d),
         "scores": row * KEYS,
         "ds": row * KEYS,
         "d_softcap": row * KEYS,  # in pairs also dS for dQ
@@ -109,7 +110,7 @@ def _backward(spec: KernelSpec, d: int, dv: int) -> dict[str, int]:
         "finite_q": d_rows,
         "finite_d_output": dv_rows,
         "keys": number * KEYS * padded(spec, d),
-        "values": number * KEYS * dv if spec.rows == "widened" else values,
+        "values": number * KEYS * padded(spec, dv) if spec.operand == "widened" else values,
         "q_pairs": d_rows // 2 if pairs else 0,
         "d_output_pairs": dv_rows // 2 if pairs else 0,
         "zeros": number * round_up(d, 32) if pairs else 0,
@@ -130,7 +131,7 @@ def packed_shared_scratch(spec: KernelSpec, heads: int, nk: int, size: int) -> d
 
 def decode_scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, int]:
     """Bytes of each part of the memory that one thread works in, for ``rows`` queries of a group's heads."""
-    pairs = spec.rows == "pairs"
+    pairs = spec.operand == "pairs"
     return {
         "scores": 4 * rows * CACHE_KEYS,
         "weights": 2 * rows * CACHE_KEYS if pairs else 0,
@@ -142,4 +143,4 @@ def decode_scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, in
 
 def decode_shared_scratch(groups: int, parts: int, rows: int, dv: int) -> dict[str, int]:
     """Bytes that the threads share: for each group of heads a counter, which begins at 0, and the results of each part."""
-    return {"joined": 8 * groups, "results": 4 * groups * parts * (header_size(rows) + rows * dv)}
+    return {"parts_done": 8 * groups, "results": 4 * groups * parts * (header_size(rows) + rows * dv)}

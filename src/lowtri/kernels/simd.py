@@ -15,9 +15,21 @@ from numba.extending import intrinsic
 from lowtri.kernels.operations.baseline import constant, integers
 
 __all__ = [
-    *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer"),  # for intrinsics
+    *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer", "prefetch"),  # for intrinsics
     *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
-    *("store", "store_input", "write", "write_input", "write_int64", "fetch_add", "element", "as_number", "splat"),
+    *(
+        "store",
+        "store_input",
+        "write",
+        "write_input",
+        "write_int64",
+        "fetch_add",
+        "prefetch_line",
+        "element",
+        "lane",
+        "as_number",
+        "splat",
+    ),
     *("add", "sub", "mul", "div", "fma", "maximum", "select_bits", "select_greater", "any_greater", "all_lanes_finite"),
 ]
 
@@ -40,6 +52,15 @@ def clamped(builder: Any, row: int, last: Any) -> Any:
 def pointer(builder: Any, address: Any, kind: Any) -> Any:
     """A pointer to a value of this kind at an address."""
     return builder.inttoptr(address, kind.as_pointer())
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Load the cache line at an address into L2. The address may be invalid."""
+    byte = ir.IntType(8).as_pointer()
+    kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
 
 
 def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
@@ -174,6 +195,23 @@ def element(typing, values, index):
         return result
 
     return values.dtype(values, types.intp), emit
+
+
+@intrinsic
+def prefetch_line(typing, address):
+    """:func:`prefetch` for kernels."""
+
+    def emit(c, b, s, a):
+        prefetch(b, a[0])
+        return c.get_dummy_value()
+
+    return types.void(types.intp), emit
+
+
+@intrinsic
+def lane(typing, x, index):
+    """One number of a vector."""
+    return x.number(x, types.intp), lambda c, b, s, a: b.extract_element(*a)
 
 
 @intrinsic

@@ -26,6 +26,7 @@ from lowtri.kernels.simd import (
     store,
     sub,
 )
+from lowtri.kernels.tile_output import rescale_output
 
 __all__ = ["LARGE", "MAX_RISE", "new_shift", "shifts_large_scores", "softmax_tile"]
 
@@ -34,10 +35,10 @@ MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2
 
 
 @device_function
-def new_shift(scores, step, factors, first, last, m, l, output, size, spec):
+def new_shift(scores, step, factors, first, last, m, l, output, vector, size, spec):
     """Minus the shift of a vector of queries after these scores, ``step`` bytes apart.
 
-    m, l and the output (size, 64) are rescaled if the maximum rose.
+    m, l and the output of these queries, the vector of that number, are rescaled if the maximum rose.
     """
     hidden, zero = splat(-np.inf, spec), splat(0.0, spec)
     a = b = c = d = hidden  # four independent chains of maxima, for instruction-level parallelism
@@ -59,9 +60,7 @@ def new_shift(scores, step, factors, first, last, m, l, output, size, spec):
         rescale = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
         store(m, new)
         store(l, mul(load(l, spec), rescale))
-        for r in range(size):
-            row = output + spec.row_bytes * r
-            store(row, mul(load(row, spec), rescale))
+        rescale_output(output, vector, size, rescale, spec)
         old = new
     # A query that has not seen a key yet has no maximum: with shift 0 its weights are 2 ** -inf = 0.
     return sub(zero, select_greater(old, hidden, old, zero))
@@ -85,19 +84,19 @@ def shifts_large_scores(scores, step, factors, shift, first, last, spec):
 
 @device_function
 def softmax_tile(scores, scale_log2, spans, m, l, output, size, spec):
-    """Scores become weights 2 ** (scale_log2 * score - m); m, l and the output so far (size, 64) are rescaled to the new shift.
+    """Scores become weights 2 ** (scale_log2 * score - m); m, l and the output so far are rescaled to the new shift.
 
     Args:
         scores: address of (keys, 64).  scale_log2: factor > 0, rounded together with the shift.
         spans: the first key and one past the last for each 16 queries; other scores are not touched.
-        m, l: addresses of 64 numbers.  output: address of (size, 64).
+        m, l: addresses of 64 numbers.  output, size: see :mod:`lowtri.kernels.tile_output`.
     """
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         lane, part = 64 * vector, (spec.lanes * vector) >> 4
         first, last, factors = element(spans, 2 * part), element(spans, 2 * part + 1), splat(scale_log2, spec)
         column = scores + lane
-        shift = new_shift(column, step, factors, first, last, m + lane, l + lane, output + lane, size, spec)
+        shift = new_shift(column, step, factors, first, last, m + lane, l + lane, output, vector, size, spec)
         if shifts_large_scores(column, step, factors, shift, first, last, spec):
             factors, shift = splat(1.0, spec), splat(0.0, spec)
         a = b = splat(0.0, spec)

@@ -3,7 +3,7 @@
 A kernel family (forward, backward, decode) is written once. Where its code depends on the spec, an intrinsic or a ``@by_spec``
 function chooses during type inference, so that machine code has no branch for it (:mod:`lowtri.kernels.spec_type`).
 
-    rows        how the rows of Q, K and V enter a product
+    operand     how the rows of Q, K and V enter a product
     direct      read from the array
     pairs       read from the array, two neighbours in a 32-bit word; accumulated in float32
     widened     a tile's rows are converted to float32 in scratch memory
@@ -27,12 +27,12 @@ class KernelSpec:
     """What a kernel is compiled for."""
 
     dtype: str  # of the arrays
-    rows: str  # direct, pairs, widened, tiles
+    operand: str  # direct, pairs, widened, tiles
     isa: Baseline
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}-{self.rows}-{self.isa.name}"
+        return f"{self.dtype}-{self.operand}-{self.isa.name}"
 
     @property
     def compute_dtype(self) -> str:
@@ -61,12 +61,12 @@ class KernelSpec:
     @property
     def per_word(self) -> int:
         """Numbers in a word of a product."""
-        return 2 if self.rows in ("pairs", "tiles") else 1
+        return 2 if self.operand in ("pairs", "tiles") else 1
 
     @property
     def on_tiles(self) -> int:
         """1 if products use tile registers, else 0."""
-        return int(self.rows == "tiles")
+        return int(self.operand == "tiles")
 
     @property
     def unit_queries(self) -> int:
@@ -79,6 +79,16 @@ class KernelSpec:
         return self.unit_queries * self.number_bytes
 
     @property
+    def edge_queries(self) -> int:
+        """Queries whose keys are cut separately in a product with the values."""
+        return 16 // min(2, self.tile[1])
+
+    @property
+    def edge_columns(self) -> int:
+        """Columns of these products: those of a register tile with as many rows."""
+        return self.lanes * min(2, self.tile[1])
+
+    @property
     def query_group(self) -> int:
         """Queries that are computed together: columns of a product are a multiple of these."""
         return 32 if self.on_tiles else 16
@@ -86,9 +96,9 @@ class KernelSpec:
     @property
     def tile(self) -> tuple[int, int, int]:
         """The register tile: rows and vectors of the wide one, rows of the narrow one, which is one vector wide."""
-        return self.isa.pairs_tile if self.rows == "pairs" else self.isa.tile
+        return self.isa.pairs_tile if self.operand == "pairs" else self.isa.tile
 
     def cache_tile(self, queries: int) -> CacheTile | None:
         """How a block of so many queries reads a cache; None if there are no such blocks."""
         tiles = self.isa.cache_tiles
-        return tiles.get((self.rows, queries), tiles.get(("any", queries)))
+        return tiles.get((self.operand, queries), tiles.get(("any", queries)))

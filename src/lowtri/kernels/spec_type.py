@@ -43,6 +43,8 @@ _CONSTANTS = (
     "on_tiles",
     "unit_queries",
     "unit_row",
+    "edge_queries",
+    "edge_columns",
     "query_group",
 )
 
@@ -51,7 +53,7 @@ class SpecType(types.Type):
     """The type of a spec; ``value`` is the spec."""
 
     def __init__(self, value: KernelSpec) -> None:
-        self.value = TypedSpec(value.dtype, value.rows, value.isa)
+        self.value = TypedSpec(value.dtype, value.operand, value.isa)
         super().__init__(name=f"spec({value.name})")
 
 

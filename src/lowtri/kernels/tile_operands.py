@@ -15,7 +15,7 @@ from lowtri.kernels.device_function import device_function
 from lowtri.kernels.lanes import shuffled, transpose, transposed
 from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.rows import fill, round_row, round_up
-from lowtri.kernels.simd import I16, I64, load, pointer, store
+from lowtri.kernels.simd import I16, I64, as_number, load, pointer, store
 from lowtri.kernels.spec import QUERIES
 
 __all__ = ["pack_rounded", "pack_transposed", "product_rows", "queries_in_pairs", "rows_for_a", "store_rounded_block"]
@@ -137,11 +137,11 @@ def pack_transposed(source, row_step, step, n, size, copy, zeros, target, spec):
 
 @device_function
 def pack_rounded(source, n, size, copy, zeros, target, spec):
-    """:func:`pack_transposed` for packed rows (n, size) of float32."""
+    """:func:`pack_transposed` for rows of float32, padded to a multiple of 32."""
     row = round_up(size, 32)
     fill(copy, n * row // 2, 0.0, spec)
     for i in range(n):
-        round_row(source + 4 * i * size, size, copy + 2 * i * row, spec)
+        round_row(source + 4 * i * row, size, as_number(1.0, spec), copy + 2 * i * row, spec)
     pack_blocks(copy, row, n, product_rows(size, spec), zeros, target, spec)
 
 

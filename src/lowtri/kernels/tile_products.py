@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.plan_walk import key_spans, visible_range
+from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, visible_range
 from lowtri.kernels.product import product, product_add
 from lowtri.kernels.rows import fill, round_up, word_count
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import element
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_operands import product_rows
+from lowtri.kernels.tile_output import padded
 from lowtri.kernels.tiles import held_product, held_product_add, tile_product, tile_product_add
 
 __all__ = [
@@ -24,7 +25,7 @@ __all__ = [
     "finish_pv",
     "passes_over_keys",
     "product_keys",
-    "pv_tile",
+    "pv_rows",
     "pv_unit",
     "score_tile",
     "tile_spans",
@@ -33,6 +34,7 @@ __all__ = [
 
 LOW_HALF = np.uint64(0x00000000FFFFFFFF)  # of the 64 queries
 _BLOCK = 24  # keys; a multiple of the rows of every register tile
+_FEWEST = 8  # keys of a product of scores
 _HALF_ROW = 128  # bytes of a row of 32 pairs
 
 
@@ -125,22 +127,45 @@ def score_half(keys, row, queries, scores, scores_row, depths, start, stop, spec
             tile_product(a, row, 64, queries, c, _HALF_ROW, scores_row, rows, depths, QUERIES // 2, spec)
 
 
+@device_function
+def next_keys(spans, groups, j, end):
+    """Where the keys from j on end that the same groups of queries see, the first of these queries, and one past the last.
+
+    A product has a few keys at least, some of which not all of its queries see.
+    """
+    stop, first, last = end, QUERIES, 0
+    for group in range(groups):
+        for n in range(2 * group, 2 * group + 2):
+            edge = element(spans, n)
+            if edge > j:
+                stop = min(stop, max(edge, j + _FEWEST))
+    for group in range(groups):
+        if element(spans, 2 * group) < stop and element(spans, 2 * group + 1) > j:
+            first, last = min(first, QUERIES // groups * group), QUERIES // groups * (group + 1)
+    return stop, first, last
+
+
 @by_spec
 def score_tile(spec):
-    """Scores of a tile or a unit, rows of ``scores`` being ``row`` bytes apart: of all queries, or of each part with its span.
+    """Scores of a tile or a unit, rows of ``scores`` being ``row`` bytes apart; at least those in the span of each part.
 
-    ``keys``, ``k_n``, ``k_d`` and ``queries`` are operands (:mod:`lowtri.kernels.operands`); ``d`` is the depth in words.
+    ``keys``, ``k_n``, ``k_d`` and ``queries`` are operands (:mod:`lowtri.kernels.operands`); ``d`` is the depth in words. The keys that
+    are ``ahead`` rows further are prefetched.
     """
 
-    def on_vectors(keys, k_n, k_d, queries, scores, row, d, spans, groups, spec):
+    def on_vectors(keys, k_n, k_d, queries, scores, row, d, ahead, spans, groups, spec):
+        number_bytes, j, end = spec.number_bytes, 0, 0
         for group in range(groups):
-            start, stop = element(spans, 2 * group), element(spans, 2 * group + 1)
-            lane, n = 16 * spec.number_bytes * group, QUERIES // groups
-            group_keys, group_scores = keys + spec.number_bytes * start * k_n, scores + row * start + lane
-            if stop > start:
-                product(group_keys, k_n, k_d, queries + lane, QUERIES, group_scores, QUERIES, stop - start, d, n, spec)
+            end = max(end, element(spans, 2 * group + 1))
+        while j < end:
+            stop, first, last = next_keys(spans, groups, j, end)
+            if first < last:
+                lane, fetched = number_bytes * first, number_bytes * k_n * ahead
+                a, b, c = keys + number_bytes * j * k_n, queries + lane, scores + row * j + lane
+                product(a, k_n, k_d, b, QUERIES, c, QUERIES, stop - j, d, fetched, last - first, spec)
+            j = stop
 
-    def on_tiles(keys, k_n, k_d, queries, scores, row, d, spans, groups, spec):
+    def on_tiles(keys, k_n, k_d, queries, scores, row, d, ahead, spans, groups, spec):
         depths = round_up(d, 16) // 16
         score_half(keys, k_n, queries, scores, row, depths, spans[0], spans[1], spec)
         second = queries + _HALF_ROW * 16 * depths
@@ -164,19 +189,42 @@ def pv_half(values, pairs, row, output, size, start, stop, is_first, spec):
             tile_product_add(a, 64, 64 * columns, b, output, row, spec.row_bytes, columns, depths, QUERIES // 2, spec)
 
 
+@device_function
+def keys_of_queries(mask_bits, keys, spans, first, count):
+    """The span of a few of the 16 queries of a group, within that of the group."""
+    start, stop = element(spans, 2 * (first // 16)), element(spans, 2 * (first // 16) + 1)
+    if start >= stop:
+        return 0, 0
+    queries = (ALL_QUERIES >> np.uint64(64 - count)) << np.uint64(first)
+    a, b = visible_range(mask_bits + 8 * start, stop - start, queries)
+    return start + (a & -2), min(start + ((b + 1) & -2), stop)
+
+
 @by_spec
-def pv_tile(spec):
-    """Output += values^T weights, of all 64 queries or of each part with its span. Operands as in :func:`score_tile`."""
+def pv_rows(spec):
+    """Output += weights^T values, of all n queries or, by mask bits that are not 0, of each few with their own keys.
 
-    def on_vectors(values, v_d, v_n, weights, output, size, keys, spans, groups, spec):
-        for group in range(groups):
-            start, stop = word_count(element(spans, 2 * group), spec), word_count(element(spans, 2 * group + 1), spec)
-            lane, n = 16 * spec.number_bytes * group, QUERIES // groups
-            a, b, c = values + spec.number_bytes * start * v_n, weights + spec.row_bytes * start + lane, output + lane
-            if stop > start:
-                product_add(a, v_d, v_n, b, QUERIES, c, QUERIES, size, stop - start, n, spec)
+    Operands as in :func:`lowtri.kernels.operands.key_operand`; the output as in :mod:`lowtri.kernels.tile_output`. The values that are
+    ``ahead`` words further are prefetched.
+    """
 
-    def on_tiles(values, v_d, v_n, weights, output, size, keys, spans, groups, spec):
+    def on_vectors(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, spec):
+        columns, number_bytes, fetched = padded(spec, size), spec.number_bytes, spec.number_bytes * v_row * ahead
+        queries = spec.edge_queries if mask_bits else n
+        for first in range(0, n, max(queries, 1)):
+            count, start, stop, width = min(queries, n - first), 0, keys, columns
+            if mask_bits:
+                start, stop = keys_of_queries(mask_bits, keys, spans, first, count)
+                width = spec.edge_columns
+            word, depth = word_count(start, spec), word_count(stop, spec) - word_count(start, spec)
+            a, b = weights + spec.row_bytes * word + number_bytes * first, values + number_bytes * word * v_row
+            c, column = output + number_bytes * columns * first, 0
+            while depth > 0 and column < columns:
+                offset, most = number_bytes * column, min(width, columns - column)
+                product_add(a, 1, QUERIES, b + offset, v_row, c + offset, columns, count, depth, fetched, most, spec)
+                column += width
+
+    def on_tiles(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, spec):
         row, first = spec.row_bytes, (keys + 1) // 2
         fill(weights + row * first, QUERIES * (round_up(keys, 32) // 2 - first), 0.0, spec)
         pv_half(values, weights, row, output, size, spans[0], spans[1], False, spec)
@@ -193,11 +241,11 @@ def pv_unit(spec):
     has not been written yet, which is so on tiles only.
     """
 
-    def now(values, v_d, v_n, weights, output, size, keys, spans, groups, is_first, spec):
-        pv_tile(values, v_d, v_n, weights, output, size, keys, spans, groups, spec)
+    def now(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, is_first, spec):
+        pv_rows(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, spec)
         return 0, 0, 0, 0, False
 
-    def later(values, v_d, v_n, weights, output, size, keys, spans, groups, is_first, spec):
+    def later(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, is_first, spec):
         return values, output, spans[0], spans[1], is_first
 
     return later if spec.on_tiles else now
@@ -250,7 +298,7 @@ def add_to_rows(spec):
                     operand + spec.number_bytes * start * sums.size,
                 )
                 c, depth = target + spec.number_bytes * j * sums.n, word_count(count, spec)
-                product_add(a, QUERIES, 1, b, sums.size, c, sums.n, rows, depth, sums.size, spec)
+                product_add(a, QUERIES, 1, b, sums.size, c, sums.n, rows, depth, 0, sums.size, spec)
             j += block
 
     def on_tiles(weights, operand, target, sums, keys, spans, groups, n, spec):

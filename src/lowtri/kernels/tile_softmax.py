@@ -90,7 +90,7 @@ def softmax_vector(lane, scores, scale_log2, first, last, m, l, output, size, pa
         needs_maximum = any_greater(maximum(shift, old), splat(LARGE, spec))
         while True:
             if needs_maximum:
-                shift = new_shift(column, spec.unit_row, factors, first, last, m, l, output, size, spec)
+                shift = new_shift(column, spec.unit_row, factors, first, last, m, l, output, 0, size, spec)
                 if shifts_large_scores(column, spec.unit_row, factors, shift, first, last, spec):
                     factors, shift = splat(1.0, spec), zero
             total = weights_in_pairs(column, factors, shift, first, last, to, spec)

@@ -45,7 +45,7 @@ class Variant(NamedTuple):
 
     family: str  # forward (and its gradients), or decode
     dtype: str
-    rows: str
+    operand: str
     accepts: Callable[[Array, Array, Array], bool]
     enabled: bool = True
 
@@ -68,8 +68,8 @@ def variants_of(isa: Baseline) -> tuple[Variant, ...]:
 
 def spec_of_variant(variant: Variant, isa: Baseline) -> KernelSpec:
     """The spec of a variant; one on tiles is emulated where the instruction set has none, which only tests enable."""
-    emulated = variant.rows == "tiles" and not isa.has_tiles
-    return KernelSpec(variant.dtype, variant.rows, AmxEmulated() if emulated else isa)
+    emulated = variant.operand == "tiles" and not isa.has_tiles
+    return KernelSpec(variant.dtype, variant.operand, AmxEmulated() if emulated else isa)
 
 
 _FAMILIES = {"forward": ("forward", "backward"), "decode": ("decode",)}

@@ -46,7 +46,7 @@ class PreparedGradients:
             self.d_bias_shape = (self.parts, batch, heads, *call.bias.shape[2:])
         self.copies_output = reading.cast or output[3] != 1
         even = Array(d_output, dv).even
-        self.copies_d_output = reading.cast or (spec.rows == "pairs" and not even)
+        self.copies_d_output = reading.cast or (spec.operand == "pairs" and not even)
         # The kernel alone gives the gradients, in the dtype in which they are summed.
         self.is_kernel_alone = self.is_exact and not self.copies_output and not self.copies_d_output
         dense = packed((batch, heads, nq, dv))  # of a copy
@@ -96,7 +96,7 @@ class PreparedGradients:
         delta = lse.new_empty(self.q_shape[:3]) if self.with_sinks else None
         d_bias = None if self.d_bias_shape is None else lse.new_zeros(self.d_bias_shape)
         lse_address = lse.data_ptr()
-        dq, dk, dv_sums = self.run_kernel(
+        dq, dk, grad_v = self.run_kernel(
             q,
             k,
             v,
@@ -111,15 +111,15 @@ class PreparedGradients:
         )
         if not self.is_exact:
             *_, nk, d, dv = self.call.sizes
-            dk, dv_sums = ((x[0] if self.parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv_sums))
-            dk, dv_sums = dk[..., :d], dv_sums[..., :dv]
+            dk, grad_v = ((x[0] if self.parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, grad_v))
+            dk, grad_v = dk[..., :d], grad_v[..., :dv]
         if d_bias is not None:
             d_bias = d_bias.sum(0).sum_to_size(bias.shape)
         d_sinks = None
         if self.with_sinks:
             lse = lse if recorded is None else recorded[0]
             d_sinks = _of_sinks(sinks, lse, delta, output, d_lse)
-        return Inputs(dq, dk, dv_sums, d_bias, d_sinks)
+        return Inputs(dq, dk, grad_v, d_bias, d_sinks)
 
     def run_kernel(
         self,

@@ -178,4 +178,4 @@ class PreparedKernels:
             by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
             fields["visible_strides"] = {"b": by_row, "h": by_head}
         scratch, shared = decode_scratch(spec, queries, d, dv), decode_shared_scratch(groups, parts, queries, dv)
-        return PreparedLaunch(abi.DECODE, spec, fields, threads, scratch, shared, zeros="joined", keep=visible)
+        return PreparedLaunch(abi.DECODE, spec, fields, threads, scratch, shared, zeros="parts_done", keep=visible)
