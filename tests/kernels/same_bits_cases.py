@@ -1,4 +1,4 @@
-"""Every function of the library, and the same function compiled in memory for this CPU, give the same bits.
+"""Every function of the library, and the same function compiled in memory, give the same bits.
 
 On the instruction set that LOWTRI_ISA names; ``test_same_bits.py`` runs these tests in a process for each.
 """
