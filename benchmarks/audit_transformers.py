@@ -451,9 +451,8 @@ def main() -> None:
             f"{name:28} {len(result['cells'])} {time.monotonic() - started:5.1f} s  {result['why'][:80]} {odd}",
             flush=True,
         )
-        if not arguments.only:
-            KEPT.parent.mkdir(exist_ok=True)
-            write_text(KEPT, json.dumps(kept, indent=1))
+        KEPT.parent.mkdir(exist_ok=True)
+        write_text(KEPT, json.dumps(kept, indent=1))
     results = [kept[name] for name in sorted(NAMES) if name in kept and name in (arguments.only or NAMES)]
     untried = len(NAMES) - len(results) if not arguments.only else 0
     text = table(results, transformers.__version__) + (f"\n{untried} classes were not tried.\n" if untried else "")
