@@ -81,6 +81,7 @@ from lowtri.nn import Decoder, DecoderConfig
 def make_model():
     torch.manual_seed(0)
     return Decoder(DecoderConfig(11, 16, num_hidden_layers=1, num_attention_heads=1, mask="causal & window(4)"))
+MASK = "causal & window(4)"
 """
 
 

@@ -57,6 +57,10 @@ def linker() -> str:
 def link(objects: list[Path], target: Path, system: str, architecture: str, by: str) -> None:
     """One shared library of all objects."""
     hardened = HARDENED if system == "linux" else []
+    if system == "windows":  # Microsoft's C library defines the mark of programs that use floats, others do not
+        mark = objects[0].with_name("fltused.c")
+        mark.write_text("int _fltused = 0;\n")
+        objects = [*objects, mark]
     if by == "cc":
         name = next(path for path in map(shutil.which, ("cc", "gcc", "clang")) if path)
         command = [name, "-shared", "-s", "-o", target, *objects, "-lm", *hardened]
