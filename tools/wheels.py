@@ -51,17 +51,17 @@ def _elf(content: bytes) -> tuple[str, set[str]]:
     dynamic, table = 11, 2
     kinds = {section[1] for section in sections}
     symbols = next(section for section in sections if section[1] == (dynamic if dynamic in kinds else table))
-    names, found = sections[symbols[6]][4], set()
+    names, exported = sections[symbols[6]][4], set()
     for offset in range(symbols[4], symbols[4] + symbols[5], 24):
         name, info, _, section = struct.unpack_from("<IBBH", content, offset)
         if info >> 4 == 1 and info & 15 == 2 and section:  # a global function that is not undefined
-            found.add(_text(content, names + name))
-    return f"linux-{ELF_MACHINES[machine]}", found
+            exported.add(_text(content, names + name))
+    return f"linux-{ELF_MACHINES[machine]}", exported
 
 
 def _mach_o(content: bytes) -> tuple[str, set[str]]:
     """The external symbols that a section defines. Source: Apple, mach-o/loader.h and nlist.h."""
-    machine, commands, offset, found = *struct.unpack_from("<I8xI", content, 4), 32, set()
+    machine, commands, offset, exported = *struct.unpack_from("<I8xI", content, 4), 32, set()
     for _ in range(commands):
         command, size = struct.unpack_from("<II", content, offset)
         if command == 2:  # LC_SYMTAB
@@ -69,9 +69,9 @@ def _mach_o(content: bytes) -> tuple[str, set[str]]:
             for n in range(count):
                 name, kind = struct.unpack_from("<IB", content, symbols + 16 * n)
                 if kind & 0x0E == 0x0E and kind & 0x11 == 0x01:  # in a section, external, not private
-                    found.add(_text(content, names + name).removeprefix("_"))
+                    exported.add(_text(content, names + name).removeprefix("_"))
         offset += size
-    return f"macos-{MACH_O_MACHINES[machine]}", found
+    return f"macos-{MACH_O_MACHINES[machine]}", exported
 
 
 def _coff(content: bytes, header: int) -> tuple[str, set[str]]:
@@ -79,14 +79,14 @@ def _coff(content: bytes, header: int) -> tuple[str, set[str]]:
     machine, _, _, symbols, count = struct.unpack_from("<HHIII", content, header)
     if machine not in PE_MACHINES:
         raise ValueError("neither ELF, Mach-O nor PE")
-    names, found, n = symbols + 18 * count, set(), 0
+    names, exported, n = symbols + 18 * count, set(), 0
     while n < count:
         place = symbols + 18 * n
         zeros, start, _, section, _, storage, auxiliary = struct.unpack_from("<IIIhHBB", content, place)
         if storage == 2 and section > 0:
-            found.add(content[place : place + 8].rstrip(b"\0").decode() if zeros else _text(content, names + start))
+            exported.add(content[place : place + 8].rstrip(b"\0").decode() if zeros else _text(content, names + start))
         n += 1 + auxiliary
-    return f"windows-{PE_MACHINES[machine]}", found
+    return f"windows-{PE_MACHINES[machine]}", exported
 
 
 def _pe(content: bytes) -> tuple[str, set[str]]:
@@ -104,11 +104,11 @@ def _pe(content: bytes) -> tuple[str, set[str]]:
         )
 
     directory = struct.unpack_from("<I", content, optional + 112)[0]
-    found: set[str] = set()
+    exported: set[str] = set()
     if directory:
         count, _, names = struct.unpack_from("<III", content, at(directory) + 24)
-        found = {_text(content, at(struct.unpack_from("<I", content, at(names) + 4 * n)[0])) for n in range(count)}
-    return f"windows-{PE_MACHINES[machine]}", found
+        exported = {_text(content, at(struct.unpack_from("<I", content, at(names) + 4 * n)[0])) for n in range(count)}
+    return f"windows-{PE_MACHINES[machine]}", exported
 
 
 def check(wheel: Path) -> str:
@@ -124,10 +124,10 @@ def check(wheel: Path) -> str:
         others = [name for name in files.namelist() if name.startswith(folder)]
     if len(others) != 2:
         raise ValueError(f"{wheel.name}: there are other files in {folder}: {others}")
-    platform, found = exports(content)
+    platform, exported = exports(content)
     if platform != index["platform"]:
         raise ValueError(f"{wheel.name}: the library is for {platform}, its index for {index['platform']}")
-    if missing := {*index["symbols"]} - found:
+    if missing := {*index["symbols"]} - exported:
         raise ValueError(f"{wheel.name}: {len(missing)} functions are not exported, such as {sorted(missing)[0]}")
     isas = ", ".join(index["isas"])
     return f"{wheel.name}: {platform}, {len(index['symbols'])} functions for {isas}, {len(content) / 2**20:.1f} MB"

@@ -269,7 +269,7 @@ def _checked(
         "attn_mask": ((nq, nk), (rows * heads, nq, nk)),
         "key_padding_mask": ((rows, nk),) if batched else ((nk,),),
     }
-    found: dict[str, Tensor | None] = {}
+    checked: dict[str, Tensor | None] = {}
     for name, shapes in expected.items():
         x = masks[name]
         if x is not None:
@@ -288,8 +288,8 @@ def _checked(
                 wanted = " or ".join(map(str, shapes))
                 raise MultiheadError(f"{_NAME}: {name} is {tuple(x.shape)}; expected {wanted}.")
             x = x if x.dtype == torch.bool else x.to(dtype)
-        found[name] = x
-    attn_mask, padding = found["attn_mask"], found["key_padding_mask"]
+        checked[name] = x
+    attn_mask, padding = checked["attn_mask"], checked["key_padding_mask"]
     if attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = attn_mask.unflatten(0, (rows, heads))
     return attn_mask, padding if padding is None or batched else padding[None]
