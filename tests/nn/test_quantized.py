@@ -21,7 +21,7 @@ from lowtri.nn import Decoder, DecoderConfig, GPT2Config, RecurrentConfig, Recur
 from lowtri.nn.checkpoint import save
 from lowtri.nn.multi_head import MultiHeadAttention
 from lowtri.nn.pretrained import load_named
-from lowtri.nn.products import WEIGHTS, Choices
+from lowtri.nn.products import MEASURED, WEIGHTS, Choices
 from lowtri.nn.quantized import QuantizedLinear, quantize
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -56,8 +56,9 @@ WITHOUT_FBGEMM = [(weights, way.name) for weights, form in WEIGHTS.items() for w
 
 @pytest.fixture
 def no_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch as on ARM."""
+    """torch as on ARM, and nothing measured with another torch."""
     monkeypatch.setattr(torch_quantized, "why_missing", lambda: "this build of torch has no FBGEMM")
+    monkeypatch.setattr(MEASURED, "_known", {})
 
 
 @pytest.mark.parametrize(("weights", "way"), WITHOUT_FBGEMM)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from lowtri.errors import DataError
-from lowtri.training import checkpoints
 from lowtri.training.checkpoints import newest
 from lowtri.training.corpus import Packed
 from lowtri.training.recipe import Recipe
@@ -73,7 +72,7 @@ def test_what_is_saved_is_the_moment_of_the_call_whatever_changes_meanwhile(tmp_
         assert changed.wait(30)
         real(*paths)
 
-    with mock.patch.object(checkpoints.os, "replace", late):
+    with mock.patch("os.replace", late):
         run.save(tmp_path)
         second = step(run)
         changed.set()
@@ -95,7 +94,7 @@ def test_an_interrupt_of_the_waiting_leaves_the_checkpoint_to_be_settled(tmp_pat
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    with mock.patch.object(checkpoints.os, "replace", late):
+    with mock.patch("os.replace", late):
         run.save(tmp_path)
         with mock.patch.object(Future, "exception", interrupted), pytest.raises(KeyboardInterrupt):
             run.wait()
@@ -119,7 +118,7 @@ def test_a_kill_around_the_renaming(tmp_path: Path, moment: str) -> None:
         raise Kill
 
     name = "replace" if moment == "before its name" else "rmtree"
-    with mock.patch.object(checkpoints.os if name == "replace" else checkpoints.shutil, name, dies):
+    with mock.patch("os.replace" if name == "replace" else "shutil.rmtree", dies):
         run.save(tmp_path)
         with pytest.raises(DataError, match="could not be written: Kill"):
             run.wait()

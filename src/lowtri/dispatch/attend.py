@@ -173,7 +173,7 @@ def which_engine(
     >>> x = np.eye(3)
     >>> choice = lowtri.which_engine(x, x, x, "causal")
     >>> choice.engine, choice.answers["sdpa"]
-    ('reference', "no: the arrays are NumPy's")
+    ('cpu', "no: the arrays are NumPy's")
 
     Args: those of :func:`attention`.
     """
