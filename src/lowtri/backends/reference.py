@@ -63,7 +63,8 @@ class _Prepared:
         steps, (q, k, v, bias, sinks) = recorded or self.record(inputs)[1], inputs
         d_results = map(_wide, (d_result.output, d_result.weights, d_result.lse))
         d_q, d_k, d_v, d_bias, d_sinks = gradients(steps, *d_results, sinks=_wide(sinks))
-        d_k, d_v = (d.reshape(*k.shape[:2], self.call.group, *d.shape[2:]).sum(axis=2) for d in (d_k, d_v))
+        with np.errstate(all="ignore"):  # gradients of infinite numbers, summed over the heads of a group
+            d_k, d_v = (d.reshape(*k.shape[:2], self.call.group, *d.shape[2:]).sum(axis=2) for d in (d_k, d_v))
         if self.call.distance_low is not None:
             d_bias = sum_pairs(self.call, d_bias, bias.shape[3])
         to_bias = None if bias is None else torch.from_numpy(d_bias).sum_to_size(bias.shape).to(bias)
