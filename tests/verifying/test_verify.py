@@ -120,7 +120,7 @@ def test_random_numbers_changed_inputs_and_other_shapes() -> None:
     assert "its output is float64 for inputs of float32" in str(
         verify(lambda q, k, v, mask: right(q, k, v, mask).double(), cases=cases)
     )
-    assert "which is no array" in str(verify(lambda q, k, v, mask: "text", cases=cases))
+    assert "it returned str; expected an array" in str(verify(lambda q, k, v, mask: "text", cases=cases))
 
 
 def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
@@ -142,7 +142,7 @@ def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
 
 ERRORS = {
     "no function": (lambda: verify(3), "attend is int; expected a function"),
-    "nothing works": (lambda: verify(lambda q, k, v, mask: 1 / 0), "ZeroDivisionError: division by zero\nFix: check signature="),
+    "nothing works": (lambda: verify(lambda q, k, v, mask: 1 / 0), "ZeroDivisionError: division by zero.\nFix: check signature="),
     "a signature": (lambda: verify(kernel(), signature="triton"), "signature='triton'; expected mask, sdpa, flash, flex"),
     "a dtype": (lambda: verify(kernel(), dtypes=["int8"]), "dtypes=['int8']; expected float32"),
     "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes=[]; expected float32"),
@@ -186,3 +186,54 @@ def test_the_picture_has_a_cell_for_each_case_and_dtype() -> None:
     picture = report.to_svg()
     assert all(words in picture for words in ("float64", "NaN in hidden keys and values", "wrong", "documented"))
     assert picture.count('class="lowtri-leak"') == 2  # the case of the softcap, and the legend
+
+
+def test_a_crash_is_no_refusal() -> None:
+    """A function may decline a case by an error that says so; an exception that only a mistake raises is a difference."""
+
+    def crashing(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        groups = {1: 1}[q.shape[1] // k.shape[1]]
+        return lowtri.attention(q, k, v, mask) if groups else q
+
+    def declining(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        if q.shape[1] != k.shape[1]:
+            raise ValueError("as many heads of keys as of queries")
+        return lowtri.attention(q, k, v, mask)
+
+    report = verify(crashing, dtypes=["float32"], cases=["causal", "grouped heads"])
+    assert not report.ok and "grouped heads, float32: it raised KeyError: 3" in str(report)
+    report = verify(declining, dtypes=["float32"], cases=["causal", "grouped heads"])
+    assert report.ok and "right: 1 case agrees with the definition, 1 case not offered" in report.message
+    assert "as many heads of keys" in report.not_offered["grouped heads"]
+
+
+def test_a_mistake_must_explain_more_than_the_right_formula() -> None:
+    """A log-sum-exp that is off by one is no missing key, whatever the tolerance in half precision."""
+
+    def off_by_one(q: Any, k: Any, v: Any, mask: Any, return_lse: bool = False) -> Any:
+        output, lse = lowtri.attention(q, k, v, mask, return_lse=True)
+        return (output, lse - 1.0) if return_lse else output
+
+    report = verify(off_by_one, dtypes=["float32", "bfloat16"], cases="log-sum-exp", gradients=False)
+    assert not report.ok and report.mistakes == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "nowhere"}, "verify: device='nowhere'"),
+        ({"seed": -1}, "verify: seed=-1; expected a whole number"),
+        ({"differences": {"nope": "x"}}, "verify: differences='nope' is neither a case nor a mistake"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, words: str) -> None:
+    with pytest.raises(CallError) as error:
+        verify(lowtri.attention, **arguments)
+    assert words in str(error.value)
+
+
+def test_a_function_that_never_answers() -> None:
+    from time import sleep
+
+    with pytest.raises(lowtri.UndecidedError, match=r"gave no result within 0.05 s\.\nFix: a longer limit="):
+        verify(lambda q, k, v, mask: sleep(1), limit=0.05)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.errors import CallError
+from lowtri.errors import CallError, UndecidedError
 from lowtri.verifying.cases import Case
 from lowtri.verifying.definition import Call, Results
 
@@ -27,12 +27,17 @@ class CallFailed(Exception):
     """A call without a result that can be compared.
 
     Attributes:
-        status: "not offered", "raised", "wrong" (no array of the right shape and dtype, or changed inputs) or "timeout".
+        status: "not offered", "raised", "crashed" (an exception that no refusal is), "wrong" (no array of the right shape and dtype,
+            or changed inputs) or "timeout".
     """
 
     def __init__(self, status: str, words: str) -> None:
         super().__init__(words)
         self.status = status
+
+
+# A function may refuse what it does not take by any other exception, such as a ValueError or a failed assertion.
+_CRASHES = (LookupError, AttributeError, NameError, ArithmeticError, RecursionError, MemoryError)
 
 
 class Arguments(NamedTuple):
@@ -127,7 +132,9 @@ SIGNATURES: dict[str, Callable[[Call], Iterable[Arguments]]] = {
 
 def _smallest(visible: Any) -> Any:
     """The table in the smallest shape that broadcasts."""
-    return visible[0, 0] if visible.shape[0] and bool((visible == visible[:1, :1]).all()) else visible[:, :1]
+    if visible.shape[0] and bool((visible == visible[:1, :1]).all()):
+        return visible[0, 0]
+    return visible[:, :1] if bool((visible == visible[:, :1]).all()) else visible
 
 
 def _reject(**features: bool) -> None:
@@ -215,9 +222,11 @@ class Caller:
     def _checked(self, case: Case, dtype: torch.dtype, output: Any, rest: Any, grads: dict[str, Any]) -> Results:
         """What a call returned, as float64 tensors."""
         expected = (case.b, case.hq, case.nq, case.dv)
+        if not hasattr(output, "dtype") or not hasattr(output, "shape"):
+            raise CallFailed("wrong", f"it returned {type(output).__name__}; expected an array, or a tuple of arrays")
         plain = self._transposed(_float64(output))
         if (returned := _library(output).__name__.split(".")[0]) != self.arrays:
-            raise CallFailed("raised", f"nothing: it returned an array of {returned} for arrays of {self.arrays}")
+            raise CallFailed("wrong library", f"it returned an array of {returned} for arrays of {self.arrays}")
         if tuple(plain.shape) != expected:
             shown = (case.b, case.nq, case.hq, case.dv) if self.tokens_first else expected
             raise CallFailed("wrong", f"its output is {tuple(output.shape)}; expected {shown}")
@@ -271,7 +280,8 @@ class Caller:
         first = (str(error).splitlines() or [""])[0][:200]
         if isinstance(error, NotImplementedError):
             raise CallFailed("not offered", first or "an option for which it raises NotImplementedError")
-        raise CallFailed("raised", f"{type(error).__name__}: {first}") from error
+        status = "crashed" if isinstance(error, _CRASHES) else "raised"
+        raise CallFailed(status, f"{type(error).__name__}: {first}") from error
 
     def _transposed(self, x: Any) -> Any:
         """Between (B, H, N, D) and the callable's order of dimensions."""
@@ -331,6 +341,7 @@ def caller_of(
 
     Raises:
         CallError: if ``signature`` is unknown, or there is no such library; the message has what the callable raised.
+        UndecidedError: if the simplest call has no result within the limit.
     """
     if not callable(signature) and signature not in SIGNATURES:
         raise CallError(
@@ -346,13 +357,17 @@ def caller_of(
         try:
             caller.results(case.draw(getattr(torch, dtype)), getattr(torch, dtype))
         except CallFailed as error:
+            if error.status == "timeout":
+                raise UndecidedError(
+                    f"verify: the simplest call (B 2, H 2, N 37, D 16, no mask) gave {error}.\nFix: a longer limit=."
+                ) from None
             if error.status != "wrong":  # which the cases describe
-                reason = reason or str(error)
+                reason = reason or (f"it raised {error}" if error.status in ("raised", "crashed") else str(error))
                 continue
         return caller
     raise CallError(
-        "verify: attend takes no arrays of torch, numpy, jax: the simplest call (B 2, H 2, N 37, D 16, no mask) raised\n"
-        f"{reason}\nFix: check signature= (mask, sdpa, flash, flex, or a function of your own)."
+        "verify: attend takes no arrays of torch, numpy, jax. The simplest call (B 2, H 2, N 37, D 16, no mask): "
+        f"{reason}.\nFix: check signature= (mask, sdpa, flash, flex, or a function of your own)."
     )
 
 

@@ -158,7 +158,7 @@ class Case:
         cases = [
             replace(self, b=self.b // 2),
             replace(self, nq=self.nq // 2),
-            replace(self, hq=self.hq // self.hkv, hkv=1),
+            self if self.text.startswith("heads") else replace(self, hq=self.hq // self.hkv, hkv=1),
         ]
         if self.nq == self.nk:
             cases[1] = replace(cases[1], nk=cases[1].nq)
@@ -180,6 +180,8 @@ def _cases() -> tuple[Case, ...]:
         Case("one token", "the smallest call", "full", b=1, hq=1, hkv=1, nq=1, nk=1, d=4, dv=4),
         Case("130 tokens", "more than two tiles of 64, and not a whole number of them", nq=130, nk=130),
         Case("64 tokens", "exactly one tile of most kernels", nq=64, nk=64),
+        Case("300 tokens", "more keys than any tile has, and the most common head size", nq=300, nk=300, d=64, dv=64, b=1),
+        Case("12 heads", "more heads than vectors have lanes", hq=12, hkv=12, b=1),
         Case("one query, 130 keys", "a step of decoding: the query stands at the last key", nq=1, nk=130),
         Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
         Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
@@ -199,13 +201,17 @@ def _cases() -> tuple[Case, ...]:
         Case("window on both sides", "before and after", "band(3, 2)", other={"window missing": "full"}),
         Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leaks: "causal"}),
         Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leaks: "full"}),
+        Case("documents of 200 tokens", "packed rows across tiles", "causal & documents(lengths=[90, 70, 40])", b=1, nq=200, nk=200,
+             other={leaks: "causal"}),
         Case("prefix", "a prefix read in both directions", "causal | first(5)"),
         Case("sinks and window", "the first keys stay visible", "causal & (window(4) | first(2))"),
         Case("dilated", "every third key", "causal & strided(3)"),
         Case("chunks", "blocks of eight", "causal & chunks(8)"),
+        Case("masks of heads", "each head has its own", "heads([causal, causal & window(3)])"),
         Case("random table", "no structure at all", "random table"),
         Case("padding left", "a padded batch", "padding left", other={pads: "causal"}),
         Case("padding right", "a padded batch", "padding right", other={pads: "causal"}),
+        Case("padding of 200 tokens", "pads across tiles", "padding right", nq=200, nk=200, other={pads: "causal"}),
         Case("padding inside", "pads between tokens", "padding inside", other={pads: "causal"}),
         Case("empty rows", "a query that sees nothing: output 0, no gradient", "empty rows"),
         Case("empty first row", "a strict mask: position 0 sees nothing", "causal - window(1)"),

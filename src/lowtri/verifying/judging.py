@@ -93,14 +93,15 @@ class Trial:
         """The part of the differences that a wrong formula does not explain: 0 for rounding alone, 1 for all."""
         if wrong.weights_in is not None or wrong.sums_in is not None:
             return self._remaining_of_rounding(wrong, predicted["output"])
-        shows = False
+        shows = explains = False
         for what in compared:
             moved, (most, _) = _error(predicted[what], self.exact[what]), self.tolerances[what]
             shows |= bool((moved > most).any())
             allowed = 4 * most + 1e-3 * _max(moved[moved.isfinite()])  # larger scores err more
             if (_error(self.actual[what], predicted[what]) > allowed).any():
                 return 1.0
-        return 0.0 if shows else 1.0
+            explains |= bool((_error(self.actual[what], self.exact[what]) > allowed).any())
+        return 0.0 if shows and explains else 1.0
 
     def _remaining_of_rounding(self, wrong: Call, predicted: Tensor) -> float:
         """For mistakes of precision: errors that are small, in most of the numbers, and independent of their sign."""

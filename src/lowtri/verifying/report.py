@@ -24,6 +24,14 @@ _LOOKS = {  # by the result of a case
 }
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _agree(n: int) -> str:
+    return "1 case agrees" if n == 1 else f"{n} cases agree"
+
+
 @dataclass(frozen=True)
 class Finding:
     """One result that is not what the definition gives.
@@ -117,12 +125,14 @@ class VerifyReport:
             if 2 * unexplained > len(self.wrong):  # the evidence for all mistakes together is less
                 names = names[-1:] + names[:-1]
             what = ", ".join(names if unexplained else names[:-1])
-            return f"{self.name} is wrong: {what} ({len(self.wrong)} differences, {self.passed} cases agree)"
+            return f"{self.name} is wrong: {what} ({_count(len(self.wrong), 'difference')}, {_agree(self.passed)})"
         if not self.decided:
             return f"{self.name}: could not decide: {self.stopped or 'nothing could be compared'}"
         known = sum(1 for finding in self.findings if finding.known)
-        more = f", {known} documented differences" if known else ""
-        return f"{self.name} is right: {self.passed} cases agree with the definition{more}"
+        more = f", {_count(known, 'documented difference')}" if known else ""
+        raised = sum(status == "not offered" for each in self.results.values() for status in each.values())
+        more += f", {_count(raised, 'case')} not offered" if raised else ""
+        return f"{self.name} is right: {_agree(self.passed)} with the definition{more}"
 
     def raise_if_wrong(self) -> None:
         """For tests.
@@ -139,7 +149,9 @@ class VerifyReport:
             groups[finding.mistake].append(finding)
         for mistake in sorted(groups, key=lambda name: -len(groups[name])):
             each, shown = groups[mistake], 3 if mistake else 12
-            lines.append(f"  {mistake}: {len(each)} differences" if mistake else f"  not explained: {len(each)}")
+            lines.append(
+                f"  {mistake}: {_count(len(each), 'difference')}" if mistake else f"  not explained: {len(each)}"
+            )
             lines += [f"    {finding.sentence}" for finding in each[:shown]]
             lines += [f"    ... and {len(each) - shown} more"] if len(each) > shown else []
         documented = Counter(finding.known for finding in self.findings if finding.known)

@@ -76,6 +76,7 @@ def verify(
         raise CallError(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
+    _check(device, seed, differences or {})
     chosen = [replace(case, seed=seed) for case in _cases(cases)]
     names = _dtypes(dtypes)
     run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
@@ -169,8 +170,8 @@ class _Verification:
             if error.status == "raised" and missing:
                 self.not_offered.update(dict.fromkeys(missing, words))
                 self.status[case, dtype] = "not offered"
-            elif error.status in ("raised", "wrong"):
-                words = f"it raised {words}" if error.status == "raised" else words
+            elif error.status != "timeout" and error.status != "not offered":
+                words = f"it raised {words}" if error.status in ("raised", "crashed") else words
                 findings.append(Finding(case.name, dtype, words, known=self._known(case.name)))
                 if findings[-1].known:
                     self.status[case, dtype] = "documented"
@@ -266,6 +267,25 @@ def _expected(
         clean = replace(clean, k=torch.where(seen, call.k, 0.0), v=torch.where(seen, call.v, 0.0))
     exact = clean.results(gradients)
     return call, clean, exact, tolerances(clean, exact, dtype)
+
+
+def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise CallError(
+            f"verify: device={device!r}: {first}.\nFix: a device that this torch has, such as cpu."
+        ) from None
+    known = {*(case.name for case in CASES), *MISTAKES}
+    for name in differences:
+        if not any(one in known for one in (name, name.partition(" (")[0], *name.split(" and "))):
+            raise CallError(
+                f"verify: differences={name!r} is neither a case nor a mistake.\n"
+                f"Fix: one of {', '.join(list(MISTAKES)[:4])}, ... or a case's name (lowtri.verifying.cases.CASES)."
+            )
 
 
 def _cases(cases: str | Iterable[str] | None) -> list[Case]:
