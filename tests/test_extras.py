@@ -28,7 +28,20 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 64, 16))
 output = lowtri.attention(q, k, v, "causal & window(8)")
 assert np.allclose(output, lowtri.attention(q, k, v, "causal & window(8)", engine="reference"))
 lowtri.attention(*(x.astype(np.float16) for x in (q, k, v)), "causal")
-lowtri.attention(q, k, v, "causal", return_weights=True)
+x = np.zeros((8, 512, 4))
+assert lowtri.attention(x, x, x, "causal", return_weights=True)[1].shape == (8, 512, 512)
+try:
+    lowtri.attention(q, k, v, "causal", dropout=0.1)
+    raise SystemExit("dropout needs torch")
+except lowtri.ExtraError as error:
+    assert "attention: this call needs torch" in str(error), error
+try:
+    lowtri.parallel.ContextParallel
+    raise SystemExit("ContextParallel needs torch")
+except lowtri.ExtraError as error:
+    assert "lowtri.parallel.ContextParallel needs torch" in str(error), error
+from lowtri.auditing.loading import load_target
+assert load_target(sys.argv[1] + ":make").model(x) is x
 cache = lowtri.KVCache("causal & window(8)")
 assert np.allclose(cache.attend(q, k, v), output)
 lowtri.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -50,8 +63,10 @@ def run(program: str, *arguments: str, without: tuple[str, ...]) -> subprocess.C
     )
 
 
-def test_numpy_alone() -> None:
-    done = run(NUMPY_ALONE, without=tuple(extras.EXTRAS))
+def test_numpy_alone(tmp_path: Path) -> None:
+    file = tmp_path / "my_model.py"
+    file.write_text("def make():\n    return (lambda x: x), [[1.0]]\n")
+    done = run(NUMPY_ALONE, str(file), without=tuple(extras.EXTRAS))
     assert done.returncode == 0, done.stderr
     assert "formula    no: it computes with torch, which is not installed" in done.stdout
 

@@ -13,7 +13,6 @@ import numpy as np
 from lowtri.auditing.context import vocabulary_size
 from lowtri.auditing.inputs import first_line
 from lowtri.errors import DataError
-from lowtri.nn.files import read_json
 
 __all__ = ["Target", "declared_mask", "load_target"]
 
@@ -125,6 +124,8 @@ def _from_file(path: Path, name: str) -> Target:
 
 
 def _from_folder(folder: Path) -> Target:
+    from lowtri.nn.files import read_json
+
     config = read_json(folder, "config.json")
     if config is None:
         raise DataError(f"{folder}: no readable config.json (there is none)")

@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 from lowtri.backends import BACKENDS
 from lowtri.backends.base import Backend
 from lowtri.backends.sdpa import why_not_inspected, why_table
-from lowtri.errors import EngineError
+from lowtri.errors import EngineError, ExtraError
+from lowtri.extras import is_installed, missing
 from lowtri.masks.notebook import output
 from lowtri.ops.call import Call
 from lowtri.pages import TABLE_STYLE, html_table, html_text
@@ -38,7 +39,10 @@ def _many_pairs(call: Call) -> str | None:
     batch, heads, _, nq, nk, *_ = call.sizes
     if not call.is_numpy:
         return "the definition, in float64"
-    return "the definition would compute many pairs" if batch * heads * nq * nk > _DEFINITION_PAIRS else None
+    many = batch * heads * nq * nk > _DEFINITION_PAIRS and is_installed(
+        "torch"
+    )  # else nothing but the definition can run
+    return "the definition would compute many pairs" if many else None
 
 
 def _large_table(call: Call) -> str | None:
@@ -108,7 +112,10 @@ def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
     if name == "auto":
         rules = (rule for rule in RULES if rule.backend != exclude)
-        return next(rule.backend for rule in rules if rule.why_not(call) is None and _supports(rule.backend, call))
+        for rule in rules:
+            if rule.why_not(call) is None and _supports(rule.backend, call):
+                return rule.backend
+        raise ExtraError(missing("attention: this call", "torch"))  # whose formula has every option
     if name not in BACKENDS:
         raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(BACKENDS)}.")
     if _supports(name, call):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtri.extras import require
 from lowtri.parallel.planning import plan_shards
 from lowtri.parallel.shards import ShardPlan
 
@@ -40,6 +41,8 @@ __all__ = ["ContextParallel", "SequentialShards", "ShardPlan", "plan_shards"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:  # both load torch
+        if name in ("ContextParallel", "SequentialShards"):
+            require(f"lowtri.parallel.{name}", "torch")
         if name == "ContextParallel":
             from lowtri.parallel.context import ContextParallel
 
