@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "available_memory",
     "cache_folder",
+    "cpus",
     "fast_cpus",
     "replace",
     "sysctl_number",
@@ -53,14 +54,14 @@ def sysctl_text(name: str) -> str:
     return _sysctl(name).rstrip(b"\0").decode(errors="replace")
 
 
-def sysctl_number(name: str) -> int:
-    """The same of a number; 0 if macOS does not know it."""
-    return int.from_bytes(_sysctl(name), "little")
+def sysctl_number(name: str, c_library: Any = None) -> int:
+    """The number that macOS has under a name; 0 if it does not know it. ``c_library`` is loaded by default."""
+    return int.from_bytes(_sysctl(name, c_library), "little")
 
 
-def _sysctl(name: str) -> bytes:
+def _sysctl(name: str, c_library: Any = None) -> bytes:
     try:
-        call: Any = ctypes.CDLL(None).sysctlbyname
+        call: Any = (ctypes.CDLL(None) if c_library is None else c_library).sysctlbyname
     except (OSError, AttributeError, TypeError):  # another system
         return b""
     value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
@@ -71,6 +72,11 @@ def _sysctl(name: str) -> bytes:
     )
 
 
+def cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def fast_cpus() -> int:
     """The CPUs that this process may use; on Apple's, only the fast ones: a team waits for its slowest thread.
 
@@ -79,7 +85,7 @@ def fast_cpus() -> int:
     """
     if sys.platform == "darwin" and (fast := sysctl_number("hw.perflevel0.logicalcpu")):
         return fast
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cpus()
 
 
 def windows_cpu_name() -> str:

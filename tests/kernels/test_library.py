@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import shutil
@@ -262,7 +263,8 @@ class CLibrary:
             return bits
 
         def sysctlbyname(name: bytes, value: Any, size: Any, new: None, length: Any) -> int:
-            value._obj.value = 1
+            ctypes.memmove(value, (1).to_bytes(4, "little"), 4)
+            size._obj.value = 4
             return 0 if name.decode() in names else -1
 
         self.getauxval, self.sysctlbyname = getauxval, sysctlbyname

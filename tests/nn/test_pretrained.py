@@ -396,7 +396,7 @@ def test_a_template_may_use_what_transformers_provides(tmp_path: Path) -> None:
 
 def test_a_template_without_transformers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    monkeypatch.setattr("lowtri.nn.chat.find_spec", lambda name: None)
+    monkeypatch.setattr("lowtri.nn.chat.is_installed", lambda name: False)
     with pytest.raises(
         DataError, match=r"not installed: transformers, jinja2\.\nFix: pip install 'lowtri\[transformers\]'"
     ):

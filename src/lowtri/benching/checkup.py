@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowtri.benching.machine import cpu_name, cpus, last_cache_bytes, load, versions
+from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
 from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
+from lowtri.system import cpus
 
 __all__ = ["as_text", "checkup"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from lowtri import system
 from lowtri._version import __version__
 
-__all__ = ["cpu_name", "cpus", "facts", "last_cache_bytes", "load", "versions"]
+__all__ = ["cpu_name", "facts", "last_cache_bytes", "load", "versions"]
 
 _PACKAGES = ("numpy", "torch")
 _CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
@@ -26,7 +26,7 @@ def facts(threads: int) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
-        "cpus": cpus(),
+        "cpus": system.cpus(),
         "threads": threads,
         "load": load(),
         "versions": versions(),
@@ -50,11 +50,6 @@ def cpu_name() -> str:
         if name := values.get("model name") or _ARM_PARTS.get(values.get("CPU part", "")):
             return name
     return platform.processor() or platform.machine()
-
-
-def cpus() -> int:
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load() -> float | None:

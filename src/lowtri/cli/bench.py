@@ -67,10 +67,11 @@ def command(
     if reason := library.unusable():
         raise EngineError(f"bench: there are no kernels: {reason}.")
 
-    from lowtri.benching.machine import cpus, facts
+    from lowtri.benching.machine import facts
     from lowtri.benching.measure import LONGEST, measure
     from lowtri.benching.peers import FLEX, FORMULA, SDPA
     from lowtri.benching.show import as_json, as_text, headline
+    from lowtri.system import cpus
 
     if never_slower and plot is None:
         _never_slower(quick, facts(1), json)
@@ -112,9 +113,9 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
 
 def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
     from lowtri.benching.grid import grid
-    from lowtri.benching.machine import cpus
     from lowtri.benching.never_slower import as_json, as_text, compare
     from lowtri.benching.show import headline
+    from lowtri.system import cpus
 
     note(headline(machine))
     found = compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), say=note)

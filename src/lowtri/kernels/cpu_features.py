@@ -11,6 +11,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from lowtri.system import sysctl_number
+
 __all__ = ["arm_features", "cpu_features"]
 
 _EAX, _EBX, _ECX, _EDX = range(4)
@@ -87,15 +89,5 @@ def arm_features(system: str, c_library: Any) -> frozenset[str]:
         bits = c_library.getauxval(_AT_HWCAP2)
         return frozenset(name for name, bit in _HWCAP2_BITS.items() if bits >> bit & 1)
     if system == "darwin":
-        return frozenset(name for name, key in _SYSCTL_NAMES.items() if _sysctl(c_library, key))
+        return frozenset(name for name, key in _SYSCTL_NAMES.items() if sysctl_number(key, c_library))
     return frozenset()
-
-
-def _sysctl(c_library: Any, name: str) -> int:
-    """A number that macOS knows by name; 0 if it does not know the name."""
-    value = ctypes.c_int32(0)
-    size = ctypes.c_size_t(ctypes.sizeof(value))
-    known = (
-        c_library.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
-    )
-    return value.value if known else 0

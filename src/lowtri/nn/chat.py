@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from lowtri.errors import DataError
+from lowtri.extras import is_installed
 from lowtri.nn import chat_render
 from lowtri.nn.files import brief, read_json, read_text
 
@@ -62,7 +62,7 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     template_and_tokens = template_of(folder)
     if template_and_tokens is None:
         raise DataError(f"{folder} has no chat template: the model continues texts.\nFix: leave --chat out")
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in _PACKAGES if not is_installed(name)]
     if missing:
         raise DataError(
             f"{folder}: transformers renders chat templates, with jinja2; not installed: {', '.join(missing)}.\n"

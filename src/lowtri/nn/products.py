@@ -181,8 +181,13 @@ def _float16(weight: Tensor) -> Product:
     return lambda x: torch_quantized.linear_float16(x, packed)
 
 
+def _scales(weight: Tensor) -> Tensor:
+    """The unit of each row of 8-bit numbers, (out,)."""
+    return weight.float().abs().amax(1).clamp_min(_LEAST) / 127
+
+
 def _int8(weight: Tensor) -> Product:
-    scales = weight.float().abs().amax(1).clamp_min(_LEAST) / 127  # (out,)
+    scales = _scales(weight)
     packed = torch_quantized.pack_int8(weight, scales)
 
     def product(x: Tensor) -> Tensor:
@@ -217,7 +222,7 @@ def _in_blocks(weight: Tensor, scales: Tensor | None = None) -> Product:
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight (out, in) as 8-bit numbers, and the unit of each row."""
-    scales = weight.float().abs().amax(1).clamp_min(_LEAST) / 127  # (out,)
+    scales = _scales(weight)
     return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
 
 

@@ -25,6 +25,7 @@ Plans need neither torch nor processes.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowtri.extras import require
@@ -41,14 +42,8 @@ __all__ = ["ContextParallel", "SequentialShards", "ShardPlan", "plan_shards"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:  # both load torch
-        if name in ("ContextParallel", "SequentialShards"):
-            require(f"lowtri.parallel.{name}", "torch")
-        if name == "ContextParallel":
-            from lowtri.parallel.context import ContextParallel
-
-            return ContextParallel
-        if name == "SequentialShards":
-            from lowtri.parallel.sequential import SequentialShards
-
-            return SequentialShards
-        raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")
+        modules = {"ContextParallel": "context", "SequentialShards": "sequential"}
+        if name not in modules:
+            raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")
+        require(f"lowtri.parallel.{name}", "torch")
+        return getattr(import_module(f"lowtri.parallel.{modules[name]}"), name)

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError, UndecidedError
+from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case
 from lowtri.verifying.definition import Call, Results
 
@@ -27,8 +27,8 @@ class CallFailed(Exception):
     """A call without a result that can be compared.
 
     Attributes:
-        status: "not offered", "raised", "crashed" (an exception that no refusal is), "wrong" (no array of the right shape and dtype,
-            or changed inputs) or "timeout".
+        status: "not offered"; "raised", which may be a refusal; "crashed", an exception that none is; "wrong", no array of the right
+            shape and dtype, or changed inputs; "wrong library", another one's array; or "timeout".
     """
 
     def __init__(self, status: str, words: str) -> None:
@@ -351,7 +351,7 @@ def caller_of(
     arguments = _custom if callable(signature) else SIGNATURES[signature]
     function = (lambda q, k, v, given: signature(attend, given)) if callable(signature) else attend
     reason, case = "", Case("full", "no mask", "full", gradients=False)
-    libraries = ("torch", "numpy", "jax") if find_spec("jax") else ("torch", "numpy")
+    libraries = ("torch", "numpy", "jax") if is_installed("jax") else ("torch", "numpy")
     for arrays, dtype in itertools.product(libraries, dtypes):
         caller = Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
         try:

@@ -170,7 +170,7 @@ class _Verification:
             if error.status == "raised" and missing:
                 self.not_offered.update(dict.fromkeys(missing, words))
                 self.status[case, dtype] = "not offered"
-            elif error.status != "timeout" and error.status != "not offered":
+            elif error.status not in ("timeout", "not offered"):
                 words = f"it raised {words}" if error.status in ("raised", "crashed") else words
                 findings.append(Finding(case.name, dtype, words, known=self._known(case.name)))
                 if findings[-1].known:
