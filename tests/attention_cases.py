@@ -11,7 +11,7 @@ import torch
 import lowtri
 from lowtri.backends import BACKENDS
 
-ENGINES = tuple(name for name in BACKENDS if name not in ("varlen", "flex"))  # those two run on a GPU only
+ENGINES = tuple(name for name in BACKENDS if name != "flex")  # which runs on a GPU only
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TRACELESS = tuple(
     name for name in ENGINES if name != "sdpa"

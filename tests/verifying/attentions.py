@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lowtri
-from lowtri.backends import flex, varlen
+from lowtri.backends import flex
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
 
@@ -53,7 +53,7 @@ def numpy_only(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
     return lowtri.attention(q, k, v, mask, **options)
 
 
-# Backends that run on a GPU: their prepared calls, with the GPU's kernel replaced by its documented meaning.
+# The backend that runs on a GPU: its prepared call, compiled for the CPU.
 
 
 def flex_backend(q: Any, k: Any, v: Any, mask: Any, *, return_lse: bool = False, **options: Any) -> Any:
@@ -62,15 +62,6 @@ def flex_backend(q: Any, k: Any, v: Any, mask: Any, *, return_lse: bool = False,
         raise NotImplementedError(reason)
     result = flex.prepare(call).run(inputs)
     return (result.output, result.lse) if return_lse else result.output
-
-
-def varlen_backend(function: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-    from lowtri.backends.varlen.packed import Packed
-
-    call, inputs = describe(q, k, v, mask, CallOptions(**options))
-    if reason := varlen.why_not(call):
-        raise NotImplementedError(reason)
-    return Packed(call, function).run(inputs).output
 
 
 # flash-attn

@@ -19,7 +19,6 @@ from attentions import of_engine
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowtri
-from backends.test_accelerators import by_documents
 from lowtri.backends.flex import compiled
 from lowtri.integrations import flash_attn
 from lowtri.integrations import jax as of_jax
@@ -37,7 +36,7 @@ LATE = {"NaN that later queries see": "hidden values are multiplied by a weight 
 NAN_GRADIENTS = {"NaN in queries that see nothing": "NaN in hidden queries gives NaN gradients"}
 FINITE = {"hidden as -1e9": "hidden scores become a finite number"}
 XLA = {"denormal values": "XLA takes denormal numbers as 0"}
-HALF, ALL = ["bfloat16", "float16"], ["float32", "bfloat16", "float16", "float64"]
+ALL = ["float32", "bfloat16", "float16", "float64"]
 
 
 class Entry(NamedTuple):
@@ -77,7 +76,6 @@ OURS: dict[str, Entry] = {
     "backend reference": Entry(of_engine("reference"), {"gradients": False}),
     "backend sdpa": Entry(of_engine("sdpa"), {"differences": LATE}, 45),
     "backend flex": Entry(attentions.flex_backend, {"gradients": False, "differences": LATE}, 50),
-    "backend varlen": Entry(partial(attentions.varlen_backend, by_documents), {"dtypes": HALF}, 50),
     "attention": Entry(lowtri.attention),
     "attention, NumPy": Entry(attentions.numpy_only, {"dtypes": ["float32", "float64"]}, 100),
     "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 50),

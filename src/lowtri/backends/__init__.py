@@ -2,7 +2,6 @@
 
 cpu        the CPU kernels
 sdpa       torch's own fused attention
-varlen     torch's flash attention for documents and windows, on a GPU
 flex       torch's compiled FlexAttention, on a GPU
 formula    the formula in torch, in tiles of queries: every option, any device, gradients to any order
 reference  the definition, in NumPy and float64
@@ -10,4 +9,4 @@ reference  the definition, in NumPy and float64
 
 __all__ = ["BACKENDS"]
 
-BACKENDS = ("cpu", "sdpa", "varlen", "flex", "formula", "reference")
+BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")

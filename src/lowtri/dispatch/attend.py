@@ -125,8 +125,8 @@ def attention(
             the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
         return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
-        engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "varlen",
-            "flex", "formula" or "reference", which runs the call or raises.
+        engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "flex",
+            "formula" or "reference", which runs the call or raises.
 
     Returns:
         the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and log-sum-exp as requested. The output of a query

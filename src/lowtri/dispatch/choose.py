@@ -69,7 +69,6 @@ def _short(call: Call) -> str | None:
 RULES = (
     Rule("cpu", "its kernels compute only what the mask shows"),
     Rule("sdpa", "one argument of torch's function expresses the mask", why_table),
-    Rule("varlen", "its kernels skip other documents and keys outside of the window", _few_queries),
     Rule("flex", "its kernels skip the blocks that the mask hides", _short),
     Rule("sdpa", "a table of all pairs is small enough", _large_table),
     Rule("reference", "few pairs of NumPy arrays, for which torch need not be imported", _many_pairs),
