@@ -16,8 +16,7 @@ import torch
 import lowtri
 from browser import Browser, Page, chromium
 from lowtri.explaining.example import untrained
-from lowtri.masks.palette import INK, PAPER, VISIBLE
-from lowtri.masks.svg_parts import ink_over
+from lowtri.pictures.svg import INK, PAPER, VISIBLE, ink_over
 
 NARROW, WIDE = 390, 1280
 # What each host says about tables, code and images in an output.

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from demo.context import Result
-from lowtri.masks.labels import spelled_out
+from lowtri.pictures.labels import spelled_out
 
 __all__ = ["Part", "as_html"]
 

@@ -62,8 +62,6 @@ def test_the_table_of_packages_is_complete() -> None:
         "errors",
         "extras",
         "files",
-        "picture_files",
-        "pages",
         "plain",
     }
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

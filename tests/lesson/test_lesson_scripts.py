@@ -13,7 +13,7 @@ import pytest
 import lowtri
 from lowtri.lesson.languages import assets
 from lowtri.lesson.numbers import ENCODINGS, example
-from lowtri.masks.labels import split
+from lowtri.pictures.labels import split
 
 NODE = shutil.which("node")
 if NODE is None:

@@ -35,9 +35,9 @@ from lowtri.masks import (
     window,
 )
 from lowtri.masks.draw import draw
-from lowtri.masks.labels import display_width, shortened, split
 from lowtri.masks.panels import MAX_CELLS, MAX_PANELS, cells_of, picture_size
 from lowtri.masks.svg import svg
+from lowtri.pictures.labels import display_width, shortened, split
 
 # Text.
 

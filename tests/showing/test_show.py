@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import lowtri
 from lowtri.errors import CallError, DataError
-from lowtri.masks.labels import display_width
+from lowtri.pictures.labels import display_width
 from lowtri.showing.reading import MAX_HEADS, SMALL, pool
 
 SPACE = "{http://www.w3.org/2000/svg}"

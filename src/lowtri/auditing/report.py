@@ -13,10 +13,9 @@ import numpy.typing as npt
 from lowtri.auditing.finding import Finding, Leak, Noise
 from lowtri.errors import DataError, LeakError, UndecidedError
 from lowtri.files import write_text
-from lowtri.masks.labels import shortened, spelled_out
-from lowtri.masks.notebook import image, output, page
-from lowtri.masks.svg_parts import HIDDEN, OUTLINED, cell_row, document, fill, grid_lines, legend, text
-from lowtri.pages import TABLE_STYLE, html_table, html_text, json_text
+from lowtri.pictures.labels import shortened, spelled_out
+from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
+from lowtri.pictures.svg import HIDDEN, OUTLINED, cell_row, document, fill, grid_lines, legend, text
 
 __all__ = ["AuditReport", "cells", "draw_svg", "draw_text"]
 

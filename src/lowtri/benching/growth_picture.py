@@ -10,7 +10,7 @@ from lowtri.benching.growth import DOCUMENT, HEAD_SIZE, WINDOW, Line
 from lowtri.benching.show import headline
 from lowtri.errors import DataError
 from lowtri.files import write_atomically
-from lowtri.masks.palette import INK, LINE, QUERY, VISIBLE
+from lowtri.pictures.svg import INK, LINE, QUERY, VISIBLE
 
 __all__ = ["check_plot", "draw"]
 

@@ -98,7 +98,7 @@ def command(
 
 def _print_inferred(loaded: Any, vocab: int | None, redraw: bool, seed: int, json: bool) -> None:
     from lowtri.auditing.infer import infer_mask
-    from lowtri.pages import json_text
+    from lowtri.pictures.pages import json_text
 
     known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
     arguments = {name: value for name, value in loaded.arguments.items() if name in known}

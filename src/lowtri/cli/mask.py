@@ -58,8 +58,8 @@ def command(
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask
-    from lowtri.masks.labels import split
     from lowtri.masks.panels import MAX_CELLS, picture_size
+    from lowtri.pictures.labels import split
 
     labels, cut = (None, "") if tokens is None else split(tokens)
     if labels == []:

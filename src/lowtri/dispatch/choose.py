@@ -14,9 +14,8 @@ from lowtri.backends.base import Backend
 from lowtri.backends.sdpa import why_not_inspected, why_table
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
-from lowtri.masks.notebook import output
 from lowtri.ops.call import Call
-from lowtri.pages import TABLE_STYLE, html_table, html_text
+from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, output
 
 __all__ = ["RULES", "Choice", "Rule", "choose", "explain_choice", "load"]
 

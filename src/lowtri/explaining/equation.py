@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from lowtri.explaining.show import cut, number, printable
 from lowtri.explaining.step import Step, Steps
-from lowtri.masks.labels import display_width, shortened
-from lowtri.masks.svg_parts import HIDDEN, LETTER, document, fill, grid_lines, ink_over, legend, shaded, text
+from lowtri.pictures.labels import display_width, shortened
+from lowtri.pictures.svg import HIDDEN, LETTER, document, fill, grid_lines, ink_over, legend, shaded, text
 
 __all__ = ["as_svg"]
 

@@ -17,7 +17,7 @@ from lowtri.explaining.explanation import Explanation
 from lowtri.explaining.show import printable
 from lowtri.explaining.steps import explain
 from lowtri.masks import Mask
-from lowtri.masks.labels import split
+from lowtri.pictures.labels import split
 
 __all__ = ["SEED", "SENTENCE", "tokens_of", "untrained", "worked"]
 
@@ -92,7 +92,7 @@ def untrained(
 
 
 def tokens_of(sentence: str) -> tuple[list[str], str]:
-    """The tokens of a sentence, one at least, and how it was cut: :func:`lowtri.masks.labels.split`."""
+    """The tokens of a sentence, one at least, and how it was cut: :func:`lowtri.pictures.labels.split`."""
     tokens, how = split(sentence)
     if not tokens:
         raise DataError(f'explain: the sentence is empty. Fix: a word at least, as in "{SENTENCE}".')

@@ -11,8 +11,8 @@ from lowtri.explaining.equation import as_svg
 from lowtri.explaining.html import as_html, as_output
 from lowtri.explaining.show import as_text
 from lowtri.explaining.step import Step, Steps
-from lowtri.pages import json_value
-from lowtri.picture_files import save_picture
+from lowtri.pictures.files import save_picture
+from lowtri.pictures.pages import json_value
 
 __all__ = ["Explanation", "Step"]
 

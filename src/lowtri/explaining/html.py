@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from lowtri.explaining.equation import as_svg
 from lowtri.explaining.show import cut, number, printable, tables_of
 from lowtri.explaining.step import PAIRS, Step, Steps
-from lowtri.masks.labels import shortened
-from lowtri.masks.notebook import image, output, page
-from lowtri.pages import html_text
+from lowtri.pictures.labels import shortened
+from lowtri.pictures.pages import html_text, image, output, page
 
 __all__ = ["as_html", "as_output"]
 

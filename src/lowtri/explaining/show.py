@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lowtri.explaining.step import Step, Steps
 from lowtri.extras import require
-from lowtri.masks.labels import shortened, spelled_out
+from lowtri.pictures.labels import shortened, spelled_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

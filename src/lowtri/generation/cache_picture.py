@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from lowtri.generation.missing import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
-from lowtri.masks.notebook import card
-from lowtri.masks.strips import State, Strip, strips_svg
-from lowtri.masks.svg_parts import HIDDEN, fill
+from lowtri.pictures.pages import card
+from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
 
 if TYPE_CHECKING:
     from lowtri.generation.slots import SlotAllocator

@@ -13,9 +13,8 @@ from lowtri.errors import DataError
 from lowtri.files import write_text
 from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
-from lowtri.masks.notebook import shared_style
-from lowtri.masks.palette import declared
-from lowtri.pages import json_value
+from lowtri.pictures.pages import json_value, shared_style
+from lowtri.pictures.svg import declared
 
 __all__ = ["file_name", "lesson_page", "programs", "write_lesson"]
 

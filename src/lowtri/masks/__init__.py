@@ -18,11 +18,6 @@ patterns        the bits of partial tiles, each distinct pattern stored once
 plan            what kernels read: runs of tiles, and the bits of the partial ones
 ranges          the ranges of keys that each query sees, from a plan
 counts          the number of visible pairs, and whether a mask is causal
-labels          labels of pictures, and how a text is split into tokens
-palette         the colours of every picture
-svg_parts       the parts of every SVG picture: frame, texts, rows of cells, legend
-strips          rows of cells as SVG
-notebook        what notebooks show, and pages of their own: HTML whose styles stay apart from those of the host
 panels          the content of a picture: cells, labels, headings, and how many positions show a mask
 svg             a picture as SVG
 draw            a picture as text

@@ -19,11 +19,11 @@ from lowtri.errors import MaskError
 from lowtri.masks.array_masks import Table
 from lowtri.masks.combinators import Join, Not
 from lowtri.masks.custom_masks import Heads
-from lowtri.masks.labels import shortened, split
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import POSITION_MAX, check_count
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import first_position
+from lowtri.pictures.labels import shortened, split
 
 __all__ = [
     "MAX_CELLS",

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import MaskError
-from lowtri.masks.labels import display_width
 from lowtri.masks.mask import Mask
-from lowtri.masks.notebook import card, page
 from lowtri.masks.panels import Panel, Part, Picture, Tokens, compose, scale_note
-from lowtri.masks.svg_parts import (
+from lowtri.pictures.files import save_picture
+from lowtri.pictures.labels import display_width
+from lowtri.pictures.pages import card, page
+from lowtri.pictures.svg import (
     HIDDEN,
     LETTER,
     cell_row,
@@ -26,7 +27,6 @@ from lowtri.masks.svg_parts import (
     legend_width,
     text,
 )
-from lowtri.picture_files import save_picture
 
 __all__ = ["html", "save", "shown_as_html", "shown_as_svg", "svg"]
 

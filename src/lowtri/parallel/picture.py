@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.masks.panels import MAX_CELLS
-from lowtri.masks.strips import State, Strip, strips_svg
-from lowtri.masks.svg_parts import HIDDEN, fill
+from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
 
 __all__ = ["RankRow", "as_svg", "as_text"]
 

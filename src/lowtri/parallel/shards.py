@@ -11,9 +11,9 @@ import numpy as np
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.masks.notebook import card
 from lowtri.parallel.picture import RankRow, as_svg, as_text
 from lowtri.parallel.runs import Ints, Runs, first_tokens
+from lowtri.pictures.pages import card
 
 __all__ = ["ShardPlan", "Way", "imbalance_of"]
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.labels import shortened, split
-from lowtri.masks.notebook import card, page
 from lowtri.masks.panels import MAX_CELLS
-from lowtri.picture_files import save_picture
+from lowtri.pictures.files import save_picture
+from lowtri.pictures.labels import shortened, split
+from lowtri.pictures.pages import card, page
 from lowtri.showing.reading import MAX_HEADS, SMALL, Maps, check_weights, pool
 from lowtri.showing.svg import as_svg
 from lowtri.showing.text import as_text

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtri.masks.labels import display_width
-from lowtri.masks.svg_parts import (
+from lowtri.pictures.labels import display_width
+from lowtri.pictures.svg import (
     HIDDEN,
     LETTER,
     document,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lowtri.masks.labels import display_width
+from lowtri.pictures.labels import display_width
 from lowtri.showing.reading import Cells, Maps
 
 __all__ = ["FEW", "as_text", "cell_note", "short_number"]

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowtri.errors import VerifyError
-from lowtri.masks.notebook import image, output, page
-from lowtri.masks.svg_parts import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, text
-from lowtri.pages import TABLE_STYLE, html_table, html_text, json_text
-from lowtri.picture_files import save_picture
+from lowtri.pictures.files import save_picture
+from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
+from lowtri.pictures.svg import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, text
 
 __all__ = ["Finding", "VerifyReport"]
 

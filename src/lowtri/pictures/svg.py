@@ -1,6 +1,8 @@
-"""The parts of every SVG picture: the frame, its colours for light and dark screens, texts and legends.
+"""The parts of every SVG picture: its colours for light and dark screens, the frame, texts, cells, legends, rows of cells.
 
-Colours are SVG attributes, which every program reads, for a light background; a style sheet replaces them on dark screens.
+Queries are blue, keys vermilion, values green, visible pairs and weights purple, leaks red, hidden pairs hatched: they differ in
+lightness and in texture too, so that no picture depends on seeing hues. Colours are SVG attributes, which every program reads, for
+a light background; a style sheet replaces them on dark screens.
 """
 
 from __future__ import annotations
@@ -9,26 +11,86 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.palette import HATCH, INK, KEY, LEAK, LINE, PAPER, PARTLY, QUERY, SOFT, VALUE, VISIBLE, Colour
+from lowtri.pictures.labels import shortened
 
 __all__ = [
-    "HIDDEN",
-    "LETTER",
-    "OUTLINED",
-    "cell_row",
-    "document",
-    "fill",
-    "grid_lines",
-    "ink_over",
-    "legend",
-    "legend_width",
-    "shaded",
-    "text",
+    *(
+        "GROUND",
+        "HATCH",
+        "INK",
+        "KEY",
+        "LEAK",
+        "LINE",
+        "PAPER",
+        "PARTLY",
+        "QUERY",
+        "SOFT",
+        "UNSURE",
+        "VALUE",
+        "VISIBLE",
+    ),
+    *("Colour", "declared", "HIDDEN", "LETTER", "OUTLINED", "State", "Strip"),
+    *(
+        "cell_row",
+        "document",
+        "fill",
+        "grid_lines",
+        "ink_over",
+        "legend",
+        "legend_width",
+        "shaded",
+        "strips_svg",
+        "text",
+    ),
 ]
+
+
+class Colour(NamedTuple):
+    """One colour on a light and on a dark screen."""
+
+    light: str  # "#rrggbb"
+    dark: str
+
+    @property
+    def both(self) -> str:
+        """The value in CSS that follows the color-scheme of the page."""
+        return f"light-dark({self.light}, {self.dark})"
+
+
+GROUND = Colour("#fbfaf7", "#15161a")  # of a page, below its cards
+INK = Colour("#1d1c1a", "#e9e6df")
+PAPER = Colour("#ffffff", "#1c1e24")
+SOFT = Colour("#5c5952", "#a9a69d")  # remarks
+LINE = Colour("#dedad1", "#34363e")
+HATCH = Colour("#d9d5cb", "#3b3e47")
+VISIBLE = Colour("#7a3c9e", "#cb9fe8")
+PARTLY = Colour("#cdb4dc", "#5d4a6d")
+LEAK = Colour("#b3261e", "#f2877e")
+UNSURE = Colour("#975a16", "#f6ad55")
+QUERY = Colour("#0b5fa5", "#7db7f0")
+KEY = Colour("#a8480a", "#eea56a")
+VALUE = Colour("#0a6b50", "#5fcaa5")
+
+_VARIABLES = {  # the names that style sheets use
+    **{"paper": GROUND, "card": PAPER, "ink": INK, "soft": SOFT, "line": LINE, "hatch": HATCH},
+    **{"bad": LEAK, "good": VALUE, "unsure": UNSURE},
+    **{"q-hue": QUERY, "k-hue": KEY, "v-hue": VALUE, "w-hue": VISIBLE},
+}
+
+
+def declared(theme: str) -> str:
+    """The colours as declarations of CSS variables, for one theme, "light" or "dark", or for "both".
+
+    >>> declared("light")[:30], declared("both")[:38]
+    ('--paper: #fbfaf7; --card: #fff', '--paper: light-dark(#fbfaf7, #15161a);')
+    """
+    return "; ".join(f"--{name}: {getattr(colour, theme)}" for name, colour in _VARIABLES.items())
+
 
 LETTER = 7.2  # width of one column of text at 12 px
 
@@ -159,3 +221,61 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> Iterator[s
 
 def legend_width(entries: Sequence[tuple[str, str]]) -> float:
     return sum(42 + LETTER * len(name) for _, name in entries)
+
+
+_MARGIN, _ROW = 16, 24
+
+
+class State(NamedTuple):
+    """What a cell may show."""
+
+    sign: str  # in text
+    fill: str  # the attributes of its cells in SVG
+    meaning: str
+
+
+class Strip(NamedTuple):
+    """A row of cells."""
+
+    label: str
+    cells: Sequence[int]  # indices of states
+    remark: str = ""
+
+
+def strips_svg(
+    title: str, strips: Sequence[Strip], states: Sequence[State], below: str, note: str = "", last: str = ""
+) -> str:
+    """The rows, all of one length, with a legend of the states that occur.
+
+    Args:
+        below: words directly below the rows.
+        note: words below the legend.
+        last: the number of the last position, at the end of an axis that begins at 0; without it there is no axis.
+    """
+    title, columns = shortened(title, 110), len(strips[0].cells)
+    cell = min(24.0, 480 / max(columns, 1))
+    left = _MARGIN + LETTER * max(len(strip.label) + bool(strip.label) for strip in strips)
+    right, top = left + columns * cell, 44 + 6 * bool(last)
+    bottom = top + len(strips) * _ROW + 34
+    entries = [(states[i].fill, states[i].meaning) for i in sorted({int(i) for strip in strips for i in strip.cells})]
+
+    def body() -> Iterator[str]:
+        yield text(_MARGIN, 24, title, ' font-weight="bold"')
+        if columns and last:
+            yield text(left, top - 6, "0")
+            yield from [text(right, top - 6, last, ' text-anchor="end"')] * (columns > 1)
+        for i, strip in enumerate(strips):
+            y = top + i * _ROW
+            yield from [text(_MARGIN, y + 16, strip.label)] * bool(strip.label)
+            yield from cell_row(left, y, [states[state].fill for state in strip.cells], cell, _ROW)
+            yield from [text(right + 10, y + 16, strip.remark)] * bool(strip.remark)
+        yield grid_lines(left, top, len(strips) if columns else 0, columns, cell, _ROW)
+        yield text(left, bottom - 18, below)
+        for i, entry in enumerate(entries):
+            yield from legend(_MARGIN, bottom + 20 * i, [entry])
+        yield from [text(_MARGIN, bottom + 20 * len(entries) + 11, note)] * bool(note)
+
+    remarks = max(LETTER * len(strip.remark) + 10 for strip in strips)
+    words = max([legend_width([entry]) for entry in entries] + [LETTER * len(line) for line in (title, below, note)])
+    height = bottom + 20 * (len(entries) + bool(note)) + 10
+    return document(max(right + remarks, left + words) + _MARGIN, height, title, body())

@@ -1,0 +1,9 @@
+"""Pictures and pages, for every package that draws: no file here knows masks.
+
+Each file imports only from the files above it:
+
+labels  labels of rows and columns: width, escapes, and how a text is split into tokens
+svg     the parts of SVG pictures: colours, cells, legends
+pages   HTML for notebooks and pages of their own; JSON
+files   pictures as files: SVG, HTML, and through matplotlib PNG and PDF
+"""
