@@ -74,7 +74,9 @@ def test_numpy_alone(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 import lowtri
 
-lines = ("lowtri.nn", "lowtri.verify", "lowtri.plain", "import lowtri.nn", "from lowtri.integrations.flex import flex_attention")
+lines = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "import lowtri.nn"]
+lines += [f"import lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch", "transformers", "jax")]
+lines += [f"lowtri.audit(lambda x: x, [[1.0, 2.0]], {option}=True)" for option in ("redraw", "compile")]
 for line in lines:
     try:
         exec(line)
@@ -84,12 +86,25 @@ for line in lines:
 
 
 def test_what_needs_torch_says_so() -> None:
-    done = run(WITHOUT_TORCH, without=("torch",))
-    names = ("lowtri.nn", "lowtri.verify", "lowtri.plain", "lowtri.nn", "lowtri.integrations")
+    done = run(WITHOUT_TORCH, without=("torch", "transformers", "jax"))
+    names = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "lowtri.nn"]
+    names += [f"lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch")]
     fix = "Fix: pip install 'lowtri[torch]'"
-    assert done.stdout == "".join(f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names), (
-        done.stderr
-    )
+    said = [f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names]
+    for name in ("transformers", "jax"):
+        said.append(
+            f"ExtraError lowtri.integrations.{name} needs torch and {name}, which are not installed.\n"
+            f"Fix: pip install 'lowtri[torch,{name}]'\n"
+        )
+    said += [f"ExtraError audit: {n}= needs torch, which is not installed.\n{fix}\n" for n in ("redraw", "compile")]
+    assert done.stdout == "".join(said), done.stderr
+
+
+def test_the_doctor_without_torch() -> None:
+    done = run("from lowtri.__main__ import main\nsys.exit(main())", "doctor", without=("torch",))
+    assert "needs torch, which is not installed.\nFix: pip install 'lowtri[torch]'" in done.stdout, done.stderr
+    assert "the kernels run on Python's threads" in done.stdout and "target " in done.stdout
+    assert done.returncode == 1
 
 
 def test_what_needs_another_package_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -212,13 +212,6 @@ def test_positions_of_unequal_length_are_named() -> None:
         attention(x, x, x, "causal", q_positions=[[0], [0, 1]])
 
 
-def test_jax_is_loaded_when_it_is_used_and_its_absence_is_named() -> None:
-    code = (
-        "import sys, numpy as np, lowtri; from lowtri.integrations.jax import attention\n"
-        "assert 'jax' not in sys.modules\n"
-        "sys.modules['jax'] = None\n"
-        "try: attention(*[np.eye(3)] * 3, 'causal')\n"
-        "except lowtri.EngineError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "attention: jax is not installed. Fix: pip install 'lowtri[jax]'.\n"
+def test_jax_is_loaded_when_it_is_used() -> None:
+    code = "import sys; from lowtri.integrations.jax import attention; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

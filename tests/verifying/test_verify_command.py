@@ -40,6 +40,8 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr()
     assert json.loads(said.out)["mistakes"] == ["mask inverted"] and "wrote" in said.err
     assert "mask inverted" in (tmp_path / "r.html").read_text()
+    assert main(["verify", f"{file}:inverted", *few, "--difference", "mask inverted=True means hidden"]) == 0
+    assert "documented (4): True means hidden" in capsys.readouterr().out
     assert main(["verify", f"{file}:slow", *few, "--limit", "0.3"]) == 3
     assert "no result within 0.3 s" in capsys.readouterr().out
 
@@ -54,6 +56,12 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
         (["FILE:right", "--signature", "triton"], "signature='triton'; expected mask, sdpa, flash, flex"),
         (["FILE:right", "--dtypes", "int8"], "dtypes=['int8']"),
         (["FILE:right", "--cases", "zebra"], "cases='zebra'"),
+        (
+            ["FILE:right", "--out", "r.pfd"],
+            "--out r.pfd ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: r.html",
+        ),
+        (["FILE:right", "--difference", "mask inverted"], '--difference "mask inverted"; expected NAME=WHY'),
+        (["FILE:right", "--difference", "zebra=it has stripes"], "differences='zebra' is neither a case nor a mistake"),
     ],
 )
 def test_bad_input(file: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

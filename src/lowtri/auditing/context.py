@@ -21,6 +21,7 @@ from lowtri.auditing.inputs import Array, Inputs, first_line
 from lowtri.auditing.system import Rows, System, in_mode, module_behind
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, MaskError
+from lowtri.extras import require
 
 __all__ = [
     "BATCH",
@@ -59,6 +60,9 @@ class Options:
     def check(self, model: Any, output: Any, redraw: Any) -> None:
         """Raise CallError, with its name, for an argument that cannot be used."""
         _check_model(model)
+        for name, used in (("redraw", redraw), ("compile", self.compile)):
+            if used:
+                require(f"audit: {name}=", "torch")
         for name, value in (("output", output), ("step", self.step), ("prefill", self.prefill), ("alone", self.alone)):
             if value is not None and not callable(value):
                 raise CallError(f"audit: {name}= is a {type(value).__name__}, expected something to call, or None.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
+from lowtri.extras import is_installed, missing
 from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
 from lowtri.system import cpus
@@ -27,12 +29,11 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         measure: also measure for about a second.
         say: takes a line about what comes next.
     """
-    import torch
-
+    torch = importlib.import_module("torch") if is_installed("torch") else None
     report: dict[str, Any] = {
         "versions": versions(),
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
-        "threads": {"torch": torch.get_num_threads(), "team": _team()},
+        "threads": {"torch": torch and torch.get_num_threads(), "team": _team()},
         "kernels": None,
         "library": None,
         "speed": None,
@@ -40,6 +41,8 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
     }
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
     trouble: list[str] = report["trouble"]
+    if torch is None:
+        trouble.append(missing("attention of tensors, with gradients, and every model", "torch"))
     if reason := library.unusable():
         trouble.append(
             f"there are no kernels, attention runs on torch's own or on the formula, correct and slower: {reason}."
@@ -65,7 +68,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
         trouble.append(
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
-    if measure:
+    if measure and torch is not None:
         say("measuring for a second")
         report["speed"] = _speed(torch)
     return report
@@ -136,11 +139,10 @@ def as_text(report: dict[str, Any]) -> str:
             "cpu",
             f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB",
         ),
-        (
-            "threads",
-            f"torch computes with {report['threads']['torch']}; the kernels run on {report['threads']['team']}",
-        ),
     ]
+    torch_threads, team = report["threads"]["torch"], report["threads"]["team"]
+    torchs = "" if torch_threads is None else f"torch computes with {torch_threads}; "
+    lines.append(("threads", f"{torchs}the kernels run on {team}"))
     if kernels is not None:
         tile = (
             f"a register tile of {kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"

@@ -21,6 +21,12 @@ def command(
     cases: Annotated[str | None, typer.Option("--cases", help="Only the cases whose name contains this text.")] = None,
     device: Annotated[str, typer.Option("--device", help="Where torch tensors lie.")] = "cpu",
     gradients: Annotated[bool, typer.Option(help="Whether gradients are compared, too.")] = True,
+    difference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=WHY", help="A documented difference: a case or a mistake; may be said several times."
+        ),
+    ] = None,
     limit: Annotated[float, typer.Option("--limit", min=0.01, help="Seconds that one call may take.")] = 60.0,
     out: Out = None,
     seed: Seed = 0,
@@ -29,6 +35,7 @@ def command(
 ) -> None:
     """lowtri verify my_kernel.py:attend --signature flash
     lowtri verify my_kernel.py:attend --dtypes float32 --cases window
+    lowtri verify my_kernel.py:attend --difference "window one too wide=our window counts from 0"
 
     Calls the function with masks, sizes, options and garbage of many kinds, and compares what it returns with the definition
     of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is
@@ -37,6 +44,9 @@ def command(
     --out writes the report as .html, .json or .txt, or its picture as .svg, .png or .pdf.
     Exit codes: 0 right, 1 wrong, 3 could not decide.
     """
+    documented = _documented(difference or [])
+    if out is not None and out.suffix.lower() not in _ENDINGS:
+        raise typer.BadParameter(f"--out {out} ends in none of {', '.join(_ENDINGS)}. Fix: {out.stem}.html")
     use_threads(threads)
     from lowtri.verifying.verify import verify
 
@@ -49,6 +59,7 @@ def command(
         device=device,
         gradients=gradients,
         cases=cases,
+        differences=documented,
         limit=limit,
         seed=seed,
     )
@@ -59,7 +70,17 @@ def command(
         raise typer.Exit(report.exit_code)
 
 
+_ENDINGS = (".html", ".json", ".txt", ".svg", ".png", ".pdf")
 _LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _documented(differences: list[str]) -> dict[str, str]:
+    """The sentences of NAME=WHY by their names."""
+    pairs = [text.partition("=") for text in differences]
+    for text, (name, _, why) in zip(differences, pairs, strict=True):
+        if not name.strip() or not why.strip():
+            raise typer.BadParameter(f'--difference "{text}"; expected NAME=WHY, a case or a mistake and a sentence')
+    return {name.strip(): why.strip() for name, _, why in pairs}
 
 
 def _function(target: str) -> Callable[..., Any]:

@@ -15,8 +15,4 @@ replaced_class          modules whose forward is replaced
 
 from __future__ import annotations
 
-from lowtri.extras import require
-
-require("lowtri.integrations", "torch")
-
 __all__: list[str] = []

@@ -14,6 +14,10 @@ Gradients are those of lowtri's backward, by ``jax.custom_vjp``: reverse mode, o
 
 from __future__ import annotations
 
+from lowtri.extras import require
+
+require("lowtri.integrations.jax", "torch", "jax")
+
 import operator
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,7 +29,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lowtri.dispatch.attend import attention as attend
-from lowtri.errors import CallError, EngineError
+from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import join, read_dense_mask
 from lowtri.masks.array_masks import keys
 from lowtri.masks.formulas import band, causal, full
@@ -87,12 +91,10 @@ def attention(
 
     Raises:
         CallError: for arrays on an accelerator, other dtypes, and positions that are traced; and as :func:`lowtri.attention`.
-        EngineError: if jax is not installed.
         TypeError: by JAX, in forward mode.
 
     Source: the documentation of JAX, "External callbacks" and "Custom derivative rules".
     """
-    _check_installed("attention")
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     for name, x in arrays.items():
         if x is not None or name not in ("bias", "sinks"):
@@ -190,11 +192,9 @@ def dot_product_attention(
 
     Raises:
         CallError: where jax raises a ValueError, which it is, too; for arrays on an accelerator, and a traced scale.
-        EngineError: if jax is not installed.
 
     Source: the documentation of jax.nn.dot_product_attention.
     """
-    _check_installed(_NN)
     import jax
     import jax.numpy as jnp
 
@@ -320,13 +320,6 @@ class JaxOptions(NamedTuple):
             "engine": self.engine,
             **arrays,
         }
-
-
-def _check_installed(function: str) -> None:
-    try:
-        import jax  # noqa: F401
-    except ImportError:
-        raise EngineError(f"{function}: jax is not installed. Fix: pip install 'lowtri[jax]'.") from None
 
 
 def _check_array(function: str, name: str, x: Any) -> None:

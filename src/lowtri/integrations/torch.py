@@ -17,6 +17,10 @@ stay, too; this file translates them:
 
 from __future__ import annotations
 
+from lowtri.extras import require
+
+require("lowtri.integrations.torch", "torch")
+
 import operator
 from typing import Any, TypeVar
 

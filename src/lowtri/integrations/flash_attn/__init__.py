@@ -17,6 +17,10 @@ run outside of the graph.
 Source: flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
 """
 
+from lowtri.extras import require
+
+require("lowtri.integrations.flash_attn", "torch")
+
 from lowtri.integrations.flash_attn.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -10,6 +10,10 @@ masks       a mask_mod, and the blocks of a BlockMask, as a lowtri mask; BlockMa
 scores      what of a score_mod the kernels compute, with the biases in it
 """
 
+from lowtri.extras import require
+
+require("lowtri.integrations.flex", "torch")
+
 from lowtri.integrations.flex.attention import flex_attention
 from lowtri.integrations.flex.masks import block_mask, create_block_mask
 

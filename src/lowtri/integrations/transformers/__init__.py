@@ -20,6 +20,10 @@ attention   the attention of a layer, eager and under torch.compile and torch.ex
 sharded     a model on one process's part of a sequence
 """
 
+from lowtri.extras import require
+
+require("lowtri.integrations.transformers", "torch", "transformers")
+
 from lowtri.integrations.transformers.attention import attend
 from lowtri.integrations.transformers.switching import register, switch
 from lowtri.integrations.transformers.user_masks import use
