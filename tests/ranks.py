@@ -19,6 +19,9 @@ PRELOADED = ["torch", "torch.distributed", "lowtri.parallel.context", "lowtri.di
 PRELOADED += ["lowtri.integrations.transformers", "transformers.models.llama.modeling_llama"]
 
 
+stores: list[Any] = []  # in a process of Ranks: the store in which its processes meet
+
+
 class Ranks:
     """``size`` processes of one torch.distributed world; ``run`` calls a function on some of them.
 
@@ -98,6 +101,7 @@ def _serve(pipe: Connection, port: int, rank: int, size: int, timeout: float, on
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    stores.append(store)
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, size)}

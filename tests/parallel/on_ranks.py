@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtri
+import ranks
 from lowtri import masks as lt
 from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig
@@ -27,7 +27,7 @@ from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
 from lowtri.training import checkpoints
 from lowtri.training.checkpoints import full_weights
 from lowtri.training.corpus import Packed
-from lowtri.training.processes import Distributed, Processes, ending_together
+from lowtri.training.processes import Distributed, Processes, reported_once
 from lowtri.training.recipe import Recipe
 from lowtri.training.train import train
 
@@ -194,8 +194,9 @@ def wrong_arguments(group: Any) -> list[str]:
 
 
 def absent(group: Any, missing: int) -> str:
-    """One rank does not come; the others say which."""
+    """One rank does not come; the others say so. In a group of its own, since a time-out closes connections."""
     rank = dist.get_rank(group)
+    group = dist.new_group()
     if rank == missing:
         return ""
     try:
@@ -206,7 +207,7 @@ def absent(group: Any, missing: int) -> str:
 
 
 def killed(group: Any, victim: int) -> str:
-    """One rank is killed between two calls; the others say which."""
+    """One rank is killed between two calls; the others notice."""
     rank = dist.get_rank(group)
     context = ContextParallel(plan_shards("causal & window(100)", 512, dist.get_world_size(group)), group, timeout=3)
     q = torch.randn(1, 1, len(context.positions), 8)
@@ -279,7 +280,7 @@ class Training:
     sp: int
     folder: Path | None = None
     kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
-    together: bool = False  # whether the others end when a process has ended, as on the command line
+    together: bool = False  # whether one process reports an error, as on the command line
     raises: type[Exception] | None = None  # instead of being killed, it raises this
     slow_save: float = 0.0  # seconds that writing a checkpoint takes
     broken_save: bool = False  # rank 0 cannot complete a checkpoint
@@ -371,9 +372,6 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
     model, watched = case.model(), []
     Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
-    if case.together:
-        assert case.folder is not None
-        sys.stderr = open(case.folder / f"stderr-{processes.rank}", "w")  # noqa: SIM115
     Fatal.raises = case.raises
     Fatal.after = (
         None
@@ -387,11 +385,13 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     state = None if case.folder is None else case.folder / "training-state"
     try:
-        with ending_together() if case.together else nullcontext(), changed_saving(case, processes.rank):
+        with reported_once(ranks.stores[0]) if case.together else nullcontext(), changed_saving(case, processes.rank):
             history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
     except (lowtri.LowtriError, OSError) as error:
         saved = [] if case.folder is None else [path.name for path in case.folder.glob("*/step-*")]
         return {"error": f"{type(error).__name__}: {error}", "saved": saved}
+    except SystemExit:
+        return {"error": "ended"}  # without a word
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     weights = full_weights(model) if processes.world > 1 else model.state_dict()

@@ -8,8 +8,6 @@ picture     pictures of a plan
 shards      ShardPlan: which rank holds which tokens, and which keys each rank needs
 planning    plan_shards
 collectives the two collectives that move tokens
-heartbeat   a sign of life from each process: which one has ended
-roll_call   names the processes that do not answer
 agreement   all ranks agree on the arguments of a call, or all of them raise
 route       which tokens a rank sends to whom
 exchange    keys and values from rank to rank, and their gradients back

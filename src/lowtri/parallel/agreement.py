@@ -1,8 +1,14 @@
-"""Agreement of the ranks on the arguments of a call before data moves: an error of one rank is raised on all of them."""
+"""What the ranks of a group agree on before data moves: that all are there, that their arguments are equal, that none has an error.
+
+A process that ends closes its connections, so that a collective of the others fails; one that hangs lets them wait until the
+time-out of the group. torchrun ends the other processes when one has ended, and reports which one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,13 +16,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtri.errors import CallError, RankError
+from lowtri.errors import CallError, LowtriError, RankError
 from lowtri.parallel import collectives
-from lowtri.parallel.roll_call import RollCall
 
-__all__ = ["agree", "describe_call"]
+__all__ = ["agree", "barrier", "describe_call", "guard"]
 
-_DIGEST = 32  # bytes
+
+@contextmanager
+def guard(what: str) -> Iterator[None]:
+    """Around a collective: its failure is a RankError, which says what was being done and torch's reason."""
+    try:
+        yield
+    except LowtriError:  # several are RuntimeErrors, too
+        raise
+    except RuntimeError as error:  # torch's classes for it differ by version and by backend
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise RankError(
+            f"{what}: a process of the group has ended, or did not answer in time.\n{reason}\n"
+            "Fix: the cause, which is the first error of any process; all make the same calls in the same order."
+        ) from error
+
+
+def barrier(what: str, group: Any, timeout: float) -> None:
+    """Wait until every process of the group is here; only gloo has a barrier that notices which one is not.
+
+    Args:
+        timeout: in seconds.
+
+    Raises:
+        RankError: on every process that is here, if one is not; on rank 0 the message has the numbers of those missing.
+    """
+    if dist.get_backend(group) == "gloo":
+        with guard(what):
+            dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
 
 
 def describe_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> list[str]:
@@ -28,60 +60,45 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options
     return facts + [f"{name} {value}" for name, value in options.items()]
 
 
-def agree(
-    what: str, error: str | None, facts: list[str], group: Any, roll_call: RollCall, limit: float | None = None
-) -> None:
-    """Compare facts between all ranks: one all-gather of 33 bytes from each, and another one if they differ.
+def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: float | None = None) -> None:
+    """Compare facts between all ranks: one all-gather of 33 bytes from each, and one of the texts if they differ.
 
     Args:
         what: the name of the call, for errors.
         error: what is wrong on this rank, or None.
-        limit: seconds to wait for the other ranks; by default the group's time-out.
+        timeout: seconds to wait for the other ranks; by default the group's time-out.
 
     Raises:
         CallError: on every rank, with the error of the first rank that has one.
         RankError: on every rank, if their facts differ; names the first rank that differs from rank 0, and the first such fact.
     """
-    device = _device(group)
-    mine = hashlib.sha256("\n".join(facts).encode()).digest()
-    status = torch.tensor([error is not None, *mine], dtype=torch.uint8, device=device)
-    every = _gathered(status, what, group, roll_call, limit)
-    if not every[:, 0].any() and (every == every[0]).all():
+    ranks = dist.get_world_size(group)
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.tensor([error is not None, *digest], dtype=torch.uint8, device=device)
+    every = mine.new_empty(ranks * len(mine))
+    with guard(what):
+        work = collectives.all_gather(every, mine, group, async_op=True)
+        work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+    status = every.unflatten(0, (ranks, -1)).cpu()
+    if not status[:, 0].any() and (status == status[0]).all():
         return
-    text = (f"!{error}" if error is not None else "\n".join(facts)).encode()
-    size = _gathered(torch.tensor([len(text)], device=device), what, group, roll_call)
-    padded = torch.zeros(int(size.max()), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    rows = _gathered(padded, what, group, roll_call).tolist()
-    texts = [bytes(row[:n]).decode() for row, n in zip(rows, size[:, 0].tolist(), strict=True)]
-    for rank, one in enumerate(texts):
-        if one.startswith("!"):
-            origin = "" if rank == dist.get_rank(group) else f"\nThis came from rank {rank} of {len(texts)}."
-            agreed = CallError(one[1:] + origin)
+    texts: list[Any] = [None] * ranks
+    with guard(what):
+        dist.all_gather_object(texts, (error, facts), group=group)
+    for rank, (other_error, _) in enumerate(texts):
+        if other_error is not None:
+            origin = "" if rank == dist.get_rank(group) else f"\nThis is the error of rank {rank} of {ranks}."
+            agreed = CallError(other_error + origin)
             agreed.on_every_rank = True
             raise agreed
-    other = next(rank for rank, one in enumerate(texts) if one != texts[0])
-    pairs = zip(texts[0].split("\n"), texts[other].split("\n"), strict=False)
-    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("...", "..."))
+    first, *others = (facts for _, facts in texts)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    a, b = next((pair for pair in zip(first, other, strict=False) if pair[0] != pair[1]), ("...", "..."))
     raise RankError(
-        f"{what}: rank 0 has {_short(here)}, but rank {other} has {_short(there)}.\n"
+        f"{what}: rank 0 has {_short(a)}, but rank {rank} has {_short(b)}.\n"
         "Fix: the same mask, n, options and kinds of tensors on every rank."
     )
-
-
-def _gathered(x: Tensor, what: str, group: Any, roll_call: RollCall, limit: float | None = None) -> Tensor:
-    """(ranks, n) from the (n,) of each rank, on the CPU."""
-    out = x.new_empty(dist.get_world_size(group) * len(x))
-    with roll_call.required(what):
-        work = collectives.all_gather(out, x, group, async_op=True)
-        work.wait() if limit is None else work.wait(timedelta(seconds=limit))
-    return out.unflatten(0, (-1, len(x))).cpu()
-
-
-def _device(group: Any) -> str:
-    """Where the group's backend reads tensors: the CPU if it can."""
-    backend = dist.get_backend(group)
-    return "cuda" if backend == "nccl" else "cpu"
 
 
 def _short(text: str) -> str:

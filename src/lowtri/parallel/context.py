@@ -15,11 +15,10 @@ from lowtri.dispatch.eager import autocast_device, cast_for_autocast, without_au
 from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask, as_mask
 from lowtri.parallel import collectives
-from lowtri.parallel.agreement import agree, describe_call
+from lowtri.parallel.agreement import agree, barrier, describe_call, guard
 from lowtri.parallel.arguments import Bias, module_options, take, wrong_tensors
 from lowtri.parallel.attend import Setting, attend
 from lowtri.parallel.exchange import Exchange, exchange_of
-from lowtri.parallel.roll_call import RollCall
 from lowtri.parallel.runs import Ints
 from lowtri.parallel.shards import ShardPlan
 
@@ -53,10 +52,10 @@ class ContextParallel:
             half types, whose partial results would be rounded twice.
         check: compare the arguments of each call between the ranks before data moves, in one small all-gather. Without it, ranks
             that come with different arguments may wait for each other until the group's time-out.
-        timeout: seconds to wait for all ranks.
+        timeout: seconds to wait for all ranks here; later calls wait as long as the group's own time-out.
 
     Raises:
-        RankError: on every rank, if a rank is missing (the message has its number), or if the plans differ.
+        RankError: on every rank that is there, if a rank is missing (on rank 0 the message has its number), or if the plans differ.
         CallError: if the group has another number of processes than the plan has ranks.
 
     Source: ring attention, Liu et al. 2023; context parallelism, Dubey et al. 2024 (Llama 3), section 3.3.2.
@@ -92,10 +91,10 @@ class ContextParallel:
                 f"{', and this one is not among them' if self.rank < 0 else ''}.\n"
                 "Fix: plan_shards(mask, n, dist.get_world_size(group))."
             )
-        self._roll_call = RollCall(group, timeout)
-        self._roll_call.meet("ContextParallel")
+        self._timeout = timeout
+        barrier("ContextParallel", group, timeout)
         what = [f"n {plan.n}", f"block {plan.block}", f"masks {plan.masks!r}", f"plan {plan.digest}"]
-        agree("ContextParallel", None, what, group, self._roll_call)
+        agree("ContextParallel", None, what, group)
         self._exchanges: dict[int, Exchange] = {}
         self._positions = plan.positions(self.rank)
 
@@ -121,13 +120,13 @@ class ContextParallel:
         elif torch.is_grad_enabled() and x.requires_grad:
             error = "unshard: x requires a gradient, which would be lost. Fix: x.detach()."
         rest = [] if error else [f"x {[*x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :]]} {x.dtype}"]
-        agree("unshard", error, rest, self.group, self._roll_call)
+        agree("unshard", error, rest, self.group)
         own = x.detach().movedim(dim, 0)
         most = int(self.plan.tokens.max())
         sent = own.new_zeros((most, *own.shape[1:]))
         sent[:tokens] = own
         parts = own.new_empty((self.plan.ranks * most, *own.shape[1:]))
-        with self._roll_call.required("unshard"):
+        with guard("unshard"):
             collectives.all_gather(parts, sent, self.group)
         whole = own.new_empty((self.plan.n, *own.shape[1:]))
         for rank, part in enumerate(parts.unflatten(0, (self.plan.ranks, most))):
@@ -165,7 +164,7 @@ class ContextParallel:
 
         Raises:
             CallError: on every rank, if a rank's tensors do not hold its tokens, or its mask is not one of the plan's.
-            RankError: on every rank that answers, if the ranks' arguments differ, or a rank is missing.
+            RankError: if the ranks' arguments differ, or a process of the group has ended.
         """
         given = q, k, v, mask, scale, softcap, bias, sinks, engine
         result: tuple[Tensor, Tensor] = torch.compiler.disable(self._attention)(*given)
@@ -196,7 +195,7 @@ class ContextParallel:
             facts = describe_call(q, k, v, sinks, {**options, "bias": bias is not None, "mask": index})
         self.agree("ContextParallel.attention", error, facts)
         if index not in self._exchanges:
-            self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group, self._roll_call)
+            self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group)
         overlap = self.overlap
         if overlap is None:
             overlap = q.dtype in (torch.float32, torch.float64)
@@ -223,7 +222,7 @@ class ContextParallel:
     def agree(self, what: str, error: str | None, facts: Sequence[str] = ()) -> None:
         """Raise a CallError on every rank if a rank has an error, or they differ in ``facts``; without ``check`` on that rank only."""
         if self.check:
-            agree(what, error, list(facts), self.group, self._roll_call)
+            agree(what, error, list(facts), self.group)
         elif error is not None:
             raise CallError(error)
 
@@ -235,7 +234,7 @@ class ContextParallel:
             return
         text = str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
         with suppress(LowtriError):  # what happened here is more to the point
-            agree(what, text, [], self.group, self._roll_call, self._roll_call.timeout)
+            agree(what, text, [], self.group, self._timeout)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.plan.ranks}, {len(self.positions)} of {self.plan.n} tokens)"

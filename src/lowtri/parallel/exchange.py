@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtri.parallel import collectives
-from lowtri.parallel.roll_call import RollCall
+from lowtri.parallel.agreement import guard
 from lowtri.parallel.route import route_of
 from lowtri.parallel.runs import Ints
 from lowtri.parallel.shards import ShardPlan
@@ -30,14 +30,13 @@ __all__ = ["Exchange", "Pending", "exchange_of"]
 class Pending:
     """Rows on their way."""
 
-    def __init__(self, work: Any, rows: Tensor, sent: Tensor | None, roll_call: RollCall, what: str) -> None:
-        self._work, self._rows, self._roll_call, self._what = work, rows, roll_call, what
-        self._sent = sent
+    def __init__(self, work: Any, rows: Tensor, sent: Tensor | None, what: str) -> None:
+        self._work, self._rows, self._sent, self._what = work, rows, sent, what
 
     def wait(self) -> Tensor:
         """The rows, when they are here."""
         if self._work is not None:
-            with self._roll_call.required(self._what):
+            with guard(self._what):
                 self._work.wait()
             self._work = self._sent = None  # what was sent can be freed now
         return self._rows
@@ -54,8 +53,8 @@ class Exchange(ABC):
     others: Ints
     whole: Ints
 
-    def __init__(self, plan: ShardPlan, rank: int, group: Any, roll_call: RollCall) -> None:
-        self.plan, self.rank, self.group, self.roll_call = plan, rank, group, roll_call
+    def __init__(self, plan: ShardPlan, rank: int, group: Any) -> None:
+        self.plan, self.rank, self.group = plan, rank, group
         self.tokens = int(plan.tokens[rank])
 
     @abstractmethod
@@ -79,14 +78,14 @@ class Exchange(ABC):
         """The gradients of this rank's own rows: its own part and those that came back."""
 
     def _started(self, what: str, start: Callable[[], Any], rows: Tensor, sent: Tensor) -> Pending:
-        with self.roll_call.required(what):
+        with guard(what):
             work = start()
-        return Pending(work, rows, sent, self.roll_call, what)
+        return Pending(work, rows, sent, what)
 
 
 class Selected(Exchange):
-    def __init__(self, plan: ShardPlan, mask: int, rank: int, group: Any, roll_call: RollCall) -> None:
-        super().__init__(plan, rank, group, roll_call)
+    def __init__(self, plan: ShardPlan, mask: int, rank: int, group: Any) -> None:
+        super().__init__(plan, rank, group)
         self.route = route_of(plan, mask, rank)
         self.others = self.route.positions
         self.whole = np.concatenate([plan.positions(rank), self.others])
@@ -132,8 +131,8 @@ class Selected(Exchange):
 
 
 class Gathered(Exchange):
-    def __init__(self, plan: ShardPlan, rank: int, group: Any, roll_call: RollCall) -> None:
-        super().__init__(plan, rank, group, roll_call)
+    def __init__(self, plan: ShardPlan, rank: int, group: Any) -> None:
+        super().__init__(plan, rank, group)
         self.most = int(plan.tokens.max())
         slots = np.full((plan.ranks, self.most), -1, np.int64)
         for other in range(plan.ranks):
@@ -179,8 +178,8 @@ class Gathered(Exchange):
         return total
 
 
-def exchange_of(plan: ShardPlan, mask: int, rank: int, group: Any, roll_call: RollCall) -> Exchange:
+def exchange_of(plan: ShardPlan, mask: int, rank: int, group: Any) -> Exchange:
     """The exchange that the plan prescribes for the mask of that index."""
     if plan.gathers[mask]:
-        return Gathered(plan, rank, group, roll_call)
-    return Selected(plan, mask, rank, group, roll_call)
+        return Gathered(plan, rank, group)
+    return Selected(plan, mask, rank, group)

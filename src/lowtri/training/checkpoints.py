@@ -73,7 +73,7 @@ class Saver:
         weights, moments = get_state_dict(model, optimizer)
         if self._group is None:
             self._group = self._processes.new_group()
-        with self._processes.answering("beginning to save"):
+        with self._processes.guard("beginning to save"):
             written = _write({"model": weights, "optimizer": moments}, part, self._group, self._processes.world == 1)
         pending: Future[None] = Future()
         self._pending = pending
@@ -88,7 +88,7 @@ class Saver:
         if self._pending is not None:
             error = self._pending.exception()  # a user may interrupt here: settle() then waits again
             self._pending = None
-            self._processes.together(lambda: _raise(error, self._folder), "saving")
+            self._processes.run_on_all(lambda: _raise(error, self._folder), "saving")
 
     def settle(self) -> None:
         """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""

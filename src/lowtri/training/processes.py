@@ -20,16 +20,18 @@ from lowtri.errors import CallError, LowtriError, RankError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.plan import TILE_Q
 from lowtri.nn.decoder import Decoder
+from lowtri.parallel.agreement import guard
 from lowtri.parallel.context import ContextParallel
-from lowtri.parallel.heartbeat import beating
 from lowtri.parallel.planning import plan_shards
-from lowtri.parallel.roll_call import RollCall
 from lowtri.training.corpus import IGNORED, Rows
 from lowtri.training.initial import initialise
 
-__all__ = ["Processes", "ending_together", "processes_of_torchrun"]
+__all__ = ["Processes", "processes_of_torchrun", "reported_once"]
 
 T = TypeVar("T")
+
+_STEP = timedelta(minutes=10)  # for a process that hangs in a step; one that has ended is noticed at once
+_FILES = timedelta(days=1)  # rank 0 may read texts and learn a tokenizer for hours
 
 
 class Processes:
@@ -51,7 +53,7 @@ class Processes:
         """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
         return function()
 
-    def together(self, function: Callable[[], T], what: str) -> T:
+    def run_on_all(self, function: Callable[[], T], what: str) -> T:
         """The result of a function that every rank runs by itself, ``what`` in words; an error of one rank is raised on every rank."""
         return function()
 
@@ -78,8 +80,8 @@ class Processes:
         yield
 
     @contextmanager
-    def answering(self, what: str) -> Iterator[None]:
-        """Around work in which all processes take part: if one ends, the others raise a RankError with its number."""
+    def guard(self, what: str) -> Iterator[None]:
+        """Around work in which all processes take part: if one has ended, the others raise a RankError."""
         yield
 
     def new_group(self) -> Any:
@@ -108,24 +110,23 @@ class Distributed(Processes):
         self.mesh = init_device_mesh("cpu", (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
         self.sequence_group = self.mesh["sp"].get_group()
         self.group = int(self.mesh.get_local_rank("dp"))
-        self._roll_call = RollCall(None, 60)
-        # Rank 0 may learn a tokenizer for hours; the others are ended by the heartbeat if it ends.
-        self._files = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        self._files = dist.new_group(backend="gloo", timeout=_FILES)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        box: list[Any] = [self.together(lambda: function() if self.is_main else None, "a file operation of rank 0")]
-        dist.broadcast_object_list(box, group=self._files)
+        box: list[Any] = [self.run_on_all(lambda: function() if self.is_main else None, "a file operation of rank 0")]
+        with self.guard("a file operation of rank 0"):
+            dist.broadcast_object_list(box, group=self._files)
         result: T = box[0]
         return result
 
-    def together(self, function: Callable[[], T], what: str) -> T:
+    def run_on_all(self, function: Callable[[], T], what: str) -> T:
         error: Exception | None = None
         try:
             result = function()
         except Exception as raised:
             error = raised
         errors: list[Exception | None] = [None] * self.world
-        with self.answering(what):
+        with self.guard(what):
             dist.all_gather_object(errors, self._shown(error), group=self._files)
         for one in (error, *errors):
             if one is not None:
@@ -177,7 +178,7 @@ class Distributed(Processes):
         for layer in getattr(getattr(model, "model", None), "layers", ()):
             fully_shard(layer, mesh=self._all, mp_policy=policy)
         sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
-        with self.answering("drawing the weights"):
+        with self.guard("drawing the weights"):
             initialise(sharded)
         return sharded
 
@@ -189,16 +190,17 @@ class Distributed(Processes):
         return init_device_mesh("cpu", (self.world,), mesh_dim_names=("all",))
 
     @contextmanager
-    def answering(self, what: str) -> Iterator[None]:
+    def guard(self, what: str) -> Iterator[None]:
         try:
-            with self._roll_call.required(what):
+            with guard(what):
                 yield
         except RankError as error:
-            line = str(error).splitlines()[0].removesuffix("; start again with --resume.")
-            raise RankError(f"{line}\nFix: start it again with --resume.") from error
+            lines = [line for line in str(error).removeprefix(f"{what}: ").splitlines() if not line.startswith("Fix: ")]
+            text = "\n".join([*lines, "Fix: start it again with --resume."])
+            raise RankError(f"{what}: {text}") from error
 
     def new_group(self) -> Any:
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=_STEP)
 
 
 @contextmanager
@@ -220,46 +222,40 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
             )
         yield Processes()
         return
-    _begin(timedelta(minutes=10))
     try:
-        with ending_together():
+        with reported_once(_begin()):
             yield Distributed(dp, sp)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _begin(timeout: timedelta) -> None:
-    """Begin torch.distributed with the processes of torchrun.
+def _begin() -> Any:
+    """Begin torch.distributed with the processes of torchrun; the store in which they meet.
 
     After a restart in place (``--max-restarts``), the store of torchrun still has the addresses of the processes that have ended, and
     torch would wait for those: each attempt has names of its own.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo", timeout=timeout)
-        return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    stores: Any = dist  # its stores are documented, but not marked as exported for type checkers
-    store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
-    attempt = stores.PrefixStore(f"lowtri/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=timeout)
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    stores: Any = dist  # its stores are documented, but not marked as exported for type checkers
+    store = stores.TCPStore(host, port, world, is_master=is_master, timeout=_STEP)
+    attempt = stores.PrefixStore(f"lowtri/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=_STEP)
+    return attempt
 
 
 @contextmanager
-def ending_together() -> Iterator[None]:
-    """If a process ends, end the others, too, with one line that names it. All processes enter it together.
-
-    An error that every process has is raised in one of them; the others end without a word.
-    """
-    with beating() as heartbeat:
+def reported_once(store: Any) -> Iterator[None]:
+    """An error that several processes have, or that follows from the end of another one, ends all; only the first raises it."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
         try:
-            yield
-        except RankError as error:
-            if heartbeat is None:
-                raise
-            line = str(error).splitlines()[0].rstrip(".")
-            heartbeat.leave(line if "--resume" in line else f"{line}; start again with --resume")
-        except LowtriError as error:
-            if heartbeat is None or heartbeat.is_first_to_report():
-                raise
-            raise SystemExit(error.exit_code) from None
+            is_first = store.add("reported", 1) == 1
+        except RuntimeError:  # the store was in a process that has ended
+            is_first = True
+        if is_first:
+            raise
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)) from None

@@ -69,7 +69,7 @@ class Run:
         path = self.processes.on_main(lambda: newest(folder))
         if path is None:
             return
-        content = self.processes.together(lambda: self._check(path, content_of(path)), "reading a checkpoint")
+        content = self.processes.run_on_all(lambda: self._check(path, content_of(path)), "reading a checkpoint")
         restore(path, self.model, self.optimizer, self.processes)
         validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
         self.history = History(content["history"]["losses"], validations)

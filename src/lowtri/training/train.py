@@ -117,7 +117,7 @@ def _steps(
         rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
         lr = recipe.lr_at(run.done)
         torch.manual_seed(recipe.random_seed(run.done, processes.rank))
-        with processes.answering(f"step {run.done + 1}"):
+        with processes.guard(f"step {run.done + 1}"):
             loss = _step(model, run.optimizer, rows, lr, recipe, processes)
         seconds += time.perf_counter() - started
         run.done += 1
@@ -127,7 +127,7 @@ def _steps(
         run.history.tokens_per_second = (run.done - begun) * rows.inputs.size / seconds
         validation = None
         if len(held_out) and _due(run.done, recipe.validate_every, recipe.steps):
-            with processes.answering(f"validation after step {run.done}"):
+            with processes.guard(f"validation after step {run.done}"):
                 validation = _validate(model, corpus, held_out, recipe, processes)
             run.history.validations.append((run.done, validation))
         if state is not None and _due(run.done, recipe.save_every, recipe.steps):
