@@ -21,7 +21,7 @@ from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, real_positions
 from lowtri.auditing.system import System, check_axes, redrawn
 from lowtri.auditing.trial import Trial, chosen_trials, nothing_ran, require_requested, run_trials, try_example
 from lowtri.masks import Mask, as_mask, causal
-from lowtri.masks.document_masks import check_row_lengths
+from lowtri.masks.label_masks import check_row_lengths
 
 __all__ = ["TRIALS", "assert_causal", "audit", "trial_table"]
 

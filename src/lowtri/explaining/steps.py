@@ -19,7 +19,7 @@ from lowtri.explaining.explanation import Explanation, Step
 from lowtri.explaining.show import number
 from lowtri.explaining.step import PAIRS
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.document_masks import check_row_lengths
+from lowtri.masks.label_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend
 
 __all__ = ["explain"]

@@ -20,7 +20,7 @@ from lowtri.generation.missing import Missing
 from lowtri.generation.positions import ends_of, rows_of
 from lowtri.generation.slots import SlotAllocator
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.document_masks import with_open_end
+from lowtri.masks.label_masks import with_open_end
 from lowtri.ops.arguments import plain_array
 
 __all__ = ["KVCache"]

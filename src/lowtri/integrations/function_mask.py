@@ -21,10 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from lowtri.compat.torch_private import mapped_indexing, version_of
-from lowtri.masks.document_masks import Extremes
+from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import Positions
-from lowtri.masks.tile import FULL, PARTIAL, Answer
+from lowtri.masks.tile import FULL, PARTIAL, Answer, Positions
 
 __all__ = ["INDICES", "BatchedMask", "Bounds", "FunctionMask", "Trace", "bounds_of", "operation", "trace"]
 
@@ -290,7 +289,7 @@ class _Program:
         self.trace, self.output = traced, output
         self.nodes = [node for node in traced.module.graph.nodes if node in needed]
         self.names = {node: name for name, node in traced.inputs.items()}
-        self.extremes: dict[tuple[Any, ...], Extremes] = {}
+        self.extremes: dict[tuple[Any, ...], RangeMinMax] = {}
 
     def __call__(self, q: Range, k: Range, b: int, h: int) -> Range | None:
         if np.any(q.high > _LARGEST) or np.any(k.high > _LARGEST):
@@ -358,7 +357,7 @@ class _Program:
         at = fixed.index(slice(None))
         key = (node, *fixed[:at], None, *fixed[at + 1 :])
         if key not in self.extremes:
-            self.extremes[key] = Extremes(tensor[tuple(fixed)].detach().cpu().numpy().astype(np.int64))
+            self.extremes[key] = RangeMinMax(tensor[tuple(fixed)].detach().cpu().numpy().astype(np.int64))
         return Range(*self.extremes[key](indices[at].low, indices[at].high + 1))
 
 

@@ -2,38 +2,33 @@
 
 Each file imports only from the files above it:
 
-positions       the range of positions, and the checks of positions and counts
-tile            the evaluation of a mask for pairs and for tiles, with three answers for a tile
-arrays          users' arrays and tensors as NumPy arrays, checked; frozen copies of them
-mask            Mask: tables and text
-combinators     the set operations ``& | ~ -``
-grammar         the parser for mask texts
-text            a mask from a text or from a user's argument
-formulas        causal, full, window, band, first, chunks, strided
-array_masks     keys, table, hidden
-document_masks  documents, by lengths or by an id for each position
-custom_masks    where (a function of the user's), heads (a mask for each query head)
-serialisation   a mask as a text and a list of arrays
-patterns        the bits of partial tiles, each distinct pattern stored once
-plan            what kernels read: runs of tiles, and the bits of the partial ones
-ranges          the ranges of keys that each query sees, from a plan
-counts          the number of visible pairs, and whether a mask is causal
-panels          the content of a picture: cells, labels, headings, and how many positions show a mask
-svg             a picture as SVG
-draw            a picture as text
+tile          positions, and the three answers for a tile
+arrays        users' arrays and tensors as NumPy arrays, checked; frozen copies of them
+mask          Mask: answers, tables, text, and the operators ``& | ~ -``
+grammar       the parser for mask texts
+text          a mask from a text or from a user's argument
+formulas      causal, full, window, band, first, strided
+array_masks   keys, table, hidden
+label_masks   what compares labels: chunks, documents
+custom_masks  where (a function of the user's), heads (a mask for each query head)
+serialisation a mask as a text and a list of arrays
+plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
+ranges        the ranges of keys that each query sees, from a plan
+panels        the content of a picture: cells, labels, headings, and how many positions show a mask
+svg           a picture as SVG
+draw          a picture as text
 """
 
 from lowtri.masks.array_masks import hidden, keys, table
-from lowtri.masks.counts import is_causal, pairs
 from lowtri.masks.custom_masks import heads, where
-from lowtri.masks.document_masks import documents
 from lowtri.masks.draw import draw
-from lowtri.masks.formulas import band, causal, chunks, first, full, strided, window
+from lowtri.masks.formulas import band, causal, first, full, strided, window
+from lowtri.masks.label_masks import chunks, documents
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.plan import is_causal, pairs
 from lowtri.masks.svg import save, shown_as_html, shown_as_svg
 from lowtri.masks.text import as_mask, mask
-from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Tile
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
 
 __all__ = [
     "EMPTY",

@@ -16,21 +16,38 @@ from lowtri.errors import MaskError
 from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
 from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.positions import POSITION_MAX, Positions, within
-from lowtri.masks.tile import PARTIAL, Answer, tile_answer
+from lowtri.masks.tile import PARTIAL, POSITION_MAX, Answer, Positions, tile_answer, within
 
-__all__ = ["KeyLengths", "Keys", "Table", "hidden", "keys", "table"]
+__all__ = ["ArrayMask", "KeyLengths", "Keys", "Table", "hidden", "keys", "table"]
+
+
+class ArrayMask(Mask):
+    """A mask whose fields are arrays: their leading dimensions are its batch."""
+
+    _rank = 1  # dimensions of the array of one batch row and head
+
+    def __post_init__(self) -> None:
+        array = getattr(self, self.__match_args__[0]).array  # type: ignore[attr-defined]
+        object.__setattr__(self, "_batch", array.shape[: -self._rank])
+
+    @cached_property
+    def _unbatched(self) -> dict[tuple[int, ...], Mask]:
+        """The masks of single batch rows and heads, kept because their indices are."""
+        make, arrays = type(self), [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
+        return {
+            index: make(*[None if array is None else FrozenArray(array.array[index]) for array in arrays])
+            for index in np.ndindex(self.batch)
+        }
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self._unbatched[(b, h)[: len(self.batch)]]
 
 
 @dataclass(frozen=True, repr=False)
-class Keys(Mask):
+class Keys(ArrayMask):
     """Only keys whose flag is set; a key past the array is real."""
 
     valid: FrozenArray
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.valid.array.shape[:-1]
 
     depends_on_query = False
 
@@ -49,15 +66,8 @@ class Keys(Mask):
         real = self._counts[stop] - self._counts[start] + past_the_array
         return tile_answer(full=real == k1 - k0, empty=real == 0) + 0 * q0
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [k0]
-
-    @cached_property
-    def _rows(self) -> list[Keys]:
-        return [Keys(FrozenArray(row)) for row in self.valid.array]
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self._rows[b]
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,11 +76,10 @@ class KeyLengths(Mask):
 
     lengths: tuple[int, ...]
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return (len(self.lengths),)
-
     depends_on_query = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_batch", (len(self.lengths),))
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -116,15 +125,12 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
 
 
 @dataclass(frozen=True, repr=False)
-class Table(Mask):
+class Table(ArrayMask):
     """All pairs written out. Its rows are the queries at the last Nq of its Nk keys, as in a call."""
 
     table: FrozenArray
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.table.array.shape[:-2]
-
+    _rank = 2
     depends_on_query = False  # a table of more rows than columns counts its rows from 0
 
     @cached_property
@@ -161,13 +167,6 @@ class Table(Mask):
         visible = sums[rows1, cols1] - sums[rows0, cols1] - sums[rows1, cols0] + sums[rows0, cols0]
         area = (rows1 - rows0) * (cols1 - cols0)
         return np.where(inside, tile_answer(full=visible == area, empty=visible == 0), PARTIAL)
-
-    @cached_property
-    def _tables(self) -> dict[tuple[int, ...], Table]:
-        return {index: Table(FrozenArray(self.table.array[index])) for index in np.ndindex(self.batch)}
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self._tables[(b, h)[: len(self.batch)]]
 
 
 @constructor(in_text=False)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
-from lowtri.masks.positions import POSITION_MAX
+from lowtri.masks.tile import POSITION_MAX
 
 __all__ = [
     "ROWS",

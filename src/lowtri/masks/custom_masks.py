@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import MaskError
-from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.positions import Positions, shown
+from lowtri.masks.mask import Mask, combine, constructor
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Answer
+from lowtri.masks.tile import Answer, Positions, shown
 
 __all__ = ["Heads", "Where", "heads", "where"]
 
@@ -116,17 +115,8 @@ class Heads(Mask):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        # Lists: torch.compile does not follow max() of a generator.
         rows = max([1, *[mask.batch[0] for mask in self.masks if mask.batch]])
-        object.__setattr__(self, "_batch", (rows, len(self.masks)))
-        object.__setattr__(self, "_depth", max([mask._depth for mask in self.masks]))
-        object.__setattr__(self, "_size", max([mask._size for mask in self.masks]))
-        object.__setattr__(self, "depends_on_query", any([mask.depends_on_query for mask in self.masks]))
-        object.__setattr__(self, "row_lengths", tuple([n for mask in self.masks for n in mask.row_lengths]))
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self._batch  # type: ignore[attr-defined]
+        combine(self, self.masks, (rows, len(self.masks)), operators=0)
 
     def _at(self, b: int, h: int) -> Mask:
         return self.masks[h].at(b)

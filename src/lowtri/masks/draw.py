@@ -8,8 +8,8 @@ from itertools import zip_longest
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.panels import MAX_CELLS, Panel, Picture, Tokens, compose, picture_size, scale_note
-from lowtri.masks.positions import check_count
 from lowtri.masks.text import as_mask
+from lowtri.masks.tile import check_count
 from lowtri.pictures.labels import display_width
 
 __all__ = ["draw"]

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.positions import POSITION_MAX, Positions, check_count
-from lowtri.masks.tile import Answer, same_label, tile_answer
+from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, tile_answer
 
-__all__ = ["Band", "First", "band", "causal", "chunks", "first", "full", "strided", "window"]
+__all__ = ["Band", "First", "band", "causal", "first", "full", "strided", "window"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +26,7 @@ class Full(Mask):
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return 2 + 0 * (q0 + k0)  # always FULL, in the shape of the answer
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return []
 
 
@@ -65,7 +64,7 @@ class Band(Mask):
             full=(least >= -self.after) & (most <= self.before), empty=(most < -self.after) | (least > self.before)
         )
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 - k0]
 
     def _extent(self) -> int:
@@ -152,7 +151,7 @@ class First(Mask):
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         return tile_answer(full=k1 <= self.n, empty=k0 >= self.n) + 0 * q0
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [np.clip(self.n - k0, 0, nk)]
 
 
@@ -178,39 +177,6 @@ def first(n: int) -> Mask:
 
 
 @dataclass(frozen=True, repr=False)
-class Chunks(Mask):
-    n: int
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return q // self.n == k // self.n
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return same_label(q0 // self.n, (q1 - 1) // self.n, k0 // self.n, (k1 - 1) // self.n)
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
-        return [q0 % self.n, k0 - q0]
-
-
-@constructor()
-def chunks(n: int) -> Mask:
-    """Blocks of ``n`` positions; a query sees only the keys of its own block: ``q // n == k // n``.
-
-    >>> print((causal() & chunks(2)).draw(5))
-    █····
-    ██···
-    ··█··
-    ··██·
-    ····█
-
-    Args:
-        n: the length of a chunk, in tokens, at least 1.
-
-    The same mask elsewhere: transformers ``attention_chunk_size=n`` (with causal). Source: blockwise attention, Qiu et al. 2019.
-    """
-    return Chunks(check_count("chunks", "n", n, least=1))
-
-
-@dataclass(frozen=True, repr=False)
 class Strided(Mask):
     n: int
 
@@ -222,7 +188,7 @@ class Strided(Mask):
         multiple = most // self.n * self.n  # the greatest multiple of n that could occur
         return tile_answer(full=(self.n == 1) | ((least == most) & (multiple == most)), empty=multiple < least)
 
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [(q0 - k0) % self.n]
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtri.errors import MaskError
-from lowtri.masks.combinators import MAX_DEPTH
-from lowtri.masks.mask import CONSTRUCTORS, Mask
-from lowtri.masks.positions import shown
+from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, Mask
+from lowtri.masks.tile import shown
 
 __all__ = ["read"]
 

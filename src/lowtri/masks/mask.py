@@ -1,10 +1,16 @@
-"""Mask, the base class of all masks: tables, text, and the registry of functions that make masks by name."""
+"""Mask: its answers for pairs and tiles, its tables, texts and operators; and the registry of functions that make masks by name.
+
+``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. A kind of mask implements two formulas,
+``_sees`` and ``_tile``, for non-negative positions and non-empty tiles; Mask adds what holds for every mask: negative positions (no
+token), empty tiles, POSITION_MAX, and one answer for each batch row and head.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,14 +18,42 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.positions import shown
-from lowtri.masks.tile import TileLaw, default_positions
+from lowtri.masks.tile import (
+    EMPTY,
+    MAX_POSITIONS,
+    PARTIAL,
+    POSITION_MAX,
+    TILES,
+    Answer,
+    Positions,
+    check_count,
+    checked_edge,
+    checked_positions,
+    shown,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONSTRUCTORS", "Constructor", "Mask", "called", "constructor", "field_text"]
+__all__ = [
+    *(
+        "CONSTRUCTORS",
+        "MAX_DEPTH",
+        "And",
+        "Constructor",
+        "Join",
+        "Mask",
+        "Not",
+        "Or",
+        "called",
+        "combine",
+        "constructor",
+    ),
+    *("default_positions", "field_text", "first_position"),
+]
 
+MAX_DEPTH = 100  # operators inside operators: every question recurses through them
+_MAX_SIZE = 1000  # masks under all operators together
 _PAIRS_AT_ONCE = 2**22  # of a table: about 32 MB of intermediate numbers
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
@@ -54,7 +88,7 @@ def called(name: str) -> str:
     return f"{name}({'...' if CONSTRUCTORS[name].make.__code__.co_argcount else ''})"
 
 
-class Mask(TileLaw):
+class Mask:
     """Which query may see which key. The functions of :mod:`lowtri.masks` make masks; ``&``, ``|``, ``~`` and ``-`` combine them.
 
     >>> from lowtri import causal, window, first
@@ -74,9 +108,110 @@ class Mask(TileLaw):
     or ``(B, H)``; the results of a batched mask have these dimensions in front.
     """
 
+    operands: tuple[Mask, ...] = ()  # the masks that this one combines
+    _batch: tuple[int, ...] = ()
     _depth = 0  # the operators around the deepest mask inside
     _size = 1  # the masks inside
     _strength = 3  # how strongly its text binds: | 1, & 2, all others 3
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
+        return self._batch
+
+    depends_on_query: bool = True
+    """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
+
+    row_lengths: tuple[int, ...] = ()
+    """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
+
+    # What a subclass implements, for non-negative positions and non-empty rectangles.
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        raise TypeError(f"{type(self).__name__} has no formula")
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        raise TypeError(f"{type(self).__name__} has no tile formula")
+
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where that is unknown.
+
+        For single masks only: plans combine the patterns of joined masks themselves.
+        """
+        return None
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self
+
+    # Answers for any positions.
+
+    def __call__(self, q: Positions, k: Positions) -> Any:
+        """True where the query at ``q`` may see the key at ``k``.
+
+        Args:
+            q, k: positions, ints or integer arrays that broadcast against each other. A negative position means no token:
+                under every mask it sees no key, and no query sees it.
+
+        Returns:
+            a bool for two ints, else a bool array of shape ``m.batch + broadcast(q, k)``.
+
+        Raises:
+            MaskError: if the positions are not whole numbers.
+        """
+        if self.batch:
+            return self._each(lambda row: row(q, k))
+        q, k = checked_positions(q), checked_positions(k)
+        visible = self._sees(q, k) & (q >= 0) & (k >= 0)
+        return bool(visible) if type(q) is int and type(k) is int else visible
+
+    def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
+        """EMPTY, PARTIAL or FULL for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
+
+        >>> from lowtri import causal
+        >>> causal().tile(0, 4, 4, 8), causal().tile(4, 8, 0, 5), causal().tile(0, 4, 0, 4)
+        (<Tile.EMPTY: 0>, <Tile.FULL: 2>, <Tile.PARTIAL: 1>)
+
+        Args:
+            q0, q1, k0, k1: ints, or, for many tiles at once, integer arrays that broadcast. ``POSITION_MAX`` and ``inf`` mean no end.
+
+        Returns:
+            a :class:`Tile` for ints and an unbatched mask, else an int8 array of shape ``m.batch + broadcast``.
+        """
+        if self.batch:
+            return self._each(lambda row: row.tile(q0, q1, k0, k1)).astype(np.int8)
+        if type(q0) is int and type(q1) is int and type(k0) is int and type(k1) is int:
+            if q0 < 0 or k0 < 0:  # the negative part holds no token, so the rest cannot be FULL
+                return min(self.tile(max(q0, 0), q1, max(k0, 0), k1), PARTIAL)
+            if q1 > POSITION_MAX or k1 > POSITION_MAX:  # positions end there, and larger numbers may leave int64
+                return self.tile(q0, min(q1, POSITION_MAX), k0, min(k1, POSITION_MAX))
+            if q1 <= q0 or k1 <= k0:
+                return EMPTY
+            return TILES[self._tile(q0, q1, k0, k1)]
+        edges = [checked_edge(edge) for edge in (q0, q1, k0, k1)]
+        if all(edge.ndim == 0 for edge in edges):
+            return self.tile(*(int(edge) for edge in edges))
+        q0, q1, k0, k1 = np.broadcast_arrays(*edges)
+        has_negative = (q0 < 0) | (k0 < 0)
+        q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
+        no_pairs = (q1 <= q0) | (k1 <= k0)
+        # Formulas may use the last position of a tile: give tiles without pairs one.
+        answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
+        answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
+        return np.where(no_pairs, EMPTY, answer).astype(np.int8)
+
+    def at(self, b: int = 0, h: int = 0) -> Mask:
+        """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
+        if not self.batch:
+            return self
+        rows, heads = (*self.batch, 1)[:2]
+        if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
+            raise MaskError(f"at: batch row {b}, head {h} of a mask with batch {self.batch}.")
+        return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
+
+    def _each(self, function: Callable[[Any], Any]) -> NDArray[Any]:
+        """The function's results for the unbatched masks of all batch rows and heads, ``m.batch + ...``."""
+        results = np.stack([function(self.at(*index)) for index in np.ndindex(self.batch)])
+        return results.reshape(*self.batch, *results.shape[1:])
 
     # Tables.
 
@@ -172,11 +307,6 @@ class Mask(TileLaw):
         def _repr_html_(self) -> str | None:
             """What notebooks show, with the mask's text."""
 
-        def __and__(self, other: Mask) -> Mask: ...
-        def __or__(self, other: Mask) -> Mask: ...
-        def __sub__(self, other: Mask) -> Mask: ...
-        def __invert__(self) -> Mask: ...
-
     # Pictures.
 
     def _extent(self) -> int:
@@ -221,6 +351,22 @@ class Mask(TileLaw):
             "Fix: write m & n, m | n, ~m; `m is None` tests for a missing mask."
         )
 
+    # Operators.
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, _operand(other, "&"))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, _operand(other, "|"))
+
+    def __sub__(self, other: Mask) -> Mask:
+        return And(self, Not(_operand(other, "-")))  # torch.compile traces classes, but not `~` of an object
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    __rand__, __ror__, __rsub__ = __and__, __or__, __sub__  # the left operand is not a mask: rejected, with the fix
+
 
 def _field_extent(value: Any) -> int:
     """The positions that a field of a mask reaches; see :meth:`Mask._extent`."""
@@ -247,3 +393,156 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     # index: while a program is traced a number may be symbolic; the text needs its value.
     return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
+
+
+def combine(combined: Mask, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
+    """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
+
+    Args:
+        operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.
+    """
+    # Lists: torch.compile does not follow max() of a generator.
+    depth, sizes = operators + max([part._depth for part in parts]), [part._size for part in parts]
+    size = sum(sizes) if operators else max(sizes)
+    if depth > MAX_DEPTH or size > _MAX_SIZE:
+        raise MaskError(
+            f"mask: {size} masks under {depth} operators, one inside the other; at most {_MAX_SIZE} masks and "
+            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
+        )
+    object.__setattr__(combined, "operands", tuple(parts))
+    object.__setattr__(combined, "_batch", batch)
+    object.__setattr__(combined, "_depth", depth)
+    object.__setattr__(combined, "_size", size)
+    object.__setattr__(combined, "depends_on_query", any([part.depends_on_query for part in parts]))
+    object.__setattr__(combined, "row_lengths", tuple([n for part in parts for n in part.row_lengths]))
+
+
+@dataclass(frozen=True, repr=False)
+class Join(Mask):
+    """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
+
+    left: Mask
+    right: Mask
+    _sign = ""
+
+    def __post_init__(self) -> None:
+        combine(self, (self.left, self.right), _common_batch(self.left, self.right))
+
+    def _at(self, b: int, h: int) -> Mask:
+        return type(self)(self.left.at(b, h), self.right.at(b, h))
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        left = _operand_text(self.left, self._strength, arrays)
+        right = _operand_text(self.right, self._strength + 1, arrays)
+        return None if left is None or right is None else f"{left} {self._sign} {right}"
+
+
+class And(Join):
+    """Visible where both masks are: the minimum of two answers."""
+
+    _sign, _strength = "&", 2
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) & self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return min(left, right) if type(q0) is int else np.minimum(left, right)
+
+
+class Or(Join):
+    """Visible where either mask is: the maximum of two answers."""
+
+    _sign, _strength = "|", 1
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self.left._sees(q, k) | self.right._sees(q, k)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
+        return max(left, right) if type(q0) is int else np.maximum(left, right)
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Mask):
+    """Visible where the other mask is not: EMPTY and FULL swap."""
+
+    inner: Mask
+
+    def __post_init__(self) -> None:
+        combine(self, (self.inner,), self.inner.batch)
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        visible = self.inner._sees(q, k)
+        return not visible if isinstance(visible, bool) else ~visible
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        return 2 - self.inner._tile(q0, q1, k0, k1)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return Not(self.inner.at(b, h))
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        inner = _operand_text(self.inner, self._strength, arrays)
+        return None if inner is None else f"~{inner}"
+
+
+def _operand_text(mask: Mask, strength: int, arrays: list[Any] | None) -> str | None:
+    """The text of an operand, in parentheses where it binds less strongly than ``strength``."""
+    text = field_text(mask, arrays)
+    return f"({text})" if text is not None and mask._strength < strength else text
+
+
+def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
+    """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
+    a, b = left.batch, right.batch
+    if not a or not b:
+        return a or b
+    rank = max(len(a), len(b))
+    sizes = []
+    for m, n in zip(a + (1,) * (rank - len(a)), b + (1,) * (rank - len(b)), strict=True):
+        if m != n and 1 not in (m, n):
+            raise MaskError(f"{shown(left)} with {shown(right)}: their batches {a} and {b} do not fit together.")
+        sizes.append(max(m, n))
+    return tuple(sizes)
+
+
+def _operand(other: object, sign: str) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    name = getattr(other, "__name__", None)
+    if name in CONSTRUCTORS:
+        raise MaskError(
+            f"mask {sign} {name}: {name} is a function; the parentheses were forgotten.\nFix: {called(name)}."
+        )
+    raise MaskError(
+        f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
+        "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."
+    )
+
+
+def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The default positions of ``nq`` queries and ``nk`` keys: keys at 0 .. nk-1, queries at the last nq of them.
+
+    More queries than keys have no such positions. If the mask does not depend on the query's position they count from 0; otherwise
+    positions are required, because libraries differ in the default.
+    """
+    start, nq, nk = first_position(mask, nq, nk)
+    if max(nq, nk) > MAX_POSITIONS:
+        raise MaskError(
+            f"{nq} queries and {nk} keys: an array of positions holds at most {MAX_POSITIONS} (2**28). "
+            "Fix: tile() answers for rectangles of any size."
+        )
+    return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
+
+
+def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int, int]:
+    """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
+    nq = check_count("mask", "nq, a number of queries,", nq)
+    nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
+    if nq > nk and mask.depends_on_query:
+        raise MaskError(
+            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
+            "Fix: pass their positions, q_positions=range(nq) if query i has the position of key i."
+        )
+    return max(nk - nq, 0), nq, nk

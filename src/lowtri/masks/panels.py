@@ -17,12 +17,9 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.array_masks import Table
-from lowtri.masks.combinators import Join, Not
-from lowtri.masks.custom_masks import Heads
-from lowtri.masks.mask import Mask
-from lowtri.masks.positions import POSITION_MAX, check_count
+from lowtri.masks.mask import Mask, first_position
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import first_position
+from lowtri.masks.tile import POSITION_MAX, check_count
 from lowtri.pictures.labels import shortened, split
 
 __all__ = [
@@ -101,14 +98,8 @@ def picture_size(*masks: Mask) -> tuple[int, int]:
 def _tables_in(mask: Mask) -> Iterator[Table]:
     if isinstance(mask, Table):
         yield mask
-    elif isinstance(mask, Join):
-        yield from _tables_in(mask.left)
-        yield from _tables_in(mask.right)
-    elif isinstance(mask, Not):
-        yield from _tables_in(mask.inner)
-    elif isinstance(mask, Heads):
-        for part in mask.masks:
-            yield from _tables_in(part)
+    for part in mask.operands:
+        yield from _tables_in(part)
 
 
 def scale_note(nq: int, nk: int) -> str:

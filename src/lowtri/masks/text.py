@@ -17,7 +17,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.grammar import read
 from lowtri.masks.mask import CONSTRUCTORS, Mask, called
-from lowtri.masks.positions import shown
+from lowtri.masks.tile import shown
 
 __all__ = ["as_mask", "mask"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.masks.document_masks import check_row_lengths
+from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.config import RecurrentConfig
 from lowtri.nn.fixed import Fixed
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.formulas import full
+from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.mask import default_positions
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import default_positions
 from lowtri.ops.arguments import (
     bias_in_four,
     check_arrays,

@@ -9,9 +9,9 @@ import numpy as np
 
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.document_masks import check_row_lengths
+from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.plan import TILE_Q, Plan, plan
-from lowtri.masks.positions import check_count
+from lowtri.masks.tile import check_count
 from lowtri.parallel.dealing import ways_of_dealing
 from lowtri.parallel.runs import Ints, Runs, block_pairs, block_runs, first_tokens, runs_of_ranks
 from lowtri.parallel.shards import ShardPlan, Way, imbalance_of

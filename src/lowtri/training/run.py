@@ -25,7 +25,7 @@ import torch
 from lowtri.errors import DataError
 from lowtri.files import write_atomically, write_text
 from lowtri.masks import as_mask
-from lowtri.masks.document_masks import check_row_lengths
+from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM

@@ -22,13 +22,12 @@ from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.function_mask import BatchedMask, FunctionMask, Trace, bounds_of, trace
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.masks.document_masks import check_row_lengths
 from lowtri.masks.formulas import full
-from lowtri.masks.mask import Mask
+from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.mask import Mask, default_positions
 from lowtri.masks.plan import TILE_Q, plan
-from lowtri.masks.positions import Positions, check_count
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, default_positions
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Positions, check_count
 
 __all__ = ["block_mask", "check_function", "create_block_mask", "function_mask", "mask_of", "tensor_function"]
 

@@ -30,11 +30,10 @@ from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.document_masks import Documents, Extremes
-from lowtri.masks.formulas import Band, band, causal, chunks, full
+from lowtri.masks.formulas import Band, band, causal, full
+from lowtri.masks.label_masks import Documents, RangeMinMax, chunks
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import POSITION_MAX, Positions, within
-from lowtri.masks.tile import EMPTY, Answer
+from lowtri.masks.tile import EMPTY, POSITION_MAX, Answer, Positions, within
 
 __all__ = ["RemappedMask", "ShiftedMask", "make_mask", "read_function"]
 
@@ -303,8 +302,8 @@ class RemappedMask(Mask):
         return max(rows, self.inner.batch[:1]) + self.inner.batch[1:]  # one row broadcasts
 
     @cached_property
-    def _extremes(self) -> Extremes:
-        return Extremes(self.positions.array)
+    def _extremes(self) -> RangeMinMax:
+        return RangeMinMax(self.positions.array)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         positions = self.positions.array

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.dense_mask import LazyMask, join
-from lowtri.masks.combinators import And
-from lowtri.masks.mask import Mask
+from lowtri.masks.mask import And, Mask
 
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel

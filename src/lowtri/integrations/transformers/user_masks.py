@@ -34,9 +34,8 @@ from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
-from lowtri.masks.positions import POSITION_MAX
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import EMPTY
+from lowtri.masks.tile import EMPTY, POSITION_MAX
 
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel

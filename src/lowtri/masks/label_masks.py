@@ -1,6 +1,7 @@
-"""Documents packed in a row: a query sees only the keys of its own document.
+"""Masks that compare labels: a query sees the keys of its own chunk, or of its own document.
 
-Masks of documents given by lengths store where each document begins; masks of documents given by ids store the array of ids.
+Chunks follow from the position. Masks of documents given by lengths store where each document begins; masks of documents given by
+ids store the array of ids.
 """
 
 from __future__ import annotations
@@ -14,16 +15,84 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
+from lowtri.masks.array_masks import ArrayMask
 from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.positions import POSITION_MAX, Positions, shown, within
-from lowtri.masks.tile import Answer, same_label
+from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, same_label, shown, within
 
-__all__ = ["Documents", "Extremes", "PackedDocuments", "check_row_lengths", "documents", "with_open_end"]
+__all__ = [
+    *("Chunks", "Documents", "PackedDocuments", "RangeMinMax", "check_row_lengths", "chunks", "documents"),
+    "with_open_end",
+]
+
+
+class Labelled(Mask):
+    """A query sees the keys of its own label. Unless a kind of mask says otherwise, labels ascend with the positions."""
+
+    def _label(self, positions: Positions, of_keys: bool) -> Any:
+        raise TypeError(f"{type(self).__name__} has no labels")
+
+    def _range(self, start: Positions, stop: Positions, of_keys: bool) -> tuple[Any, Any]:
+        """The least and the greatest label of some positions."""
+        return self._label(start, of_keys), self._label(stop - 1, of_keys)
+
+    _edges: Any = None  # where the keys of each label begin and end, two arrays; None where labels do not ascend
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        return self._label(q, False) == self._label(k, True)
+
+    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+        return same_label(*self._range(q0, q1, False), *self._range(k0, k1, True))
+
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+        """If all queries have one label, the range of its keys within the tile; else the position itself."""
+        edges = self._edges
+        if edges is None:
+            return None
+        least, greatest = self._range(q0, q0 + nq, False)
+        single = least == greatest
+        keys = [np.where(single, np.clip(edge[least] - k0, 0, nk), -1) for edge in edges]
+        return [*keys, np.where(single, -1, q0), np.where(single, -1, k0)]
 
 
 @dataclass(frozen=True, repr=False)
-class PackedDocuments(Mask):
+class Chunks(Labelled):
+    n: int
+
+    def _label(self, positions: Positions, of_keys: bool) -> Any:
+        return positions // self.n
+
+    def _tile(
+        self, q0: Positions, q1: Positions, k0: Positions, k1: Positions
+    ) -> Answer:  # without the calls of _range
+        return same_label(q0 // self.n, (q1 - 1) // self.n, k0 // self.n, (k1 - 1) // self.n)
+
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+        return [q0 % self.n, k0 - q0]
+
+
+@constructor()
+def chunks(n: int) -> Mask:
+    """Blocks of ``n`` positions; a query sees only the keys of its own block: ``q // n == k // n``.
+
+    >>> from lowtri import causal
+    >>> print((causal() & chunks(2)).draw(5))
+    █····
+    ██···
+    ··█··
+    ··██·
+    ····█
+
+    Args:
+        n: the length of a chunk, in tokens, at least 1.
+
+    The same mask elsewhere: transformers ``attention_chunk_size=n`` (with causal). Source: blockwise attention, Qiu et al. 2019.
+    """
+    return Chunks(check_count("chunks", "n", n, least=1))
+
+
+@dataclass(frozen=True, repr=False)
+class PackedDocuments(Labelled):
     """Documents one after the other, of these lengths. Positions past them belong to the last one; calls allow them if it is open."""
 
     lengths: tuple[int, ...]
@@ -37,33 +106,23 @@ class PackedDocuments(Mask):
         """Where each document but the first begins."""
         return np.cumsum(np.array(self.lengths[:-1], np.int64))
 
-    def _documents(self, positions: Positions) -> Any:
+    @cached_property
+    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.concatenate([[0], self._cuts]), np.concatenate([self._cuts, [POSITION_MAX]])
+
+    def _label(self, positions: Positions, of_keys: bool) -> Any:
         return self._cuts.searchsorted(positions, side="right")
-
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        return self._documents(q) == self._documents(k)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return same_label(*map(self._documents, (q0, q1 - 1, k0, k1 - 1)))
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
-        edges = np.concatenate([[0], self._cuts, [POSITION_MAX]])
-        return _one_document(q0, k0, nk, self._documents(q0), self._documents(q0 + nq - 1), edges[:-1], edges[1:])
 
     def _text(self, arrays: list[Any] | None = None) -> str:
         return f"documents(lengths={list(self.lengths)}{', open_end=True' * self.open_end})"
 
 
 @dataclass(frozen=True, repr=False)
-class Documents(Mask):
+class Documents(ArrayMask, Labelled):
     """Labels for queries and keys; a query sees the keys of its own label. Positions past the array have its last label."""
 
     ids: FrozenArray
     key_ids: FrozenArray | None = None
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.ids.array.shape[:-1]
 
     @cached_property
     def _labels(self) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -77,44 +136,28 @@ class Documents(Mask):
         return (labels, labels) if self.key_ids is None else (labels[len(keys) :], labels[: len(keys)])
 
     @cached_property
-    def _extremes(self) -> tuple[Extremes, Extremes]:
+    def _ranges(self) -> tuple[RangeMinMax, RangeMinMax]:
         queries, keys = self._labels
-        key_extremes = Extremes(keys)
-        return (key_extremes if queries is keys else Extremes(queries)), key_extremes
+        of_keys = RangeMinMax(keys)
+        return (of_keys if queries is keys else RangeMinMax(queries)), of_keys
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
-        queries, keys = self._labels
-        return queries[within(q, len(queries))] == keys[within(k, len(keys))]
+    def _label(self, positions: Positions, of_keys: bool) -> Any:
+        labels = self._labels[of_keys]
+        return labels[within(positions, len(labels))]
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        queries, keys = self._extremes
-        return same_label(*queries(q0, q1), *keys(k0, k1))
+    def _range(self, start: Positions, stop: Positions, of_keys: bool) -> tuple[Any, Any]:
+        return self._ranges[of_keys](start, stop)
 
     @cached_property
-    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the keys of each label begin and end, if they are packed; a label without keys ends where it begins."""
+    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """A label without keys ends where it begins."""
+        if not self._ranges[1].ordered:
+            return None
         queries, keys = self._labels
         labels = np.arange(1 + max(int(queries.max()), int(keys.max())), dtype=keys.dtype)
         start, stop = keys.searchsorted(labels), keys.searchsorted(labels, side="right")
         stop[keys[-1]] = POSITION_MAX
         return start, stop
-
-    def _signature(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
-        query_extremes, key_extremes = self._extremes
-        if not key_extremes.ordered:
-            return None
-        least, greatest = query_extremes(q0, q0 + nq)
-        return _one_document(q0, k0, nk, least, greatest, *self._edges)
-
-    @cached_property
-    def _rows(self) -> list[Documents]:
-        keys = (
-            [None] * len(self.ids.array) if self.key_ids is None else [FrozenArray(row) for row in self.key_ids.array]
-        )
-        return [Documents(FrozenArray(row), key) for row, key in zip(self.ids.array, keys, strict=True)]
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self._rows[b]
 
 
 @constructor()
@@ -212,16 +255,7 @@ def _of_lengths(lengths: list[int], open_end: bool) -> Mask:
     return PackedDocuments(tuple(lengths), open_end)
 
 
-def _one_document(
-    q0: Positions, k0: Positions, nk: int, least: Any, greatest: Any, start: Any, stop: Any
-) -> list[Positions]:
-    """The signature of packed documents: if all queries are of one document, its range among the keys; else the position itself."""
-    single = least == greatest
-    edges = (np.where(single, np.clip(edge[least] - k0, 0, nk), -1) for edge in (start, stop))
-    return [*edges, np.where(single, -1, q0), np.where(single, -1, k0)]
-
-
-class Extremes:
+class RangeMinMax:
     """Least and greatest label in any range of positions: a sparse table, in which two overlapping powers of two cover the range."""
 
     def __init__(self, labels: NDArray[Any]) -> None:
