@@ -52,9 +52,9 @@ def test_a_step_that_runs_is_run() -> None:
 def test_a_step_that_does_not_run_is_no_verdict(step: Any, words: str) -> None:
     report = lowtri.audit(Summing(), IDS, step=step)
     assert not report.ok and report.exit_code == 3
-    with pytest.raises(UndecidedError, match=f"cache: step= was asked for and did not run: .*{words}") as caught:
+    with pytest.raises(UndecidedError, match=f"cache: step= was requested and did not run: .*{words}") as caught:
         report.raise_for_leak()
-    assert str(caught.value).endswith("Fix: correct what was asked for, or drop it.")
+    assert str(caught.value).endswith("Fix: correct the argument that requests it, or drop it.")
 
 
 def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
@@ -70,7 +70,7 @@ def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
     report = lowtri.audit(model, IDS, step=only_the_example)
     assert (
         report.message
-        == "could not decide against causal: cache: step= was asked for and did not run: LookupError: other ids."
+        == "could not decide against causal: cache: step= was requested and did not run: LookupError: other ids."
     )
 
 
@@ -86,7 +86,7 @@ def test_an_alone_that_does_not_run_is_no_verdict(mask: str, words: str) -> None
     embed = nn.Embedding(30, 8)
     report = lowtri.audit(lambda t: table[: t.shape[1], : t.shape[1]] @ embed(t), IDS, mask=mask, alone=lambda: 3)
     assert report.verdict == "could not decide"
-    with pytest.raises(UndecidedError, match=f"packing: alone= was asked for and did not run: {words}"):
+    with pytest.raises(UndecidedError, match=f"packing: alone= was requested and did not run: {words}"):
         report.raise_for_leak()
 
 
@@ -101,7 +101,7 @@ def test_a_pad_mask_that_the_model_does_not_take() -> None:
 
     report = lowtri.audit(refusing, IDS, pad_mask="mask")
     assert report.message.startswith(
-        "could not decide against causal: padding: pad_mask= was asked for and did not run: "
+        "could not decide against causal: padding: pad_mask= was requested and did not run: "
     )
     assert "unknown ['mask']" in report.message
 
@@ -110,7 +110,7 @@ def test_a_requested_probe_that_is_skipped_is_no_verdict() -> None:
     report = lowtri.audit(Summing(), IDS, probes=["padding"])
     assert report.finding("padding").status == "skipped"
     assert report.message.startswith(
-        "could not decide against causal: padding was asked for and did not run: the model takes no padding"
+        "could not decide against causal: padding was requested and did not run: the model takes no padding"
     )
 
 
@@ -132,10 +132,17 @@ def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
         ({"redraw": -1.0}, "redraw=-1.0, expected True, False or a standard deviation above 0"),
         ({"redraw": float("nan")}, "redraw=nan, expected True, False"),
         ({"redraw": "much"}, "redraw='much', expected True, False"),
-        ({"step": 3}, "step= is a int, expected something to call"),
-        ({"alone": "model"}, "alone= is a str, expected something to call"),
-        ({"output": 0}, "output= is a int, expected something to call"),
+        ({"step": 3}, "step=3, expected something to call"),
+        ({"alone": "model"}, "alone='model', expected something to call"),
+        ({"output": 0}, "output=0, expected something to call"),
         ({"pad_mask": ""}, "pad_mask='', expected the name of a keyword"),
+        ({"vocab_size": "x"}, "vocab_size='x', expected a whole number of at least 2"),
+        ({"probes": 3}, "probes=3, expected a list of names"),
+        ({"position_axis": "a"}, "position_axis='a', expected the number of an axis"),
+        ({"output_axis": 0.5}, "output_axis=0.5, expected the number of an axis"),
+        ({"batch_axis": "b"}, "batch_axis='b', expected the number of an axis"),
+        ({"batch_axis": 9}, r"batch_axis=9 is no axis of an example of shape \(2, 8\) besides the positions' axis 1"),
+        ({"batch_axis": 1}, "batch_axis=1 is no axis"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) -> None:
@@ -149,7 +156,7 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) ->
         (None, "model is a NoneType, expected a module or a function"),
         ("gpt2", "model is the text 'gpt2', expected a module or a function.\nFix: load or build the model first"),
         (Summing, r"model is the class Summing.\nFix: make one of it, Summing\(...\)"),
-        (Summing().to("meta"), "embed.weight of the model is on the device meta, which holds no numbers"),
+        (Summing().to("meta"), "embed.weight of the model is on the device meta, which stores no values"),
     ],
 )
 def test_what_is_no_model(model: Any, words: str) -> None:
@@ -160,8 +167,9 @@ def test_what_is_no_model(model: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("example", "arguments", "words"),
     [
+        ({"x": [[1, 2], [3]]}, {}, r"example\['x'\] is a list, not an array"),
         (IDS[:0], {}, r"example has no rows, shape \(0, 8\)"),
-        (IDS.to("meta"), {}, "example is on the device meta, which holds no numbers"),
+        (IDS.to("meta"), {}, "example is on the device meta, which stores no values"),
         (IDS, {"layers": 1.5}, "layers=1.5, expected a whole number of at least 1"),
         (IDS, {"layers": True}, "layers=True, expected a whole number of at least 1"),
     ],

@@ -198,7 +198,7 @@ def test_rows_that_see_earlier_rows(make: Callable[[bool], Any]) -> None:
     assert report.first is not None, report
     assert {leak.probe for leak in report.leaks} == {"batch"}, report  # and not a leak in time
     assert report.first.row > 0 and re.search(
-        rf"row {report.first.row} (sees row \d|answers differently alone)", report.message
+        rf"row {report.first.row} (sees row \d|has other outputs alone)", report.message
     )
     assert report.first.module in (None, "gru", "Recurrent")
     right = lowtri.audit(make(False), x, probes=["change", "gradient", "prefix", "batch"])

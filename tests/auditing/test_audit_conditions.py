@@ -137,7 +137,7 @@ def test_the_difference_of_a_code_path_is_measured_before_it_is_set() -> None:
             return super().forward(x) * (2 if self.config._attn_implementation == "eager" else 1)
 
     finding = lowtri.audit(Attention(), vectors(2, N, D), probes=["code_paths"]).finding("code_paths")
-    assert finding.status == "warning" and "another answer with attn_implementation=eager, by " in finding.message
+    assert finding.status == "warning" and "other outputs with attn_implementation=eager, by " in finding.message
 
 
 # length
@@ -205,6 +205,9 @@ def test_how_long_the_longer_example_is() -> None:
     assert tried(n=200).measured["length"] == 400
     assert tried(length=40).measured["length"] == 40
     assert (tried(length=0).status, tried(length=24).status) == ("skipped", "skipped")
+    assert tried(length=2).message == "length=2 is no longer than the example's 24 positions"
+    short = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.ones((24, 2)), probes=["change", "longer"], length=2)
+    assert short.ok and short.message.endswith("probes change; not tried: longer.")
 
     def at_most(most: int, multiple: int = 1) -> Callable[[np.ndarray], np.ndarray]:
         def model(x: np.ndarray) -> np.ndarray:
@@ -221,7 +224,7 @@ def test_how_long_the_longer_example_is() -> None:
         "takes no longer example: IndexError: position out of range"
     )
     short = tried(at_most(100), length=120)
-    assert short.status == "undecided" and "length= was asked for and did not run" in short.message
+    assert short.status == "undecided" and "length= was requested and did not run" in short.message
     assert "no more than 100 positions" in short.message
     with pytest.raises(CallError, match="length=-1, expected a whole number, 0 for no longer example, or None"):
         tried(length=-1)

@@ -16,6 +16,7 @@ import lowtri
 from lowtri.auditing.context import progress_line
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.report import cells
+from lowtri.cli.main import main
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import save
 
@@ -152,7 +153,8 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
     report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
     assert report.ok and report.exit_code == 0 and report.first is None
     assert report.message == (
-        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, sensitivity."
+        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, sensitivity; "
+        "not tried: gradient, batch, padding, packing, cache, code_paths, training, state."
     )
     assert repr(report).startswith("<AuditReport no leak found")
 
@@ -191,6 +193,30 @@ def test_targets(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=words):
             load_target(text)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (
+            "x, {'maskk': 'causal'}",
+            "returns the argument 'maskk', which lowtri.audit does not take.\nFix: one of mask, ",
+        ),
+        ("x, {'model': sum}", "returns the argument 'model'"),
+        ("x, {3: 4}", "returns the argument 3, which"),
+        ("x, {'seed': -1}", "seed=-1, expected a whole number"),
+        ("{'y': x}", "unexpected keyword argument 'y', on the example itself.\nFix: an example that the model takes"),
+        ("[[1.0], [2.0, 3.0]]", "example is a list, not an array"),
+    ],
+)
+def test_a_function_that_returns_something_odd(
+    returned: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import numpy as np\nx = np.ones((6, 2))\nf = lambda x: np.cumsum(x, axis=0)\ndef make():\n    return f, "
+    (tmp_path / "odd.py").write_text(text + returned)
+    assert main(["audit", f"{tmp_path / 'odd.py'}:make"]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and shown.count("\n") <= 3 and "Traceback" not in shown
 
 
 def test_folders_of_ours_and_of_transformers(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_both_a_leak_and_a_doubt_is_a_leak() -> None:
         ({"example": np.ones((5, 2)), "layers": 0}, "layers=0, expected a whole number of at least 1"),
         ({"example": np.ones((5, 2)), "probes": ["hope"]}, "no probe is called 'hope'; there are change, gradient"),
         ({"example": np.array([3, 3, 3])}, "the example repeats one id"),
-        ({"example": np.array([3, 1, 3]), "vocab_size": 1}, "vocab_size=1, expected at least 2"),
+        ({"example": np.array([3, 1, 3]), "vocab_size": 1}, "vocab_size=1, expected a whole number of at least 2"),
     ],
 )
 def test_messages(arguments: dict[str, Any], words: str) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lowtri.auditing.caches import CACHE, STATE
 from lowtri.auditing.conditions import CODE_PATHS, LONGER, TRAINING
 from lowtri.auditing.content import CHANGE, GRADIENT, POISON, PREFIX, SENSITIVITY
-from lowtri.auditing.context import Context, Options, progress_line, vocabulary
+from lowtri.auditing.context import Context, Options, check_arguments, progress_line, vocabulary
 from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.inputs import read_example
 from lowtri.auditing.report import AuditReport
@@ -117,9 +117,10 @@ def audit(
             names the argument to set. If a check requested by `step`, `alone`, `pad_mask`, `compile` or `length` cannot be
             run, the audit does not raise: it is undecided, and the report gives the reason.
     """
+    arguments = dict(locals())
+    check_arguments(model, arguments)
     started = time.monotonic()
-    options = Options(mask, layers, step, prefill, alone, pad_mask, train, compile, length, draws, exact, seed)
-    options.check(model, output, redraw)
+    options = Options(**{name: arguments[name] for name in Options.__dataclass_fields__})
     chosen = chosen_trials(probes, TRIALS)
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis

@@ -213,7 +213,7 @@ def _cache(context: Context) -> Cases:
     measured = {"ways": tried, "refused": refused, "length": n, **_window(context)}
     message = f"cached decoding does not run: {next(iter(refused.values()), 'no way to decode')}"
     if not refused:
-        message = f"the mask shows inputs that are still to come when decoding {' or '.join(ahead)}"
+        message = f"the mask shows inputs that are not yet appended when decoding {' or '.join(ahead)}"
     clean = f"cached decoding equals the whole forward ({', '.join(tried)})"
     leaks = "cached decoding differs from the whole forward"
     return Summary(clean, leaks, measured, "" if tried else message, warning)
@@ -416,7 +416,7 @@ def _state(context: Context) -> Finding:
     if difference.status == "leak":
         return _leak(context, difference, "the calls of this audit", context.system, unseen, measured)
     calls = f"another input, {len(earlier)} kinds of calls before it, and the whole audit"
-    return Finding("clean", f"a used model answers as one that was never called ({calls})", (), measured)
+    return Finding("clean", f"a used model has the outputs of one that was never called ({calls})", (), measured)
 
 
 def _judged(context: Context, first: Rows, earlier: list[tuple[str, Inputs]], measured: dict[str, Any]) -> Finding:
@@ -432,7 +432,7 @@ def _judged(context: Context, first: Rows, earlier: list[tuple[str, Inputs]], me
         difference = _differs(context, reference, rows)
         if difference.status == "leak":
             return _leak(context, difference, words, system, context.inputs, measured)
-    return Finding("skipped", "each call changes the answer, whatever it is given", (), measured)
+    return Finding("skipped", "each call changes the output, whatever its input", (), measured)
 
 
 def _leak(

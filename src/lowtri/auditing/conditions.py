@@ -21,7 +21,7 @@ __all__ = ["CODE_PATHS", "LONGER", "TRAINING", "extended"]
 
 _KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
 _TRAINING = "training mode"
-_SAME = "its answers are eval mode's to the last bit: to 4 inputs, in float64 too, and to shorter and padded ones"
+_SAME = "its outputs equal eval mode's bit for bit: for 4 inputs, in float64 too, and for shorter and padded ones"
 _LENGTH = 256
 _LIMITS = (
     "max_position_embeddings",
@@ -78,13 +78,13 @@ def _under(
     leaks = tuple(leak for finding in findings for leak in finding.leaks)
     undecided = next((finding for finding in findings if finding.status == "undecided"), None)
     if leaks:
-        return Finding("leak", f"the mask is broken: {leaks[0].what}", leaks, measured)
+        return Finding("leak", leaks[0].what, leaks, measured)
     if undecided is not None:
         message = f"{undecided.condition}, {undecided.probe}: {undecided.message}"
         return Finding("undecided", message, (), measured)
     if differ:
         text = "; ".join(f"{name}, {by(size, '')}" for name, size in differ.items())
-        return Finding("warning", f"another answer with {text}", (), measured)
+        return Finding("warning", f"other outputs with {text}", (), measured)
     if not tried:
         return Finding("skipped", next(iter(refused.values()), "no other code path is known"), (), measured)
     ran = ", ".join(next(iter(tried.values())))
@@ -93,8 +93,8 @@ def _under(
 
 
 def _code_paths(context: Context) -> Finding:
-    """The mask must hold on each; another output under an unbroken mask is a warning."""
-    return _under(_other_paths(context), (CHANGE, GRADIENT), "the mask holds ({conditions})", without=context)
+    """Each must respect the mask; one that does and has another output is a warning."""
+    return _under(_other_paths(context), (CHANGE, GRADIENT), "no leak ({conditions})", without=context)
 
 
 def _other_paths(context: Context) -> Iterator[Context]:
@@ -120,7 +120,7 @@ def _training(context: Context) -> Finding:
     if _same_in_training(context):
         return Finding("clean", _SAME, (), {"tried": {_TRAINING: ["answers"]}}, mode=_TRAINING)
     trials = (CHANGE, GRADIENT, PREFIX, BATCH_ROWS, PADDING, PACKING)
-    finding = _under([_in_training(context)], trials, "the mask holds ({trials})")
+    finding = _under([_in_training(context)], trials, "no leak ({trials})")
     return replace(finding, mode=_TRAINING if finding.measured["tried"] else "")
 
 
@@ -183,7 +183,8 @@ def _longer(context: Context) -> Finding:
     sizes = [size for size in (getattr(config, name, None) for name in _LIMITS) if isinstance(size, int) and size > 1]
     wanted = min([max(_LENGTH, 2 * n), *sizes]) if requested is None else requested
     if wanted <= n:
-        why = "length=0 leaves it out" if requested == 0 else f"the example's {n} positions are as many"
+        size = wanted if requested is None else f"length={requested}"
+        why = f"{size} is no longer than the example's {n} positions" if requested != 0 else "length=0 leaves it out"
         return Finding("skipped", why, (), {"length": n})
     device = getattr(context.system.signature.device, "type", "cpu")
     if requested is None and not sizes and device != "cpu":
@@ -195,12 +196,12 @@ def _longer(context: Context) -> Finding:
         return Finding("skipped", str(error).removeprefix("audit: "))
     if longer is None:
         return Finding("skipped", f"the model takes no longer example: {why}")
-    clean = f"the mask holds at {longer.n} positions ({len(longer.chosen or ())} of them looked at, {{conditions}})"
+    clean = f"no leak at {longer.n} positions ({len(longer.chosen or ())} of them measured, {{conditions}})"
     finding = _under(_modes(longer), (CHANGE, GRADIENT, PREFIX), clean, first=True)
     tried = bool(finding.measured["tried"])
     if finding.status == "undecided" and requested is None:
         # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
-        message = f"at {longer.n} positions the numbers are too near the noise to decide: {finding.message}"
+        message = f"at {longer.n} positions the differences are too near the noise to decide: {finding.message}"
         return Finding("skipped", f"{message} (length={longer.n} makes it part of the verdict)")
     return replace(
         finding,

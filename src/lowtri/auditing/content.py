@@ -21,7 +21,7 @@ __all__ = ["CHANGE", "GRADIENT", "POISON", "PREFIX", "SENSITIVITY"]
 def _change(context: Context) -> Cases:
     """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
 
-    Token ids are also changed to what the row itself holds: a leak of equality shows in no random draw from many ids.
+    Token ids are also changed to other ids of the same row: a leak of equality shows in no random draw from many ids.
     Short inputs are looked at pair by pair. Of long ones some positions are chosen, and a query that moves is
     bisected down to one key.
     """
@@ -103,9 +103,9 @@ def _prefix(context: Context) -> Cases:
             difference = yield _cut_off(context, t, where)
             (refused if difference is None else tried).append(t)
     measured = {"lengths": tried, "refused": refused}
-    message = f"{{count}} of {len(tried)} shorter inputs answer differently"
+    message = f"{{count}} of {len(tried)} shorter inputs have other outputs"
     skipped = "" if tried else "the model takes no shorter input"
-    return Summary(f"{len(tried)} shorter inputs answer as the whole does", message, measured, skipped)
+    return Summary(f"{len(tried)} shorter inputs have the outputs of the whole", message, measured, skipped)
 
 
 def _cut_off(context: Context, t: int, where: Bools) -> Case:
@@ -145,7 +145,7 @@ def _poison(context: Context) -> Finding:
 
 def _no_vectors(context: Context) -> str | None:
     known = context.system.in_torch or not context.inputs.discrete
-    return None if known else "token ids hold no NaN, and the model does not compute in torch"
+    return None if known else "token ids cannot be NaN, and the model does not compute in torch"
 
 
 def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:

@@ -9,7 +9,7 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ __all__ = [
     "Options",
     "REPEATABLE",
     "TORCH",
+    "check_arguments",
     "progress_line",
     "vocabulary",
     "vocabulary_size",
@@ -56,44 +57,6 @@ class Options:
     draws: int = 1
     exact: int = 0
     seed: int = 0
-
-    def check(self, model: Any, output: Any, redraw: Any) -> None:
-        """Raise CallError, with its name, for an argument that cannot be used."""
-        _check_model(model)
-        for name, used in (("redraw", redraw), ("compile", self.compile)):
-            if used:
-                require(f"audit: {name}=", "torch")
-        for name, value in (("output", output), ("step", self.step), ("prefill", self.prefill), ("alone", self.alone)):
-            if value is not None and not callable(value):
-                raise CallError(f"audit: {name}= is a {type(value).__name__}, expected something to call, or None.")
-        whole, std = "a whole number", isinstance(redraw, (bool, int, float)) and 0 <= redraw < math.inf
-        for name, value, good, expected in (
-            *(
-                (n, getattr(self, n), _is_whole(getattr(self, n), 0), f"{whole} of at least 0")
-                for n in ("exact", "seed")
-            ),
-            ("draws", self.draws, _is_whole(self.draws, 1), f"{whole} of at least 1"),
-            ("train", self.train, self.train in (None, True, False), "True, False (eval mode alone) or None (both)"),
-            (
-                "length",
-                self.length,
-                self.length is None or _is_whole(self.length, 0),
-                f"{whole}, 0 for no longer example, or None",
-            ),
-            (
-                "layers",
-                self.layers,
-                self.layers is None or _is_whole(self.layers, 1),
-                f"{whole} of at least 1 (or None: the mask is from end to end)",
-            ),
-            ("redraw", redraw, std, "True, False or a standard deviation above 0"),
-        ):
-            if not good:
-                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
-        if self.prefill is not None and self.step is None:
-            raise CallError("audit: prefill= was given without step=.\nFix: say how decoding goes on, step(state, x).")
-        if self.pad_mask is not None:
-            _check_pad_mask(model, self.pad_mask)
 
     def declared(self, n: int, batch: int) -> tuple[Bools, Bools]:
         """The pairs (1 or B, N, N) that the mask allows from end to end, and the keys (1 or B, N) that it shows to no query.
@@ -135,7 +98,8 @@ def _with_batch(table: Bools) -> Bools:
     return np.asarray(table.any(axis=1)) if table.ndim == 4 else table[None] if table.ndim == 2 else table
 
 
-def _check_model(model: Any) -> None:
+def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise CallError, with its name, for an argument of `audit` or `infer_mask` that cannot be used."""
     if isinstance(model, type):
         raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
     if not callable(model):
@@ -148,14 +112,24 @@ def _check_model(model: Any) -> None:
     empty = next((name for name, value in tensors if value.is_meta), None)
     if empty is not None:
         raise CallError(
-            f"audit: {empty} of the model is on the device meta, which holds no numbers.\n"
+            f"audit: {empty} of the model is on the device meta, which stores no values.\n"
             "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
         )
+    for names, fits, expected in _EXPECTED:
+        for name in names.split():
+            value = arguments.get(name)
+            if name in arguments and not fits(value) and (value is not None or not expected.endswith("None")):
+                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
+    for name in ("redraw", "compile"):
+        if arguments.get(name):
+            require(f"audit: {name}=", "torch")
+    if arguments.get("prefill") is not None and arguments.get("step") is None:
+        raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
+    if arguments.get("pad_mask") is not None:
+        _check_pad_mask(model, arguments["pad_mask"])
 
 
 def _check_pad_mask(model: Any, name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise CallError(f"audit: pad_mask={name!r}, expected the name of a keyword of the model's.")
     try:
         takes = inspect.signature(getattr(model, "forward", model)).parameters
     except (TypeError, ValueError):
@@ -167,11 +141,30 @@ def _check_pad_mask(model: Any, name: Any) -> None:
         )
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        return False
+def _whole(least: float) -> Callable[[Any], bool]:
+    return lambda value: hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) >= least
+
+
+# Arguments, what their values must be, and how an error says so; those that end with None may be None.
+_EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("output step prefill alone", callable, "something to call, or None"),
+    ("exact seed", _whole(0), "a whole number of at least 0"),
+    ("draws", _whole(1), "a whole number of at least 1"),
+    ("vocab_size", _whole(2), "a whole number of at least 2, or None"),
+    ("layers", _whole(1), "a whole number of at least 1, or None"),
+    ("length", _whole(0), "a whole number, 0 for no longer example, or None"),
+    ("position_axis output_axis", _whole(-math.inf), "the number of an axis, or None"),
+    ("batch_axis", lambda value: value == "auto" or _whole(-math.inf)(value), 'the number of an axis, "auto" or None'),
+    ("train", lambda value: isinstance(value, bool), "True, False (eval mode alone) or None"),
+    ("compile", lambda value: isinstance(value, bool), "True or False"),
+    ("pad_mask", lambda value: isinstance(value, str) and value != "", "the name of a keyword of the model's, or None"),
+    ("probes", lambda value: isinstance(value, (str, list, tuple, set)), "a list of names, or None"),
+    (
+        "redraw",
+        lambda value: isinstance(value, (bool, int, float)) and 0 <= value < math.inf,
+        "True, False or a standard deviation above 0",
+    ),
+)
 
 
 def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDArray[np.int64]:
@@ -182,9 +175,7 @@ def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDA
         size = vocabulary_size(system.module)
         with contextlib.suppress(Exception):  # the example's own run reports it
             size = min(filter(None, (size, _looked_up(system, inputs))), default=None)
-    if isinstance(size, int):
-        if size < 2:
-            raise CallError(f"audit: vocab_size={size}, expected at least 2.")
+    if size is not None:
         return np.arange(size)
     if len(present) < 2:
         raise CallError(
@@ -350,7 +341,7 @@ class Context:
         if copy64.base.dtype.kind != "f" or broken:
             return broken or "its output is not made of floats"
         if apart > 0.05 * max(self.noise.magnitude, 1e-30) and not self.noise.random:  # it may draw other numbers
-            return f"the copy answers differently, by {apart:.2g}"
+            return f"the outputs of the copy differ, by {apart:.2g}"
         return copy64
 
     @property

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowtri.auditing.context import Bools, Context, Options, vocabulary
+from lowtri.auditing.context import Bools, Context, Options, check_arguments, vocabulary
 from lowtri.auditing.finding import movement
 from lowtri.auditing.inputs import read_example
 from lowtri.auditing.rows import blocks, real_positions
 from lowtri.auditing.system import System, redrawn
 from lowtri.auditing.trial import try_example
-from lowtri.errors import CallError
+from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, table
 from lowtri.masks import mask as read_mask
 
@@ -192,9 +192,9 @@ def infer_mask(
 
     Raises:
         CallError: if an argument cannot be used, or the model does not repeat itself.
+        UndecidedError: if no output depends on any input.
     """
-    options = Options(seed=seed)
-    options.check(model, output, redraw)
+    check_arguments(model, dict(locals()))
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
@@ -212,7 +212,7 @@ def infer_mask(
         labels = np.broadcast_to(labels, (inputs.batch, inputs.n))
     with system.prepared():
         ids = vocabulary(system, inputs, vocab_size)
-        context = Context(system, inputs, pairs, pairs, real, options, ids, lambda *_: None)
+        context = Context(system, inputs, pairs, pairs, real, Options(seed=seed), ids, lambda *_: None)
         try_example(context)
         if context.noise.broken:
             raise CallError(
@@ -222,6 +222,11 @@ def infer_mask(
         layers = _layers(context) if system.module is not None else []
     care = real[:, :, None] & real[:, None, :]
     texts = tuple(fitted(pairs, care, labels).text for pairs in layers)
+    if not (seen & care).any() and len(set(texts)) != 1:
+        raise UndecidedError(
+            f"infer_mask: no output depends on any of the {inputs.n} inputs, so every mask agrees.\n"
+            "Fix: output= selects the tensor that depends on them; redraw=True measures a copy with larger weights."
+        )
     fit = fitted(layers[0] if len(set(texts)) == 1 else seen, care, labels)
     return InferredMask(fit.mask, fit.text, texts, seen, fit.nearest, fit.differs)
 

@@ -6,6 +6,7 @@ positions second, (B, N, ...). `CallSignature` turns `Inputs` back into a call (
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -256,7 +257,7 @@ def _sequence_keys(
     if not candidates:
         raise CallError(
             f"audit: example has no array among {sorted(map(str, entries))}.\n"
-            "Fix: name the one that holds the sequence with input=."
+            "Fix: add the sequence, ids (B, N) or vectors (B, N, D); input= names its entry."
         )
     keys = candidates[:1]
     first = _as_array(entries[keys[0]], f"example[{keys[0]!r}]")
@@ -285,13 +286,13 @@ def _looks_like_a_mask(array: Array) -> bool:
     return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
 
 
-def _holds_vectors(array: Array) -> bool:
+def _is_vectors(array: Array) -> bool:
     return bool(np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2)
 
 
 def _position_axis(array: Array, requested: int | None) -> int:
     if requested is None:
-        return array.ndim - (2 if _holds_vectors(array) else 1)
+        return array.ndim - (2 if _is_vectors(array) else 1)
     if not -array.ndim <= requested < array.ndim:
         raise CallError(f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}.")
     return requested % array.ndim
@@ -301,14 +302,20 @@ def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | N
     if requested is None:
         return None
     if requested != "auto":
-        return int(requested) % array.ndim
-    without_batch = 2 if _holds_vectors(array) else 1  # (N, D) and (N,)
+        chosen = operator.index(requested)  # type: ignore[arg-type]
+        if not -array.ndim <= chosen < array.ndim or chosen % array.ndim == axis:
+            shape = tuple(array.shape)
+            raise CallError(
+                f"audit: batch_axis={requested} is no axis of an example of shape {shape} besides the positions' axis {axis}."
+            )
+        return chosen % array.ndim
+    without_batch = 2 if _is_vectors(array) else 1  # (N, D) and (N,)
     return None if array.ndim <= without_batch else next(i for i in range(array.ndim) if i != axis)
 
 
 def _as_array(value: Any, name: str) -> Array:
     if getattr(value, "is_meta", False):
-        raise CallError(f"audit: {name} is on the device meta, which holds no numbers.\nFix: give it with its values.")
+        raise CallError(f"audit: {name} is on the device meta, which stores no values.\nFix: give it with its values.")
     array = _maybe_array(value)
     if array is None:
         raise CallError(
@@ -325,7 +332,10 @@ def _maybe_array(value: Any) -> Array | None:
         tensor = value.detach().cpu()
         value = (tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor).numpy()
     if isinstance(value, (np.ndarray, list)) or hasattr(value, "__array__"):
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of unequal lengths
+            return None
         return array if array.ndim and array.dtype != object else None
     return None
 

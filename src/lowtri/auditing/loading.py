@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.audit import audit
 from lowtri.auditing.context import vocabulary_size
 from lowtri.auditing.inputs import first_line
 from lowtri.errors import DataError
@@ -119,6 +121,12 @@ def _from_file(path: Path, name: str) -> Target:
     if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
         raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
+    known = list(inspect.signature(audit).parameters)[2:]  # without the model and the example
+    unknown = next((key for key in arguments if key not in known), None)
+    if unknown is not None:
+        raise DataError(
+            f"{path}:{name}: returns the argument {unknown!r}, which lowtri.audit does not take.\nFix: one of {', '.join(known)}."
+        )
     mask = arguments.pop("mask", module.get("MASK"))
     return Target(parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
 

@@ -210,8 +210,8 @@ class AuditReport:
             raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
         if self.reason is not None:
             fix = "make the model repeat itself (eval mode, fixed seeds), or audit it with float64 weights"
-            if " asked for " in self.reason:
-                fix = "correct what was asked for, or drop it"
+            if " requested and " in self.reason:
+                fix = "correct the argument that requests it, or drop it"
             raise UndecidedError(f"audit: {spelled_out(self.model)}: {self.message}\nFix: {fix}.")
 
     def draw(self, most: int = 48) -> str:
@@ -269,7 +269,7 @@ class AuditReport:
             f'<p class="lead">{html_text(self.message)}</p>',
             f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
             f'<section class="figure">{picture}</section>',
-            f'<section class="figure scroll">{html_table(("probe", "result", "what it found"), rows)}</section>',
+            f'<section class="figure scroll">{html_table(("probe", "result", "measured"), rows)}</section>',
             *(f"<p>{html_text(note)}</p>" for note in self.notes),
         ]
 
@@ -312,7 +312,9 @@ class AuditReport:
         modes = [*self.modes, *(f.mode for f in self.findings if f.mode)]
         length = "".join(f" and 1 x {f.length}" for f in self.findings if f.length)
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
-        return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}"
+        skipped = [f.probe for f in self.findings if f.status == "skipped"]
+        not_tried = f"; not tried: {', '.join(skipped)}" if skipped else ""
+        return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}{not_tried}"
 
     def _cells(self, most: int) -> list[str]:
         pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.drawn]

@@ -61,7 +61,7 @@ def _rows(context: Context) -> Cases:
 
         def answers(_: int, query: int, size: float, row: int = row) -> Leak:
             return Leak(
-                query, query, size, row, note=f"row {row} answers differently alone: output {query} {moves(size)}"
+                query, query, size, row, note=f"row {row} has other outputs alone: output {query} {moves(size)}"
             )
 
         unnamed = np.array([[row not in named]])
@@ -104,7 +104,7 @@ def _packing(context: Context) -> Cases:
     """Cut the row where no query sees across in the declared mask, and run each document alone.
 
     A document is run by `alone=` where it is given, else by the model itself when its per-position settings
-    (document or position numbers) come with the example and can be cut with it.
+    (document or position numbers) are part of the example and can be cut with it.
     """
     documents, alone, system = _documents(context.declared), context.options.alone, context.system
     if alone is not None:
@@ -125,7 +125,7 @@ def _packing(context: Context) -> Cases:
 
         def leak(row: int, query: int, size: float, start: int = start, stop: int = stop) -> Leak:
             note = (
-                f"position {query + start} answers differently packed: with its document ({start} to {stop - 1}) alone "
+                f"position {query + start} has another output packed: with its document ({start} to {stop - 1}) alone "
                 f"its output {moves(size)}"
             )
             # The nearest position of another document: before this one, or just behind it.
@@ -140,8 +140,8 @@ def _packing(context: Context) -> Cases:
         )
     measured = {"documents": [list(document) for document in documents], "compared": compared, "refused": refused}
     skipped = "" if compared else f"no document could be run alone: {next(iter(refused.values()))}"
-    message = f"{{count}} of {compared} documents answer differently packed"
-    return Summary(f"{compared} documents answer packed as alone", message, measured, skipped)
+    message = f"{{count}} of {compared} documents have other outputs packed"
+    return Summary(f"{compared} documents have the same outputs packed and alone", message, measured, skipped)
 
 
 def _no_documents(context: Context) -> str | None:
@@ -285,7 +285,7 @@ def _padding(context: Context) -> Cases:
         by_content = context.noise.classify(*_apart(context, first, second, real), same_order=True) != "clean"
         pair = (second, first) if by_content else (first, whole)
         what = (
-            f"what the pads on the {side} hold"
+            f"the content of the pads on the {side}"
             if by_content
             else f"{left + right} pads on the {side} that are hidden from it"
         )

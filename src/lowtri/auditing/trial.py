@@ -356,7 +356,7 @@ def require_requested(
             continue
         reason = trial.not_run(finding, value)
         if reason is not None:
-            message = f"{trial.argument}= was asked for and did not run: {reason}"
+            message = f"{trial.argument}= was requested and did not run: {reason}"
             by_name[trial.name] = replace(finding, status="undecided", message=message)
     return list(by_name.values()), notes
 
@@ -365,7 +365,7 @@ def nothing_ran(findings: Sequence[Finding]) -> str | None:
     """Why there is no verdict at all, where every trial was skipped."""
     if any(finding.status != "skipped" for finding in findings):
         return None
-    return "; ".join(f"{f.probe} was asked for and did not run: {f.message}" for f in findings) or None
+    return "; ".join(f"{f.probe} was requested and did not run: {f.message}" for f in findings) or None
 
 
 def _decided(context: Context, trial: Trial) -> tuple[Finding, str]:

@@ -88,7 +88,9 @@ def command(
     arguments |= {name: True for name, flag in flags.items() if flag} | ({"train": False} if eval else {})
     arguments |= {} if probes is None else {"probes": [name.strip() for name in probes.split(",") if name.strip()]}
     declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
-    report = audit(loaded.model, loaded.example, mask=declared, seed=seed, **arguments)
+    if seed or "seed" not in arguments:
+        arguments["seed"] = seed
+    report = audit(loaded.model, loaded.example, mask=declared, **arguments)
     print(report.to_json() if json else report)
     if out is not None:
         note(f"wrote {report.save(out)}")
@@ -103,9 +105,9 @@ def _print_inferred(loaded: Any, vocab: int | None, redraw: bool, seed: int, jso
     known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
     arguments = {name: value for name, value in loaded.arguments.items() if name in known}
     arguments |= {} if vocab is None else {"vocab_size": vocab}
-    found = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed, **arguments)
-    data = {"mask": found.text, "layers": found.layers, "nearest": found.nearest, "differs": found.differs}
-    print(json_text(data) if json else found.message)
+    inferred = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed, **arguments)
+    data = {name: getattr(inferred, name) for name in ("text", "layers", "nearest", "differs")}
+    print(json_text({"mask": data.pop("text"), **data}) if json else inferred.message)
 
 
 def _target(name: str) -> str:
