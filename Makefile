@@ -1,7 +1,8 @@
-# make demo   everything in one run, with its files in out/demo
+# make demo   every part in one run, in a minute or so, with its files in out/demo
+# make tour   the same at full size, some minutes
 # make test   what tests need, and the tests: about seven minutes of CPU time
 #
-# Both need Python >= 3.10 and make, nothing else; another Python is chosen by `make PYTHON=python3.12 test`. On Linux, pip's
+# All need Python >= 3.10 and make, nothing else; another Python is chosen by `make PYTHON=python3.12 test`. On Linux, pip's
 # plain torch brings CUDA, some gigabytes: README.md says how to get the CPU build.
 
 PYTHON ?= python3
@@ -16,10 +17,11 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo lesson test sweeps test-all test-floor test-arm lint docs dist dist-all smollm2 whisper clean
+.PHONY: help demo tour lesson test sweeps test-all test-floor test-arm lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
+	@echo 'make tour      the same at full size, some minutes'
 	@echo 'make lesson    the lesson as interactive pages in four languages, in out/lesson'
 	@echo 'make test      the tests, without the long sweeps: about seven minutes of CPU time'
 	@echo 'make sweeps    the long sweeps alone'
@@ -36,6 +38,9 @@ help:
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo --out $(OUT)
+
+tour: $(VENV)/installed
+	$(BIN)/python examples/demo --tour --out $(OUT)
 
 lesson: $(VENV)/installed
 	mkdir -p out/lesson

@@ -32,7 +32,7 @@ from why_mask.words import Known, Shares
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Experiment", "Measured", "Point", "Setting", "why_mask"]
+__all__ = ["SHORT", "Experiment", "Measured", "Point", "Setting", "why_mask"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,16 @@ class Setting:
     rows: int = 24  # held-out rows to measure on, each within one document, and as many of those trained on
     prompt: int = 32  # tokens of each held-out row that the models continue to its end
     temperature: float = 0.7  # at which they write
+
+
+# Half a minute instead of two: a model of two layers, rows of 64 bytes. What is said about the full experiment is true of it too.
+SHORT = Setting(
+    layers=2,
+    hidden=64,
+    rows=24,
+    prompt=16,
+    recipe=Recipe(steps=250, batch=8, context=64, lr=5e-3, held_out=0.1, validate_every=50),
+)
 
 
 class Point(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import lowtri
-from demo import tables
-from lowtri.cli.main import VERBS
+from demo.tour import KIN, TIMES
+from lowtri.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,6 +31,19 @@ def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> No
     if "output, weights" in BLOCKS[number]:
         assert names["output"].shape == (8, 512, 64) and names["weights"].shape == (8, 512, 512)
         assert len(BLOCKS[number].splitlines()) <= 10
+
+
+def test_the_model_that_the_readme_shows_can_be_audited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = (block for block in BLOCKS if "def make_model" in block)
+    (tmp_path / "my_model.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    assert "    lowtri audit my_model.py:make_model " in README
+    assert main(["audit", "my_model.py:make_model"]) == 0
+    assert "no leak found" in capsys.readouterr().out
+    (tmp_path / "my_model.py").write_text(block.replace("cumsum(1)", "flip(1).cumsum(1)"))
+    assert main(["audit", "my_model.py:make_model"]) == 1
 
 
 def test_the_readme_is_short_and_has_a_block_and_masks() -> None:
@@ -81,7 +94,7 @@ def test_every_claim_names_an_existing_test_or_a_command() -> None:
 
 
 def test_the_two_tables_are_those_of_the_demo() -> None:
-    for title, columns, rows in (tables.TIMES, tables.KIN):
+    for title, columns, rows in (TIMES, KIN):
         lines = ["", *columns], ["---"] * 3, *rows
         assert "\n".join([f"### {title}", "", *(_row(cells) for cells in lines)]) in CLAIMS
 

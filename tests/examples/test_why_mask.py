@@ -1,6 +1,6 @@
 """What becomes of a model that peeks: its consequences, measured on trained weights by the experiment itself.
 
-The small experiment takes half a minute; both it and the one that `examples/why_mask` and `make demo` run are sweeps.
+The small experiment takes half a minute; both it, which `make demo` runs, and that of `examples/why_mask` and `make tour` are sweeps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,10 @@ import torch
 
 import lowtri
 from lowtri.training.corpus import Document
-from lowtri.training.recipe import Recipe
 from why_mask.consequences import as_text, draw
-from why_mask.experiment import Experiment, Setting, why_mask
+from why_mask.experiment import SHORT, Experiment, why_mask
 from why_mask.modes import all_at_once, prefix_anew, with_a_cache
 from why_mask.words import Known
-
-SMALL = Setting(
-    layers=2,
-    hidden=64,
-    rows=24,
-    prompt=16,
-    recipe=Recipe(steps=250, batch=8, context=64, lr=5e-3, held_out=0.1, validate_every=50),
-)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.sweep) for size in ("small", "full")])
@@ -38,7 +29,7 @@ def found(request: pytest.FixtureRequest) -> Experiment:
     if request.param == "full":
         return why_mask()
     reference = [Document(name, text.strip() + "\n") for name, text in sorted(topics.topics.items())]
-    return why_mask(SMALL, documents=reference)
+    return why_mask(SHORT, documents=reference)
 
 
 def test_e_1_cheating(found: Experiment) -> None:
@@ -69,7 +60,7 @@ def test_e_4_no_generation(found: Experiment) -> None:
     masked, unmasked = found.masked.stepwise, found.unmasked.stepwise
     assert masked < found.unigram < found.uniform == math.log(258)
     assert min(unmasked, found.unmasked.anew) > masked + 1
-    if found.setting is SMALL:
+    if found.setting is SHORT:
         assert unmasked > found.unigram  # worse than letters by their frequency
 
 
@@ -138,12 +129,12 @@ def test_known_words_and_their_order() -> None:
 
 def test_a_text_that_is_too_short() -> None:
     with pytest.raises(lowtri.DataError, match="the text has 5 tokens, and one row takes 65"):
-        why_mask(SMALL, documents=[Document("short", "abc")])
+        why_mask(SHORT, documents=[Document("short", "abc")])
     apart = [Document(str(i), "x" * 20) for i in range(40)]
     with pytest.raises(
         lowtri.DataError, match=r"no row of 64 tokens .* within one document.\nFix: more text, or a smaller"
     ):
-        why_mask(SMALL, documents=apart)
+        why_mask(SHORT, documents=apart)
 
 
 @pytest.mark.sweep

@@ -162,30 +162,27 @@ def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "c.npz")
 
 
-# The demo's part
+# The demo's act
 
 
 @pytest.mark.sweep
-def test_the_part_of_the_demo_passes_its_checks(tmp_path: Path) -> None:
-    from demo.context import Context
-    from demo.glassllm import run
+def test_the_act_of_the_demo_passes_its_checks(tmp_path: Path) -> None:
+    from demo.stage import Context
+    from demo.tour import glassllm_act
 
-    result = run(Context(tmp_path))
-    assert [check.passed for check in result.checks] == [True, True, True]
-    assert "3 of 3 texts" in result.checks[1].text and "no leak found" in result.checks[2].text
+    result = glassllm_act(Context(tmp_path))
+    assert [check.passed for check in result.checks] == [True, True, True, True]
+    assert "3 of 3 texts" in result.checks[1].text and "no leak found" in result.checks[3].text
     assert (tmp_path / result.files[0]).read_text(encoding="utf-8") == result.text + "\n"
 
 
-def test_the_part_of_the_demo_without_weights_says_how_to_install_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from demo import glassllm as part
-    from demo.context import Context
+def test_the_act_of_the_demo_without_weights_says_how_to_install_them(tmp_path: Path) -> None:
+    from demo.stage import Context
+    from demo.tour import glassllm_act
 
     def missing() -> Any:
         raise DataError("not installed")
 
-    monkeypatch.setattr(part, "load_glassllm", missing)
-    result = part.run(Context(tmp_path))
+    result = glassllm_act(Context(tmp_path), load=missing)
     assert result.checks == []
     assert result.text == "Left out: its weights are not installed. pip install glassllm==0.1.0   (3 MB)"

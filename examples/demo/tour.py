@@ -1,0 +1,834 @@
+"""The tour of lowtri, act by act: what each part does on real input, and the checks of it.
+
+The mission in its order: masks, attention, speed, caches, the audit, verify, long rows on several processes, training, writing,
+other libraries, pretrained weights, the lesson. Each act is a function; its docstring is the sentence that the page shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import lowtri
+from demo.glassllm_weights import GLASSLLM, load_glassllm
+from demo.stage import Act, Context, Result
+from lowtri import plain
+from lowtri.cli.main import main as command
+from lowtri.errors import DataError
+from lowtri.explaining.example import worked
+from lowtri.explaining.show import as_text
+from lowtri.lesson.languages import LANGUAGES, texts
+from lowtri.lesson.numbers import computed
+from lowtri.lesson.page import file_name, lesson_page
+from lowtri.nn.checkpoint import save
+from lowtri.nn.decoder import Decoder
+from lowtri.parallel import ContextParallel, ShardPlan, plan_shards
+from why_mask.consequences import as_text as consequences
+from why_mask.consequences import draw
+
+__all__ = ["ACTS", "FIGURES", "KIN", "TIMES", "table_text", "transformers_act"]
+
+ACTS: dict[str, Act] = {}
+Run = Callable[[Context], Result]
+
+
+def act(name: str, title: str) -> Callable[[Run], Run]:
+    """Put a function among the acts; the first paragraph of its docstring is the sentence that is shown."""
+
+    def register(run: Run) -> Run:
+        sentence = " ".join((run.__doc__ or "").split("\n\n")[0].split())
+        ACTS[name] = Act(title, sentence, run)
+        return run
+
+    return register
+
+
+# Attention with its numbers, as notebooks print them, to four digits; hidden scores aside.
+FIGURES = {
+    "W_q^T": [[0.5406, -0.1657], [0.5869, 0.6496]],
+    "W_k^T": [[-0.1549, -0.3443], [0.1427, 0.4153]],
+    "W_v^T": [[0.6233, 0.6146], [-0.5188, 0.1323]],
+    "q": [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]],
+    "k": [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]],
+    "v": [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]],
+    "scores": [[-0.0990, 0.0648, -0.6523], [-0.4022, 0.4078, -3.0024], [0.4842, -0.6683, 4.0461]],
+    "scaled": [[-0.0700, 0.0458, -0.4612], [-0.2844, 0.2883, -2.1230], [0.3424, -0.4725, 2.8610]],
+    "weights": [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]],
+    "output": [[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]],
+}
+_SCORES = [
+    [0.50390039, 0.5365974, 0.41871129, 0.81252469],
+    [0.84036985, 0.86761153, 0.80269944, 0.87209218],
+    [0.69733857, 0.93032391, 0.81018176, 0.74386275],
+    [0.41280469, 0.59346427, 0.12186543, 0.97038267],
+]
+_WEIGHTS = [
+    [1, 0, 0, 0],
+    [0.49319, 0.50681, 0, 0],
+    [0.29569882, 0.37327924, 0.33102193, 0],
+    [0.21312847, 0.25532945, 0.15932655, 0.37221554],
+]
+
+
+@act("steps", "Every step, with its numbers")
+def steps(context: Context) -> Result:
+    """“Write a poem” under seed 42: what goes in, what comes out, and everything between."""
+    result, explained = context.result(), worked()
+    shown = replace(explained, steps=tuple(explained[name] for name in ("q", "k", "v", "scaled", "weights", "output")))
+    result.picture("steps.svg", explained, as_text(shown))
+    result.file("steps.html", explained.to_html())
+    result.file("steps.txt", as_text(explained) + "\n")
+    away = max(float(np.abs(explained[name].value - np.array(rows)).max()) for name, rows in FIGURES.items())
+    result.check(
+        f"all {len(FIGURES)} steps have the notebooks' figures: at most {away:.0e} away, printed to 1e-4", away < 6e-5
+    )
+    weights, unmasked = explained["weights"].value, explained["weights"].unmasked
+    assert unmasked is not None
+    result.check("a hidden weight is exactly 0", not weights[np.triu_indices(3, 1)].any())
+    same = float(np.abs(weights[2] - unmasked[2]).max())
+    result.check(f"the last row, which sees everybody, is the same without a mask: {same:.0e} apart", same < 1e-12)
+    formula = plain.softmax(np.array(_SCORES) + plain.make_causal_mask(4))
+    away = float(np.abs(formula - np.array(_WEIGHTS)).max())
+    result.check(f"the NumPy form has its eight digits: at most {away:.0e} away", away < 2e-8)
+    return result
+
+
+_SENTENCES = ("The black cat <end>", "I love Machine Learning", "I love NLP")
+_OTHERS = ("causal & window(4)", "causal | first(4)", "causal & (window(4) | first(1))", "causal & chunks(4)")
+_DOCUMENTS = "causal & documents(lengths=[5, 9, 4])"
+
+
+@act("masks", "Who sees whom")
+def masks(context: Context) -> Result:
+    """On the left everybody sees everybody, as in an encoder; on the right each token sees what came before it."""
+    result = context.result()
+    for number, sentence in enumerate(_SENTENCES, start=1):
+        tokens = sentence.split()
+        n, name = len(tokens), f"masks-{number}.svg"
+        lowtri.full().save(context.out / name, n, beside=lowtri.causal(), tokens=tokens)
+        result.picture(name, text=lowtri.full().draw(n, beside=lowtri.causal(), tokens=tokens, ticks=True))
+        drawn = [line.split()[1:] for line in lowtri.causal().draw(n, tokens=tokens, ticks=True).splitlines()[1:]]
+        result.check(
+            f"“{sentence}”: token i is seen by i and all after it, {lowtri.causal().pairs(n)} of {n * n} pairs",
+            drawn == [["✓"] * (q + 1) + ["✗"] * (n - q - 1) for q in range(n)],
+        )
+    for number, text in enumerate((*_OTHERS, _DOCUMENTS), start=len(_SENTENCES) + 1):
+        mask = lowtri.mask(text)
+        mask.save(context.out / f"masks-{number}.svg")  # as many positions as show the mask
+        result.picture(f"masks-{number}.svg", text=str(mask))
+    result.check(
+        "a picture is as large as what it shows: 18 positions of three documents",
+        len(str(lowtri.mask(_DOCUMENTS)).splitlines()) == 19,
+    )
+    read = [lowtri.mask(repr(lowtri.mask(text))) == lowtri.mask(text) for text in _OTHERS]
+    result.check("a mask and its text are one: each is read back as it was", all(read))
+    x, error = np.eye(8), ""
+    try:
+        lowtri.attention(x, x, x, "causal & documents(lengths=[3, 9])")
+    except lowtri.MaskError as raised:
+        error = str(raised).splitlines()[0]
+    result.check(f"lengths that do not fit the row raise: {error}", "add up to 12" in error)
+    return result
+
+
+_LIMIT = 1e-5  # float32 keeps seven digits, and outputs of `paths` are below 4
+
+
+@act("paths", "One answer by every path")
+def paths(context: Context, n: int = 512) -> Result:
+    """The same causal attention by every form that notebooks show, by torch and by lowtri; the reference is computed in float64.
+
+    Args:
+        n: tokens.
+    """
+    q, k, v = torch.randn(3, 1, 8, n, 64, generator=torch.Generator().manual_seed(0))  # (B, H, N, D)
+    truth = lowtri.attention(q.double(), k.double(), v.double(), "causal", engine="reference")
+    result, rows = context.result(), []
+    for name, path in _paths(q, k, v).items():
+        output = torch.as_tensor(path())  # the first call may compile
+        away = float((output.double() - truth).abs().max())
+        rows.append((name, f"{away:.1e}", f"{_median(path) * 1000:.1f} ms"))
+        result.check(f"{name}: {away:.1e} from float64, below {_LIMIT:.0e}", away < _LIMIT)
+    result.table((f"8 heads of 64, {n} tokens, {torch.get_num_threads()} threads", "greatest difference", "time"), rows)
+    choice = lowtri.which_engine(q, k, v, "causal")
+    result.table(
+        ("which_engine", "the first engine that answers yes runs"),
+        choice.answers.items(),
+        f"which_engine: the first engine that answers yes runs\n{choice}",
+    )
+    first = next(name for name, answer in choice.answers.items() if answer.startswith("yes: "))
+    result.check(f"{choice.engine} runs, the first engine that answers yes", choice.engine == first)
+    return result
+
+
+def _paths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    n, scale = q.shape[2], 1 / math.sqrt(q.shape[3])
+    visible = plain.create_causal_mask_bool(n)
+    arrays = (q.numpy(), k.numpy(), v.numpy())
+    finite = torch.from_numpy(plain.make_causal_mask(n)).float()
+    return {
+        "plain, -1e9 added (NumPy)": lambda: plain.masked_self_attention(*arrays, plain.make_causal_mask(n))[0],
+        "plain, -1e9 added": lambda: plain.masked_self_attention(q, k, v, finite)[0],
+        "plain, -inf added": lambda: plain.masked_self_attention(q, k, v, plain.create_causal_mask(n))[0],
+        "plain, boolean, True = attend": lambda: plain.masked_attention_bool(q @ k.mT * scale, visible) @ v,
+        "torch SDPA, boolean table": lambda: sdpa(q, k, v, attn_mask=visible),
+        "torch SDPA, is_causal": lambda: sdpa(q, k, v, is_causal=True),
+        'lowtri.attention(q, k, v, "causal")': lambda: lowtri.attention(q, k, v, "causal"),
+        "lowtri, NumPy in and out": lambda: lowtri.attention(*arrays, "causal"),
+        "lowtri, token by token with a cache": lambda: _token_by_token(lowtri.KVCache("causal", capacity=n), q, k, v),
+    }
+
+
+def _token_by_token(cache: lowtri.KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    outputs = [cache.attend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]) for t in range(q.shape[2])]
+    return torch.cat(outputs, dim=2)
+
+
+def _median(path: Callable[[], object], times: int = 5) -> float:
+    """The median time of a call in seconds, of fewer calls where they are slow."""
+    seconds: list[float] = []
+    while len(seconds) < times and sum(seconds) <= 2:
+        started = time.perf_counter()
+        path()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+_FRESH = """
+import json, sys, time
+start = time.process_time()
+import numpy as np
+import lowtri
+x = np.random.default_rng(0).standard_normal((3, 1, 4, 512, 64), np.float32)
+imported = time.process_time()
+result = lowtri.attention(*x, "causal & window(100)", engine="cpu")
+done = time.process_time()
+exact = lowtri.attention(*x.astype(np.float64), "causal & window(100)", engine="reference")
+plain = lowtri.attention(*x, "causal & window(100)", engine="formula")
+from lowtri.kernels import library, target
+print(json.dumps({
+    "import": imported - start, "call": done - imported, "isa": target.ISA.name, "reason": library.index().get("reason"),
+    "error": float(abs(result - exact).max()), "plain": float(abs(plain - exact).max()),
+    "compilers": sorted({"numba", "llvmlite"} & set(sys.modules)), "sets": library.index().get("isas", []),
+}))
+"""
+
+
+@act("fresh", "The first call of a fresh process")
+def fresh(context: Context) -> Result:
+    """The kernels were compiled when lowtri was built. A new process loads them from one file; no compiler is imported."""
+    done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-500:])
+    figures = json.loads(done.stdout)
+    result = context.result()
+    result.say(
+        f"imports {figures['import']:.2f} s of CPU time, the first call of 4 heads of 512 tokens {figures['call']:.3f} s",
+        f"instruction set {figures['isa']}, "
+        + (
+            f"compiled when it was called: {figures['reason']}"
+            if figures["reason"]
+            else f"of {', '.join(figures['sets'])}"
+        ),
+    )
+    result.check("neither numba nor llvmlite is imported", not figures["compilers"])
+    result.check(
+        f"the result is off by {figures['error']:.1e}, the plain formula's by {figures['plain']:.1e}",
+        figures["error"] <= 2 * figures["plain"] + 1e-6,
+    )
+    return result
+
+
+@act("speed", "Speed, here and now")
+def speed(context: Context) -> Result:
+    """Causal attention, lowtri and torch's SDPA by turns; medians. The result is checked, the time is only shown."""
+    n, rounds = context.sizes.speed, context.sizes.rounds
+    numbers = torch.randn(3, 1, 8, n, 64, generator=torch.Generator().manual_seed(0))  # (B, H, N, D)
+    q, k, v = numbers.double()
+    truth = lowtri.attention(q, k, v, "causal", engine="formula")
+    result, rows = context.result(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        q, k, v = (x.to(dtype) for x in numbers)
+        away, torchs = (float((attend(q, k, v).double() - truth).abs().max()) for attend in (_by_lowtri, _by_torch))
+        # Rounding the inputs loses half the digits of bf16: the measure of what is good is torch's own difference.
+        result.check(
+            f"{name}: at most {away:.0e} from float64 on the unrounded numbers, torch {torchs:.0e}",
+            away < 2 * torchs + 1e-6,
+        )
+        for what, run in (("forward", _forward), ("forward and backward", _forward_backward)):
+            ours, theirs = _by_turns(partial(run, _by_lowtri, q, k, v), partial(run, _by_torch, q, k, v), rounds)
+            rows.append((f"{name}, {what}", f"{ours * 1000:.1f} ms", f"{theirs * 1000:.1f} ms", f"{theirs / ours:.2f}"))
+    engine = lowtri.which_engine(q, k, v, "causal").engine
+    where = f"8 heads of 64, {n:,} tokens, {torch.get_num_threads()} threads, engine {engine}"
+    result.table((where, "lowtri", f"torch {torch.__version__}", "torch's time / lowtri's"), rows)
+    return result
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _by_lowtri(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    output: Tensor = lowtri.attention(q, k, v, "causal")
+    return output
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, is_causal=True)
+
+
+def _forward(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
+    with torch.inference_mode():
+        attend(q, k, v)
+
+
+def _forward_backward(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    attend(*leaves).sum().backward()
+
+
+def _by_turns(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
+    """Medians of both in seconds, in alternating order, so that other load on the machine falls on both."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            started = time.perf_counter()
+            (ours, theirs)[which]()
+            if turn:  # the first round warms up
+                seconds[which].append(time.perf_counter() - started)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+_CACHED = ("causal", "causal & window(32)", "causal & (window(32) | first(4))")
+
+
+@act("cache", "What a cache keeps")
+def cache(context: Context) -> Result:
+    """One token at a time: its key and value join the cache, and keys that no later query can see are evicted."""
+    early, late = context.sizes.cached
+    q, k, v = torch.randn(3, 1, 4, late, 32, generator=torch.Generator().manual_seed(0))  # (B, H, N, D)
+    result, rows, sizes = context.result(), [], {}
+    for number, mask in enumerate(_CACHED, start=1):
+        grown, outputs, row = lowtri.KVCache(mask), [], [mask]
+        for begin, end in ((0, early), (early, late)):
+            outputs.append(_token_by_token(grown, *(x[:, :, begin:end] for x in (q, k, v))))
+            row.append(f"{grown.held:,} tokens, {grown.bytes:,} B")
+            sizes[mask, end] = grown.bytes
+        rows.append(row)
+        away = float((torch.cat(outputs, 2) - lowtri.attention(q, k, v, mask)).abs().max())
+        result.check(f"{mask}: token by token as all at once, at most {away:.0e} apart", away < _LIMIT)
+        result.picture(f"cache-{number}.svg", grown)
+    result.table(("4 heads of 32, float32", f"after {early:,} tokens", f"after {late:,} tokens"), rows)
+    result.check(
+        "a window's cache stops growing: " + ", ".join(f"{sizes[mask, late]:,} bytes" for mask in _CACHED),
+        all(sizes[mask, early] == sizes[mask, late] for mask in _CACHED if mask != "causal"),
+    )
+    return result
+
+
+@act("audit", "Does a model see what its mask hides?")
+def audit(context: Context) -> Result:
+    """The audit reads no code: it changes inputs and measures which outputs move; so it also says which mask a model has."""
+    models = context.experiment.models
+    right = models["causal"]
+    inverted = Decoder(replace(right.config, mask=repr(~lowtri.causal())))
+    inverted.load_state_dict(right.state_dict())
+    ids = torch.randint(2, right.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    result = context.result()
+    for name, title, model, leaks in (
+        ("masked", "trained with the mask", right, False),
+        ("unmasked", "trained without it", models["full"], True),
+        ("inverted", "the mask inverted, True and False confused", inverted.eval(), True),
+        ("lstm", "a recurrent model (LSTM, untrained)", lowtri.nn.RecurrentLM(258, 64, cell="lstm").eval(), False),
+    ):
+        report = lowtri.audit(model, ids, mask="causal", progress=False)
+        inferred = lowtri.infer_mask(model, ids)
+        result.say(f"{title}\n{report.message}\nThe mask that it has: {inferred}")
+        if report.leaks:
+            result.picture(f"audit-{name}.svg", report, report.draw(24))
+        result.file(report.save(context.out / f"audit-{name}.html").name)
+        if name != "inverted":
+            result.check(f"{title}: measured, its mask is {inferred}", inferred.text == ("full" if leaks else "causal"))
+        if leaks:
+            pairs, first = {(leak.query, leak.key) for leak in report.leaks if leak.direct}, report.first
+            caught = (
+                f"{len(pairs)} pairs, the first ({first.query}, {first.key}) in {first.module}" if first else "nothing"
+            )
+            result.check(f"{title}: caught, {caught}", first is not None and first.module is not None)
+        else:
+            result.check(f"{title}: {report.verdict}", report.ok)
+    return result
+
+
+def _window_too_wide(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    wide = lowtri.mask("causal & window(6)") if repr(mask) == "causal & window(5)" else mask
+    return lowtri.attention(q, k, v, wide)
+
+
+def _inverted(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    return lowtri.attention(q, k, v, ~mask)
+
+
+@act("verify", "Is an attention kernel right?")
+def verify(context: Context) -> Result:
+    """Each function is called with masks, sizes and garbage of many kinds; a wrong one gets its mistake named."""
+    known = {"NaN from hidden keys": "torch multiplies hidden values by a weight of 0"}
+    cases = ["full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "documents", "empty rows"]
+    result = context.result()
+    functions: list[tuple[Any, str, dict[str, Any]]] = [
+        (lowtri.attention, "", {}),
+        (sdpa, "", {"signature": "sdpa", "differences": known}),
+        (_window_too_wide, "window one too wide", {}),
+        (_inverted, "mask inverted", {}),
+    ]
+    for number, (attend, mistake, options) in enumerate(functions, start=1):
+        report = lowtri.verify(attend, dtypes=["float32"], cases=cases, **options)
+        right = report.ok if not mistake else report.mistakes == (mistake,)
+        result.check(f"{report.name}: {mistake or 'right'}", right)
+        result.say(report.message)
+        if mistake:
+            result.picture(f"verify-{number}.svg", report)
+    result.file(report.save(context.out / "verify.html").name)
+    return result
+
+
+_SHARDED = "causal & window(1024)"
+
+
+@act("shards", "One long row on several processes")
+def shards(context: Context) -> Result:
+    """A row of tokens under a window of 1,024: which process has which tokens, what they send, and the same result."""
+    n, ranks = context.sizes.shards
+    plan = plan_shards(_SHARDED, n, ranks)
+    context.note(f"shards: {ranks} processes")
+    parts = _on_ranks(plan)
+    q, k, v = (x.requires_grad_() for x in _long_row(n))
+    started = time.perf_counter()
+    output = lowtri.attention(q, k, v, _SHARDED)
+    output.sum().backward()
+    alone = time.perf_counter() - started
+    error = max(
+        float(np.abs(part[name] - whole[:, :, plan.positions(rank)].numpy()).max())
+        for rank, part in enumerate(parts)
+        for name, whole in (("output", output.detach()), ("d_k", k.grad))
+    )
+    result = context.result()
+    result.picture("shards.svg", plan, plan.draw())
+    needed, gathered = int(plan.received.max()), n - n // ranks
+    megabytes = q.shape[1] * 2 * q.shape[3] * 4 / 1e6  # of a token's key and value
+    result.table(
+        (f"{n:,} tokens on {ranks} processes", "received by a process", "forward and backward"),
+        [
+            ("what the mask shows", f"{needed * megabytes:.1f} MB", f"{parts[0]['needed']:.2f} s"),
+            ("all-gather", f"{gathered * megabytes:.1f} MB", f"{parts[0]['gathered']:.2f} s"),
+            ("one process", "", f"{alone:.2f} s"),
+        ],
+    )
+    result.check(f"outputs and gradients are those of one process to {error:.0e}", error < 2e-4)
+    result.check(f"a rank receives {needed / gathered:.0%} of what an all-gather brings", needed < 0.1 * gathered)
+    result.check(f"the busiest rank has {plan.imbalance:.3f} times the mean of visible pairs", plan.imbalance < 1.06)
+    return result
+
+
+def _long_row(n: int) -> Tensor:
+    return torch.randn(3, 1, 2, n, 32, generator=torch.Generator().manual_seed(0))  # q, k and v: (3, B, H, N, D)
+
+
+def _on_ranks(plan: ShardPlan) -> list[dict[str, Any]]:
+    processes = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, workers = [], []
+    for rank in range(plan.ranks):
+        receiver, sender = processes.Pipe()
+        workers.append(processes.Process(target=_rank, args=(rank, store.port, plan, sender), daemon=True))
+        workers[-1].start()
+        sender.close()
+        pipes.append(receiver)
+    results = [pipe.recv() for pipe in pipes]
+    for worker in workers:
+        worker.join()
+    return results
+
+
+def _rank(rank: int, port: int, plan: ShardPlan, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
+    results: dict[str, Any] = {}
+    for name, variant in (("needed", plan), ("gathered", replace(plan, gathers=(True,)))):
+        parallel = ContextParallel(variant)
+        q, k, v = (parallel.shard(x, 2).requires_grad_() for x in _long_row(plan.n))
+        parallel.attention(q, k, v).sum().backward()  # loads kernels
+        k.grad = None
+        dist.barrier()
+        started = time.perf_counter()
+        output = parallel.attention(q, k, v)
+        output.sum().backward()
+        dist.barrier()
+        results[name] = time.perf_counter() - started
+        assert k.grad is not None
+        results |= {"output": output.detach().numpy(), "d_k": k.grad.numpy()}
+    pipe.send(results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# Two pairs that are easily confused: a title, the two columns, and for each row a question with its two answers.
+Pair = tuple[str, tuple[str, str], tuple[tuple[str, str, str], ...]]
+
+TIMES: Pair = (
+    "Training and inference",
+    ("training", "inference"),
+    (
+        ("Do future tokens exist?", "yes: the whole text is there", "no: they are not generated yet"),
+        (
+            "Is a mask needed?",
+            "yes",
+            "not with a key/value cache; yes if the prefix is recomputed, from two layers on",
+        ),
+        (
+            "Why?",
+            "all positions are computed at once, and without the mask position i reads the token that it must predict",
+            "a cache has only earlier tokens; a prefix recomputed without a mask lets old tokens see newer ones",
+        ),
+    ),
+)
+KIN: Pair = (
+    "Masked self-attention and an autoregressive model",
+    ("masked self-attention", "autoregressive model"),
+    (
+        (
+            "What is it?",
+            "attention in which token i sees tokens 1 to i",
+            "a model that predicts each token from those before it",
+        ),
+        ("What for?", "to hide later tokens while all positions are computed at once", "to generate, token by token"),
+        (
+            "Where is it used?",
+            "in GPT, and in the decoders of T5, BART and Whisper",
+            "the same models when they generate; also recurrent (RNN, LSTM) language models",
+        ),
+        ("Does it hide the future?", "yes, by its mask", "there is none: later tokens do not exist yet"),
+        (
+            "Does it need its own output?",
+            "no: in training it reads the true text",
+            "yes: each output is the next input",
+        ),
+        ("How does it run?", "in parallel over the tokens", "one token at a time"),
+    ),
+)
+
+
+def table_text(pair: Pair, width: int = 100) -> str:
+    """A pair as a table for a terminal, its cells wrapped."""
+    title, columns, rows = pair
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for name in ("", *columns):
+        table.add_column(name, no_wrap=not name)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=width, color_system=None, highlight=False, emoji=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _show_pair(result: Result, pair: Pair) -> None:
+    title, columns, rows = pair
+    result.table((title, *columns), rows, table_text(pair))
+
+
+@act("why", "Why the mask")
+def why(context: Context) -> Result:
+    """One small model, trained twice on Python's own texts: once it may see the future, once it may not."""
+    experiment, result = context.experiment, context.result()
+    masked, unmasked = experiment.masked, experiment.unmasked
+    if draw(experiment, context.out / "why-mask.png"):
+        result.picture("why-mask.png", text=consequences(experiment))
+    else:  # without matplotlib
+        result.say(consequences(experiment))
+    _show_pair(result, TIMES)
+    apart = abs(masked.stepwise - masked.validation)
+    result.check(f"masked: teacher-forced and step by step agree, {apart:.0e} apart, below 1e-5", apart < 1e-5)
+    result.check(
+        f"unmasked: it cheats, {unmasked.validation:.3f} teacher-forced and {unmasked.stepwise:.3f} step by step",
+        unmasked.stepwise > 2 * unmasked.validation,
+    )
+    gap, fall = unmasked.validation - unmasked.training, unmasked.stepwise - unmasked.validation
+    result.check(
+        f"unmasked: validation does not show it ({gap:+.3f} over training), step by step does ({fall:+.3f})",
+        abs(gap) < fall / 10,
+    )
+    for name in ("words", "pairs"):
+        ours, theirs = (getattr(it.words, name) for it in (masked, unmasked))
+        result.check(f"known {name} written: {ours:.0%} with the mask, {theirs:.0%} without", ours > theirs)
+    result.check(
+        f"masked: {masked.stepwise:.2f} step by step, better than letter frequencies, {experiment.unigram:.2f}",
+        masked.stepwise < experiment.unigram,
+    )
+    # How much worse the other one is depends on how long it learnt to copy; that it is much worse does not.
+    best = min(unmasked.stepwise, unmasked.anew)
+    result.check(
+        f"unmasked: {best:.2f} at best, at least a nat behind the masked one",
+        best > masked.stepwise + 1,
+    )
+    (_, one), (layers, whole) = sorted(experiment.modes.items())
+    same = max(*one, whole.cache, whole.prefix_with_mask)
+    result.check(f"training is inference with a cache, or with the prefix and its mask: {same:.0e} apart", same < 1e-4)
+    result.check(
+        f"the prefix without a mask is so in one layer only: {whole.prefix_without_mask:.2g} apart in {layers}",
+        whole.prefix_without_mask > 1e-2,
+    )
+    result.file("why-mask.json", json.dumps(experiment.as_dict(), indent=1) + "\n")
+    return result
+
+
+_PROMPTS = ("This function returns the ", "If the argument is not ", "the name of the ")
+
+
+@act("writing", "Both models write")
+def writing(context: Context) -> Result:
+    """The same prompts, the same random draws. Each token is the next input."""
+    experiment, result, rows = context.experiment, context.result(), []
+    for mask, title in (("causal", "with the mask"), ("full", "without it")):
+        model = experiment.models[mask]
+        for temperature in (0.0, experiment.setting.temperature):
+            for prompt in _PROMPTS:
+                rows.append(
+                    (title, f"{temperature:g}", f"{prompt!r} ... {_written(model, prompt, context, temperature)!r}")
+                )
+        folder = title.replace(" ", "-")
+        save(model, context.out / folder, experiment.tokenizer)
+        for name in ("config.json", "model.safetensors"):
+            result.file(f"{folder}/{name}")
+    as_printed = (f"{title:<13}  {temperature:<3}  {text}" for title, temperature, text in rows)
+    result.table(("trained", "temperature", "what it writes"), rows, "\n".join(as_printed))
+    _show_pair(result, KIN)
+    result.file("written.txt", result.text + "\n")
+
+    model = experiment.models["causal"]
+    cached, uncached = ([_written(model, prompt, context, 0.0, x) for prompt in _PROMPTS] for x in (True, False))
+    result.check("with the cache and without it the masked model writes the same", cached == uncached)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        code = command(["generate", str(context.out / "without-it"), _PROMPTS[0]])
+    result.check(
+        "lowtri generate rejects the model that saw the future", code == 2 and "mask full" in printed.getvalue()
+    )
+    torch.manual_seed(0)
+    lstm = lowtri.nn.RecurrentLM(model.config.vocab_size, model.config.hidden_size, cell="lstm").eval()
+    tokens = list(lowtri.generate(lstm, [1, 2, 3], 8))
+    result.check("the same loop serves a recurrent model (here an untrained LSTM)", len(tokens) == 8)
+    return result
+
+
+def _written(model: Decoder, prompt: str, context: Context, temperature: float, cached: bool = True) -> str:
+    tokenizer = context.experiment.tokenizer
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    new = min(context.sizes.new_tokens, model.config.max_position_embeddings - len(ids))
+    return tokenizer.decode(list(lowtri.generate(model, ids, new, temperature=temperature, stop=(), cached=cached)))
+
+
+_DIFFERENCE = 1e-4  # float32, against logits of up to some tens
+
+
+@act("transformers", "A model of transformers, switched over")
+def transformers_act(context: Context) -> Result:
+    """attn_implementation="lowtri": the trained model of this page as transformers loads it, and five shapes of other attention."""
+    result = context.result()
+    if find_spec("transformers") is None:
+        result.say(
+            "transformers is not installed, so there is no model of its to switch over. Fix: pip install transformers"
+        )
+        return result
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    from lowtri.integrations.transformers import switch, use
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    experiment, folder = context.experiment, context.out / "switched"
+    save(experiment.models["causal"], folder, experiment.tokenizer)
+    for name in ("config.json", "model.safetensors"):
+        result.file(f"switched/{name}")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = torch.tensor([experiment.tokenizer.encode(_PROMPTS[0]).ids])
+    before, text = _logits(model, ids), _continued(model, ids)
+    switch(model)
+    away, again = float((_logits(model, ids) - before).abs().max()), _continued(model, ids)
+    written = experiment.tokenizer.decode(again[0].tolist())
+    result.say(f"the trained model, {type(model).__name__}, continues {_PROMPTS[0]!r}:\n  {written!r}")
+    result.check(f"the trained model's logits by lowtri are eager's to {away:.1e}", away < _DIFFERENCE)
+    result.check(f"it writes the same {again.shape[1] - ids.shape[1]} tokens", torch.equal(again, text))
+    other = switch(type(model)(model.config).eval())  # random weights, the same config object
+    own = _logits(other, ids)
+    shown, narrow = _logits(model, ids), _logits(use(model, mask="causal & window(2)"), ids)
+    alone = torch.equal(_logits(other, ids), own) and not torch.equal(narrow, shown)
+    use(model)
+    result.check("a mask set for the model changes it, and no other model of its config", alone)
+    report = lowtri.audit(model, torch.randint(2, model.config.vocab_size, (2, 24)), mask="causal", progress=False)
+    result.file(report.save(context.out / "audit-switched.html").name)
+    result.check(f"audited with lowtri's attention: {report.verdict}", report.ok)
+    rows = []
+    for name, other in _others(transformers).items():
+        away = _difference(other, switch)
+        rows.append((name, f"{away:.1e}"))
+        result.check(f"{name}: {away:.1e} from eager, below {_DIFFERENCE:.0e}", away < _DIFFERENCE)
+    result.table(("random weights, three rows, one padded on the left", "greatest difference"), rows)
+    return result
+
+
+def _others(tf: Any) -> dict[str, Any]:
+    """Attention of other shapes: windows, capped scores, sinks, a position bias, an encoder and a decoder."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 128}
+    size |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    two: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    two |= {"num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    sides = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    bart = {"vocab_size": 99, "d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    gpt2 = {"vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    t5 = {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return {
+        "GPT-2": tf.GPT2LMHeadModel(tf.GPT2Config(**gpt2)),
+        "Gemma 2: scores capped, every other layer a window": tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, **two)),
+        "gpt-oss: sinks, every other layer a window": tf.GptOssForCausalLM(
+            tf.GptOssConfig(**size, **two, **experts, **rope)
+        ),
+        "T5: a learned position bias, cross-attention": tf.T5ForConditionalGeneration(tf.T5Config(**t5)),
+        "BART: encoder, decoder, cross-attention": tf.BartForConditionalGeneration(
+            tf.BartConfig(**bart, **sides, max_position_embeddings=64)
+        ),
+    }
+
+
+def _difference(model: Any, switch: Any) -> float:
+    """The greatest difference between eager and lowtri, at positions that have a token."""
+    model.eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    ids = torch.randint(3, 99, (3, 24))
+    pads = torch.ones_like(ids)
+    pads[0, :7] = 0
+    inputs = {"input_ids": ids, "attention_mask": pads}
+    keep = pads.bool()
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"], keep = ids[:, :12], torch.ones(3, 12, dtype=torch.bool)
+    logits = []
+    for change in (lambda: model.set_attn_implementation("eager"), lambda: switch(model)):
+        change()
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[keep])
+    return float((logits[1] - logits[0]).abs().max())
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def _continued(model: Any, ids: Tensor) -> Tensor:
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    continued: Tensor = model.generate(ids, **options)
+    return continued
+
+
+_QUEEN = ("The Queen said", "Alice was ", "“Off with")
+
+
+@act("glassllm", "Weights that others trained")
+def glassllm_act(context: Context, load: Callable[[], Decoder] = load_glassllm) -> Result:
+    """glassllm, 0.85 million parameters trained on Alice, in lowtri's Decoder, compared with the package's own forward in NumPy.
+
+    Args:
+        load: the function that reads the weights.
+    """
+    result, new = context.result(), 40
+    try:
+        model = load()
+        import glassllm
+    except (DataError, ImportError):
+        result.say(f"Left out: its weights are not installed. {GLASSLLM.install}")
+        return result
+    theirs, tokenizer = glassllm.load_pretrained("en")
+    ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, model.config.max_position_embeddings))
+    with torch.no_grad():
+        away = float(np.abs(model(torch.from_numpy(ids)).numpy() - theirs(ids).data).max())
+    result.check(f"logits at {ids.size} positions: at most {away:.0e} from the package's, below 1e-04", away < 1e-4)
+    rows, same = [], []
+    for prompt in _QUEEN:
+        started = time.perf_counter()
+        written = "".join(lowtri.generate(model, prompt, new))
+        seconds = time.perf_counter() - started
+        steps = theirs.generate(tokenizer.encode(prompt), new, greedy=True)
+        same.append(tokenizer.decode([step.token for step in steps]) == written)
+        random = "".join(lowtri.generate(model, prompt, new, temperature=0.7, seed=1))
+        rows.append(("0", f"{prompt!r} ... {written!r}   ({new / seconds:.0f} tokens/s)"))
+        rows.append(("0.7", f"{prompt!r} ... {random!r}"))
+    as_printed = (f"{temperature:<3}  {text}" for temperature, text in rows)
+    result.table(("temperature", "what it writes"), rows, "\n".join(as_printed))
+    result.check(
+        f"greedily it writes what the package writes, token by token: {sum(same)} of {len(same)} texts", all(same)
+    )
+    assert model.tokenizer is not None
+    prompt_ids = model.tokenizer.encode(_QUEEN[0] + " to the King").ids
+    labels = [model.tokenizer.decode([token]) for token in prompt_ids]
+    explained = lowtri.explain(model, torch.tensor(prompt_ids), tokens=labels)
+    weights = explained["weights"].value
+    weight_map = lowtri.show(weights, tokens=labels, mask="causal")
+    result.picture("glassllm-weights.svg", weight_map, str(weight_map))
+    result.check("in its first head, each token's weights sum to 1", np.allclose(weights.sum(-1), 1))
+    report = lowtri.audit(model, torch.from_numpy(ids[:, :16]), mask="causal", progress=False)
+    result.say(report.message)
+    result.check(f"the audit: {report.verdict}", report.ok)
+    result.file("glassllm.txt", result.text + "\n")
+    return result
+
+
+_PAGE_BYTES = 2_000_000
+
+
+@act("lesson", "The lesson")
+def lesson(context: Context) -> Result:
+    """Masked self-attention as an interactive page in four languages: open one, and change a number."""
+    result = context.result()
+    result.table(("page", "title"), [(file_name(language), texts(language)["title"]) for language in LANGUAGES])
+    for language in LANGUAGES:
+        page = lesson_page(language)
+        result.file(file_name(language), page)
+        size = len(page.encode())
+        result.check(
+            f"{file_name(language)}: {size / 1000:.0f} kB, below {_PAGE_BYTES / 1000:,.0f}", size < _PAGE_BYTES
+        )
+    row = computed()["example"]["steps"]["weights"][1]
+    shown = ", ".join(f"{x:.4f}" for x in row)
+    result.check(f"the second row of its weights: {shown}, as in the notebooks", shown == "0.3606, 0.6394, 0.0000")
+    return result
