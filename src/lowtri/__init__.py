@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     )
     from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
     from lowtri.explaining.steps import explain as explain
-    from lowtri.showing.show import show as show
+    from lowtri.showing import show as show
     from lowtri.verifying.report import VerifyReport as VerifyReport
     from lowtri.verifying.verify import verify as verify
     from lowtri.masks import (
@@ -104,7 +104,7 @@ _NAMES = {
     "lowtri.verifying.report": ("VerifyReport",),
     "lowtri.verifying.verify": ("verify",),
     "lowtri.explaining.steps": ("explain",),
-    "lowtri.showing.show": ("show",),
+    "lowtri.showing": ("show",),
     "lowtri.errors": (
         *(
             "LowtriError",

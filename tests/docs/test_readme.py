@@ -76,6 +76,7 @@ def test_the_table_of_packages_is_complete() -> None:
         "extras",
         "files",
         "plain",
+        "showing",
     }
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", contributing, re.M)) == packages

@@ -34,10 +34,9 @@ from lowtri.masks import (
     where,
     window,
 )
-from lowtri.masks.draw import draw
-from lowtri.masks.panels import MAX_CELLS, MAX_PANELS, cells_of, picture_size
-from lowtri.masks.svg import svg
+from lowtri.masks.picture import MAX_PANELS, cells_of, draw, picture_size, svg
 from lowtri.pictures.labels import display_width, shortened, split
+from lowtri.pictures.svg import MAX_CELLS
 
 # Text.
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lowtri
 from lowtri.errors import CallError, DataError
 from lowtri.pictures.labels import display_width
-from lowtri.showing.reading import MAX_HEADS, SMALL, pool
+from lowtri.showing import MAX_HEADS, SMALL, pool
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -67,7 +67,7 @@ def test_pooled_rows_keep_their_sum(nq: int, nk: int, most: int, seed: int) -> N
 
 
 def test_of_large_heads_some_queries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtri.showing.reading._AT_ONCE", 64 * 640 * 3)
+    monkeypatch.setattr("lowtri.showing._AT_ONCE", 64 * 640 * 3)
     weights = np.repeat(np.arange(640.0)[:, None], 640, axis=1)[None] / 640
     cells = pool(weights, 0)
     assert cells.rows_read == 3

@@ -58,8 +58,9 @@ def command(
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask
-    from lowtri.masks.panels import MAX_CELLS, picture_size
+    from lowtri.masks.picture import picture_size
     from lowtri.pictures.labels import split
+    from lowtri.pictures.svg import MAX_CELLS
 
     labels, cut = (None, "") if tokens is None else split(tokens)
     if labels == []:

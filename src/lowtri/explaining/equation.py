@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from lowtri.explaining.show import cut, number, printable
 from lowtri.explaining.step import Step, Steps
 from lowtri.pictures.labels import display_width, shortened
-from lowtri.pictures.svg import HIDDEN, LETTER, document, fill, grid_lines, ink_over, legend, shaded, text
+from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, ink_over, legend, shades, text
 
 __all__ = ["as_svg"]
 
@@ -106,7 +105,6 @@ def _matrix(steps: Steps, operator: str, name: str) -> _Matrix:
 
 
 def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slanted: float) -> Iterator[str]:
-    rows, columns = matrix.values.shape
     name = matrix.name.removesuffix("^T")
     finite = np.where(np.isfinite(matrix.values) & ~matrix.hidden, abs(matrix.values), 0.0)
     hue = _HUES.get(name, "ink")
@@ -114,19 +112,15 @@ def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slante
     greatest = 1.0 if name == "weights" else finite.max(initial=0.0) or 1.0
     yield text(x, y - slanted - 10, matrix.name, f' font-weight="bold" {fill(hue)}')
     yield text(x + LETTER * (len(matrix.name) + 1), y - slanted - 10, matrix.shape, f" {fill('soft')}")
-    for j, label in enumerate(matrix.columns):
-        at = f"{x + (j + 0.5) * wide:.1f},{y - 6:.1f}"
-        yield f'<text transform="translate({at}) rotate(-45)">{escape(label)}</text>'
     shares = np.where(matrix.hidden, np.nan, finite / greatest * strongest)
-    yield from shaded(shares, fill(hue), x, y, wide, high)
-    yield grid_lines(x, y, rows, columns, wide, high)
-    if wide < 40:
-        return
-    for i, j in np.ndindex(rows, columns):
-        look = fill("soft") if matrix.hidden[i, j] else ink_over(shares[i, j])
-        value = matrix.values[i, j]
-        words = "0" if matrix.hidden[i, j] and value == 0 else _number(value)
-        yield text(x + (j + 0.5) * wide, y + (i + 0.5) * high + 4, words, f'{_MIDDLE} font-size="11" {look}')
+
+    def number(i: int, j: int) -> tuple[str, str]:
+        value, hidden = matrix.values[i, j], matrix.hidden[i, j]
+        return "0" if hidden and value == 0 else _number(value), fill("soft") if hidden else ink_over(shares[i, j])
+
+    rows, columns = shares.shape
+    numbers = [[number(i, j) for j in range(columns)] for i in range(rows)] if wide >= 40 else ()
+    yield from Grid(shades(shares, fill(hue)), wide, high, (), matrix.columns, numbers, shaded=True).svg(x, y)
 
 
 def _number(x: float) -> str:

@@ -14,19 +14,16 @@ custom_masks  where (a function of the user's), heads (a mask for each query hea
 serialisation a mask as a text and a list of arrays
 plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
 ranges        the ranges of keys that each query sees, from a plan
-panels        the content of a picture: cells, labels, headings, and how many positions show a mask
-svg           a picture as SVG
-draw          a picture as text
+picture       pictures of masks as text and as SVG, and how many positions show a mask
 """
 
 from lowtri.masks.array_masks import hidden, keys, table
 from lowtri.masks.custom_masks import heads, where
-from lowtri.masks.draw import draw
 from lowtri.masks.formulas import band, causal, first, full, strided, window
 from lowtri.masks.label_masks import chunks, documents
 from lowtri.masks.mask import Mask
+from lowtri.masks.picture import draw, save, shown_as_html, shown_as_svg
 from lowtri.masks.plan import is_causal, pairs
-from lowtri.masks.svg import save, shown_as_html, shown_as_svg
 from lowtri.masks.text import as_mask, mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
 

@@ -296,10 +296,10 @@ class Mask:
             """Whether no query sees a later key: :func:`lowtri.masks.counts.is_causal`."""
 
         def draw(self, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
-            """The mask as text: :func:`lowtri.masks.draw.draw`."""
+            """The mask as text: :func:`lowtri.masks.picture.draw`."""
 
         def save(self, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
-            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.svg.save`."""
+            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.picture.save`."""
 
         def _repr_svg_(self) -> str | None:
             """What notebooks show."""

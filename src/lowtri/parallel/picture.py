@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.masks.panels import MAX_CELLS
-from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
+from lowtri.pictures.svg import HIDDEN, MAX_CELLS, State, Strip, fill, strips_svg
 
 __all__ = ["RankRow", "as_svg", "as_text"]
 

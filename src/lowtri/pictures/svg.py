@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import groupby
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.pictures.labels import shortened
+from lowtri.pictures.labels import display_width, shortened
 
 __all__ = [
     *(
@@ -34,7 +36,7 @@ __all__ = [
         "VALUE",
         "VISIBLE",
     ),
-    *("Colour", "declared", "HIDDEN", "LETTER", "OUTLINED", "State", "Strip"),
+    *("Colour", "declared", "HIDDEN", "LETTER", "OUTLINED", "Grid", "MAX_CELLS", "State", "Strip"),
     *(
         "cell_row",
         "document",
@@ -43,7 +45,7 @@ __all__ = [
         "ink_over",
         "legend",
         "legend_width",
-        "shaded",
+        "shades",
         "strips_svg",
         "text",
     ),
@@ -92,6 +94,7 @@ def declared(theme: str) -> str:
     return "; ".join(f"--{name}: {getattr(colour, theme)}" for name, colour in _VARIABLES.items())
 
 
+MAX_CELLS = 64  # rows, and columns, of one picture
 LETTER = 7.2  # width of one column of text at 12 px
 
 _COLOURS = {  # class -> property, colour
@@ -151,28 +154,18 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{escape(words)}</text>'
 
 
-def shaded(
-    shares: NDArray[np.float64], filling: str, x: float, y: float, wide: float, high: float, *, other: str = HIDDEN
-) -> Iterator[str]:
-    """Cells in 16 opacities of one colour, from transparent at 0 to full at 1.
+def shades(shares: NDArray[np.float64], filling: str, other: str = HIDDEN) -> NDArray[np.object_]:
+    """The attributes of cells in 16 opacities of one colour, from blank at 0 to full at 1.
 
-    Cells of one opacity are one path, so that a picture does not grow with the attributes of its cells.
-
-    >>> len(list(shaded(np.eye(3), fill("visible"), 0, 0, 10, 10)))
-    1
+    >>> shades(np.array([[0.0, 0.5]]), fill("leak")).tolist()
+    [['', 'class="lowtri-leak" fill="#b3261e" fill-opacity="0.5"']]
 
     Args:
         shares: (rows, columns) in 0 .. 1; NaN for cells that are filled with ``other``.
     """
-    levels = np.nan_to_num(np.ceil(shares * 16 - 1e-9), nan=-1)  # only 0 is level 0
-    for level in np.unique(levels[levels != 0]).astype(int):
-        outline = []
-        for i, row in enumerate(levels):
-            for first, end in np.flatnonzero(np.diff(np.r_[False, row == level, False])).reshape(-1, 2):
-                across = f"{(end - first) * wide:.5g}"
-                outline.append(f"M{x + first * wide:.5g} {y + i * high:.5g}h{across}v{high:.5g}h-{across}z")
-        look = other if level < 0 else f'{filling} fill-opacity="{level / 16:.4g}"'
-        yield f'<path d="{"".join(outline)}" {look}/>'
+    levels = np.nan_to_num(np.ceil(shares * 16 - 1e-9), nan=-1).astype(int)  # only 0 is level 0
+    looks = ["", *(f'{filling} fill-opacity="{level / 16:.4g}"' for level in range(1, 17)), other]
+    return np.array(looks, object)[levels]
 
 
 def cell_row(
@@ -221,6 +214,92 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]]) -> Iterator[s
 
 def legend_width(entries: Sequence[tuple[str, str]]) -> float:
     return sum(42 + LETTER * len(name) for _, name in entries)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix of cells with its labels: what pictures of masks, weights and steps consist of.
+
+    Attributes:
+        cells: (rows, columns), the attributes of each cell; "" leaves it blank.
+        wide, high: the size of a cell.
+        rows, columns: a label for each, or none; those of columns are slanted.
+        numbers: for each cell a text and its attributes, or none.
+        title: what to say where the pointer is, by a row, its first column and the number of columns; or None.
+        shaded: whether cells have many colours: all cells of one colour are then one path, so that a picture does not grow with the
+            attributes of its cells.
+        lines: whether there are lines between the cells.
+    """
+
+    cells: NDArray[np.object_]
+    wide: float
+    high: float
+    rows: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    numbers: Sequence[Sequence[tuple[str, str]]] = ()
+    title: Callable[[int, int, int], str] | None = None
+    shaded: bool = False
+    lines: bool = True
+
+    @property
+    def side(self) -> float:
+        """The width of the labels of rows."""
+        return LETTER * max(map(display_width, self.rows), default=0)
+
+    @property
+    def slanted(self) -> float:
+        """The height of the labels of columns; the last one leans to the right of the cells by nine tenths of it."""
+        return LETTER * max(map(display_width, self.columns), default=0) * 0.71 + 8 if self.columns else 0
+
+    @property
+    def width(self) -> float:
+        return self.cells.shape[1] * self.wide
+
+    @property
+    def height(self) -> float:
+        return len(self.cells) * self.high
+
+    def svg(self, x: float, y: float) -> Iterator[str]:
+        """The labels, the cells, the lines between them, and the numbers; ``x`` and ``y`` are the corner of the first cell."""
+        for i, label in enumerate(self.rows):
+            yield text(x - 8, y + (i + 0.5) * self.high + 4, label, ' text-anchor="end"')
+        for j, label in enumerate(self.columns):
+            position = f"{x + (j + 0.5) * self.wide:.1f},{y - 6:.1f}"
+            yield f'<text transform="translate({position}) rotate(-45)">{escape(label)}</text>'
+        if self.shaded:
+            yield from self._paths(x, y)
+        else:
+            for i, row in enumerate(self.cells.tolist()):
+                title = None if self.title is None else partial(self.title, i)
+                yield from cell_row(x, y + i * self.high, row, self.wide, self.high, title)
+        if self.lines:
+            rows, columns = self.cells.shape
+            yield grid_lines(x, y, rows, columns, self.wide, self.high)
+        for i, line in enumerate(self.numbers):
+            for j, (number, look) in enumerate(line):
+                if number:
+                    style = f' text-anchor="middle" font-size="11" {look}'
+                    yield text(x + (j + 0.5) * self.wide, y + (i + 0.5) * self.high + 4, number, style)
+
+    def _paths(self, x: float, y: float) -> Iterator[str]:
+        for look in sorted({*self.cells.flat} - {""}):
+            outline = []
+            for i, row in enumerate(self.cells == look):
+                for first, end in np.flatnonzero(np.diff(np.r_[False, row, False])).reshape(-1, 2):
+                    across = f"{(end - first) * self.wide:.5g}"
+                    outline.append(
+                        f"M{x + first * self.wide:.5g} {y + i * self.high:.5g}h{across}v{self.high:.5g}h-{across}z"
+                    )
+            yield f'<path d="{"".join(outline)}" {look}/>'
+
+    def keys_word(self, x: float, y: float) -> str:
+        """The name of the axis of keys, below the cells."""
+        return text(x + self.width / 2, y + self.height + 16, "keys →", ' text-anchor="middle"')
+
+    def queries_word(self, x: float, y: float) -> str:
+        """The name of the axis of queries, at ``x``, on the left of the cells that begin at ``y``."""
+        position = f"{x},{y + self.height / 2:.1f}"
+        return f'<text transform="translate({position}) rotate(90)" text-anchor="middle">queries →</text>'
 
 
 _MARGIN, _ROW = 16, 24
