@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lowtri.masks.palette import declared
+from lowtri.pictures.svg import declared
 
 __all__ = ["gallery_page"]
 

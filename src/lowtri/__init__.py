@@ -5,11 +5,10 @@ The packages, in reading order; a package imports only packages above it:
     errors        the exception classes
     extras        what needs a package that lowtri itself does not need
     files         atomic writes
-    picture_files pictures as SVG, HTML, PNG and PDF
+    pictures      the parts of pictures as SVG, HTML pages and JSON, and their files
     compat        every use of private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, tile answers, plans, pictures
     showing       attention weights as pictures
-    pages         JSON, and the layout of the HTML pages of explain and audit
     plain         the textbook formulas, under the names that notebooks use
     ops           the checked description of an attention call, and the definition of attention in float64
     kernels       the CPU kernels

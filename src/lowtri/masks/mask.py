@@ -290,10 +290,10 @@ class Mask:
     if TYPE_CHECKING:
 
         def pairs(self, nq: int, nk: int | None = None) -> Any:
-            """How many pairs are visible: :func:`lowtri.masks.counts.pairs`."""
+            """How many pairs are visible: :func:`lowtri.masks.plan.pairs`."""
 
         def is_causal(self, n: int) -> bool:
-            """Whether no query sees a later key: :func:`lowtri.masks.counts.is_causal`."""
+            """Whether no query sees a later key: :func:`lowtri.masks.plan.is_causal`."""
 
         def draw(self, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
             """The mask as text: :func:`lowtri.masks.picture.draw`."""
