@@ -222,7 +222,7 @@ def test_what_notebooks_show() -> None:
 
 def test_the_pages_share_their_style() -> None:
     """One palette, one type scale and one look of cards in the lesson, and on the pages of explain and audit."""
-    from lowtri.masks import palette
+    from lowtri.pictures import svg as palette
     from lowtri.pictures.pages import shared_style
 
     page = lesson_page("en")
