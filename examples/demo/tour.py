@@ -40,7 +40,7 @@ from lowtri import plain
 from lowtri.cli.main import main as command
 from lowtri.errors import DataError
 from lowtri.explaining.example import worked
-from lowtri.explaining.show import as_text
+from lowtri.explaining.tables import as_text
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.numbers import computed
 from lowtri.lesson.page import file_name, lesson_page

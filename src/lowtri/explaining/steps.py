@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError, MaskError
 from lowtri.explaining.capture import QKV, Captured, capture_arrays, capture_module, capture_scores
 from lowtri.explaining.explanation import Explanation, Step
-from lowtri.explaining.show import number
-from lowtri.explaining.step import PAIRS
+from lowtri.explaining.tables import PAIRS, number
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend

@@ -1,4 +1,4 @@
-"""An explanation as tables of text: every number labelled, masked beside unmasked, hidden cells hatched.
+"""The steps of an explanation as data, and as tables of text: every number labelled, masked beside unmasked, hidden cells hatched.
 
 Widths are counted in terminal cells, so that Chinese tokens (two cells a character) and Thai ones (marks above and below
 take none) are aligned with the numbers.
@@ -7,24 +7,67 @@ take none) are aligned with the numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.explaining.step import Step, Steps
 from lowtri.extras import require
 from lowtri.pictures.labels import shortened, spelled_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["as_text", "cut", "number", "printable", "tables_of"]
+__all__ = ["PAIRS", "Step", "Steps", "as_text", "cut", "number", "printable", "tables_of"]
 
+PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
 _HATCH = "▒"
 _Table: TypeAlias = "tuple[str, NDArray[Any], NDArray[np.bool_] | None]"
 _MOST = 12  # rows or columns shown; of more, the first ones and the last
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its value, (rows, columns) or (heads, rows, columns), with a label for each row and column.
+
+    Attributes:
+        name: such as ``"scores"`` or ``"weights"``.
+        formula: how the value follows from the steps before it; empty for inputs.
+        sentence: the same in words.
+        value: the numbers.
+        rows, columns: the labels.
+        unmasked: the same step without a mask, or None where the mask makes no difference.
+    """
+
+    name: str
+    formula: str
+    sentence: str
+    value: NDArray[Any]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    unmasked: NDArray[Any] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def hatched(self) -> bool:
+        """Whether the cells are pairs of tokens that the mask may hide."""
+        return self.name in ("mask", "masked", "weights")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps, in order, and the tokens and mask that they are about."""
+
+    tokens: tuple[str, ...]
+    mask: str
+    visible: NDArray[np.bool_]  # (Nq, Nk), or (H, Nq, Nk) with several heads; True = may see
+    steps: tuple[Step, ...]
+    note: str = ""
 
 
 def as_text(steps: Steps, *, width: int = 100, colour: bool = False) -> str:
