@@ -1,7 +1,7 @@
 """Gradients of prepared calls: the first by the backend, all further ones by the formula.
 
-Kernels, NumPy and torch's fused attention return gradients without a graph. Where torch needs a graph (``create_graph=True``) or
-transforms the backward, the formula recomputes the call, tile by tile, and is differentiated.
+Kernels and torch's fused attention return gradients without a graph, the definition none. Where torch needs a graph
+(``create_graph=True``) or transforms the backward, the formula recomputes the call, tile by tile, and is differentiated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.backends.base import Differentiates
+from lowtri.backends.base import Prepared
 from lowtri.compat.torch_private import apply_function, is_batched, saved_tensors_hooks
 from lowtri.dispatch.choose import load
 from lowtri.errors import CallError
@@ -23,9 +23,9 @@ from lowtri.ops.guards import active_mode, is_plain, plain_keys
 __all__ = ["differentiable"]
 
 
-def differentiable(prepared: Differentiates, call: Call, inputs: Inputs) -> Result:
+def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    if getattr(prepared, "is_plain", False):
+    if prepared.is_plain:
         return Result(_apply_to_three(prepared, call, inputs.q, inputs.k, inputs.v))
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
@@ -38,7 +38,7 @@ class _Differentiable(torch.autograd.Function):
     """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them."""
 
     @staticmethod
-    def forward(ctx: Any, prepared: Differentiates, call: Call, *inputs: Tensor | None) -> Any:
+    def forward(ctx: Any, prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
         result, recorded = prepared.record(Inputs(*inputs))
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         if result.weights is None and result.lse is None:  # alone: each further result takes microseconds
@@ -114,19 +114,18 @@ def _check_unpacked(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
             )
 
 
-def _needs_formula(prepared: Differentiates, inputs: Inputs, d_result: Result) -> bool:
+def _needs_formula(prepared: Prepared, inputs: Inputs, d_result: Result) -> bool:
     """Whether torch records a graph of the gradients, or passes tensors without data, or numbers that would spread."""
-    if torch.is_grad_enabled() or active_mode() is not None:
+    if prepared.formula_dtype is not None or torch.is_grad_enabled() or active_mode() is not None:
         return True
     for x in d_result:
         if x is not None and plain_keys(x) is None:
             return True
-    accepts = getattr(prepared, "accepts", None)  # of a Selective one
-    return accepts is not None and not accepts(inputs, d_result.output)
+    return not prepared.accepts(inputs, d_result.output)
 
 
 def _by_formula(
-    prepared: Differentiates, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool]
+    prepared: Prepared, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of the inputs that are ``wanted``; with a graph where torch records one."""
     name = prepared.formula_dtype

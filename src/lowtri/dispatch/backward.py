@@ -114,7 +114,7 @@ def attention_backward(
 
 def from_output(ready: PreparedCall) -> bool:
     """Whether the gradients of a prepared call need nothing of the forward but its output and log-sum-exp."""
-    return getattr(ready.prepared, "from_output", False)  # a check against the protocol takes longer than a small call
+    return ready.prepared.from_output
 
 
 def gradients_from_output(
@@ -138,13 +138,8 @@ def gradients_from_output(
         output.reshape(*shape, -1).to(rows.q.dtype), None, lse.reshape(shape).to(dtype).contiguous()
     )  # kernels read it so
     d_known = Result(d_output.reshape(*shape, -1).to(rows.q.dtype), None, d_lse.reshape(shape))
-    prepared: Any = ready.prepared
     with torch.no_grad():
-        grads: Inputs
-        if wide:
-            grads = prepared.wide_gradients(rows, known, None, d_known)
-        else:
-            grads = prepared.gradients(rows, known, None, d_known)
+        grads = ready.prepared.gradients(rows, known, None, d_known, wide)
     if ready.call.distance_low is not None and grads.bias is not None:  # of all distances
         assert rows.bias is not None and leaves[3] is not None
         (d_values,) = torch.autograd.grad(rows.bias, leaves[3], grads.bias.to(rows.bias.dtype))

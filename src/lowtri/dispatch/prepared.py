@@ -9,7 +9,7 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
-from lowtri.backends.base import Differentiates, Prepared, Selective
+from lowtri.backends.base import Prepared
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import may_be_cached, signature
 from lowtri.ops.call import Call, CallOptions, Inputs, Result
@@ -26,14 +26,13 @@ class PreparedCall:
     backend: str
     prepared: Prepared
     by_name: bool  # requested by name: inputs with NaN, inf or huge numbers are then not sent to another backend
-    # Found once: a check against a protocol takes longer than a small call.
     selective: bool
     differentiates: bool
     is_four: bool  # the user's q, k and v have four dimensions, and there is no other array
 
     def fallback(self, inputs: Inputs) -> PreparedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
-        if self.by_name or not self.selective or self.prepared.accepts(inputs):  # type: ignore[attr-defined]
+        if self.by_name or not self.selective or self.prepared.accepts(inputs):
             return None
         return prepare(self.call, choose(self.call, "auto", exclude=self.backend))
 
@@ -51,9 +50,8 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     """Choose the backend and prepare the call."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
-    # Opaque data is not inspected. isinstance takes 25 microseconds here, and each token that is generated is a new call.
-    selective = call.opaque is None and hasattr(prepared, Selective.accepts.__name__)
-    differentiates = call.needs_grad and isinstance(prepared, Differentiates) and prepared.computes_gradients
+    selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
+    differentiates = call.needs_grad and (prepared.computes_gradients or prepared.formula_dtype is not None)
     is_four = call.rank == 4 and call.bias is None and call.sinks is None
     return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates, is_four)
 

@@ -25,7 +25,6 @@ __all__ = [
     "first_pair",
     "of_pairs",
     "packed_bias",
-    "sum_pairs",
     "unpacked_bias",
 ]
 
@@ -150,15 +149,6 @@ def of_pairs(call: Call, bias: Any, q0: int = 0, q1: int | None = None, k0: int 
     import torch
 
     return torch.stack(parts)
-
-
-def sum_pairs(call: Call, d_pairs: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """The gradient of the distances (B, Hq, 1, L) from that of the pairs (B, Hq, Nq, Nk), 0 at hidden ones."""
-    index = _indices(call, length, 0, None, 0, None)
-    sums = np.zeros((*d_pairs.shape[:2], 1, length))
-    for b, h in np.ndindex(d_pairs.shape[:2]):
-        sums[b, h, 0] = np.bincount(index[b % len(index)].ravel(), d_pairs[b, h].ravel(), length)
-    return sums
 
 
 def _indices(call: Call, length: int, q0: int, q1: int | None, k0: int, k1: int | None) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The definition of attention and its gradients, in NumPy and float64: one step per line, and every step is kept.
+"""The definition of attention, in NumPy and float64: one step per line, and every step is kept.
 
 It is slow on purpose, and the oracle for all other backends. Hidden pairs are never multiplied, because 0 * NaN is NaN and hidden
 values must not reach any result.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Steps", "attend", "gradients"]
+__all__ = ["Steps", "attend"]
 
 Floats = NDArray[np.float64]
 
@@ -79,43 +79,6 @@ def attend(
         lse = (row_max + np.log(row_sum))[..., 0]
         output = _sum_visible(weights, v, visible)
     return Steps(q, k, v, visible, scores, scaled, capped, masked, weights, lse, output, scale, softcap)
-
-
-def gradients(
-    steps: Steps,
-    d_output: Floats,
-    d_weights: Floats | None = None,
-    d_lse: Floats | None = None,
-    *,
-    sinks: Floats | None = None,
-) -> tuple[Floats, Floats, Floats, Floats, Floats | None]:
-    """The gradients dq, dk, dv (for each *query* head), d_bias (not yet summed over broadcast dimensions) and d_sinks.
-
-    Args:
-        d_output: (B, Hq, Nq, Dv), the gradient of the output; ``d_weights`` (B, Hq, Nq, Nk) and ``d_lse`` (B, Hq, Nq) likewise.
-    """
-    with np.errstate(all="ignore"):
-        visible, weights = steps.visible, steps.weights
-        d_v = _sum_visible(weights.swapaxes(2, 3), d_output, visible.swapaxes(2, 3))
-        d_w = np.where(visible, d_output @ steps.v.swapaxes(2, 3), 0)
-        if d_weights is not None:
-            d_w = np.where(visible, d_w + d_weights, 0)
-        # The gradient of softmax: dS = P * (dP - delta), where delta is the row's sum of P * dP.
-        delta = np.where(visible, weights * d_w, 0).sum(axis=3, keepdims=True)
-        if d_lse is not None:
-            delta = delta - d_lse[..., None]
-        d_masked = np.where(visible, weights * (d_w - delta), 0)
-        d_sinks = None
-        if sinks is not None:
-            sink_weight = np.exp(sinks[None, :, None] - steps.lse)
-            d_sinks = np.where(np.isneginf(steps.lse), 0, -sink_weight * delta[..., 0]).sum(axis=(0, 2))
-        d_scaled = d_masked
-        if steps.softcap is not None:
-            d_scaled = np.where(visible, d_masked * (1 - (steps.capped / steps.softcap) ** 2), 0)
-        d_scores = d_scaled * steps.scale
-        d_q = _sum_visible(d_scores, steps.k, visible)
-        d_k = _sum_visible(d_scores.swapaxes(2, 3), steps.q, visible.swapaxes(2, 3))
-    return d_q, d_k, d_v, d_masked, d_sinks
 
 
 def _sum_visible(weights: Floats, x: Floats, visible: NDArray[np.bool_]) -> Floats:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
 from lowtri.backends.cpu.gradients import PreparedGradients
@@ -27,7 +28,7 @@ _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides | None]
 
 
-class PreparedKernels:
+class PreparedKernels(Prepared):
     """One launch for the output, and one for the gradients in each layout of what they read.
 
     Few queries need no plan: all keys are visible, or a table of few rows says which. The output of other calls has the memory
@@ -35,7 +36,6 @@ class PreparedKernels:
     """
 
     computes_gradients = True
-    formula_dtype = None
     from_output = True
 
     def __init__(self, call: Call) -> None:
@@ -116,20 +116,16 @@ class PreparedKernels:
             return dq, dk, dv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result, wide: bool = False) -> Inputs:
         """The gradients of the inputs from those of the output and the log-sum-exp."""
-        wide = self.wide_gradients(inputs, result, recorded, d_result)
-        if self.reading.unchanged and self.sums_in_dtype:
-            return wide
-        return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(wide, inputs, strict=True)))
-
-    def wide_gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
-        """The gradients in the dtype in which they are summed, at least float32."""
         q, k, v, bias, _ = inputs
         bias_strides = None if bias is None else bias.stride()
         layout = q.stride(), k.stride(), v.stride(), result.output.stride(), d_result.output.stride(), bias_strides
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
-        return prepared.run(inputs, result, recorded, d_result)
+        sums = prepared.run(inputs, result, recorded, d_result)
+        if wide or (self.reading.unchanged and self.sums_in_dtype):
+            return sums
+        return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(sums, inputs, strict=True)))
 
     def _prepare_gradients(self, layout: Layout) -> PreparedGradients:
         q, k, v, output, d_output, bias = layout

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtri.backends.base import Prepared
 from lowtri.backends.flex.block_mask import block_mask_of
 from lowtri.masks.plan import Plan
 from lowtri.masks.ranges import keys_seen, queries_that_see
@@ -21,7 +22,7 @@ __all__ = ["Compiled", "score_mod_of", "with_sinks"]
 _BLOCK = 128  # queries and keys: what the kernels take
 
 
-class Compiled:
+class Compiled(Prepared):
     """A prepared call. torch differentiates it.
 
     Queries that see no key and keys that no query sees are set to 0 before the call: the kernels multiply hidden numbers by 0, and a

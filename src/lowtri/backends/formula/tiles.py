@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowtri.backends.base import Prepared
 from lowtri.backends.formula.visible_products import VisibleScores, VisibleSum
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
@@ -24,7 +25,7 @@ _TABLE_BYTES = 2**20  # the largest table that is kept
 _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
 
 
-class Tiles:
+class Tiles(Prepared):
     """The tiles of queries, each with the range of keys that any of its queries sees.
 
     Args:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtri.ops.gradient_batches import one_by_one
+from lowtri.ops.guards import transformation
 
 __all__ = ["VisibleScores", "VisibleSum"]
 
@@ -27,7 +28,11 @@ class VisibleScores(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _save(ctx, inputs)
+        q, k, visible = inputs
+        if transformation() is None and not q.isfinite().all():  # torch.func has no data-dependent branches
+            # An infinite query whose visible scores are all -inf sees nothing: it adds 0 to the gradients of keys, not 0 * inf.
+            visible = visible & (output.masked_fill(~visible, -torch.inf) != -torch.inf).any(dim=3, keepdim=True)
+        _save(ctx, (q, k, visible))
 
     @staticmethod
     @one_by_one

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtri.backends.base import Prepared
 from lowtri.compat.torch_private import (
     flash_attention,
     flash_attention_gradients,
@@ -34,15 +35,14 @@ class _Arguments(NamedTuple):
     blind: Tensor | None  # the queries that see nothing
 
 
-class Fused:
+class Fused(Prepared):
     """A call of torch's function.
 
     It passes ``is_causal``, or no mask, or a table that is cut to the keys that any query sees. A query that sees nothing sees all
     for torch, and its output is set to 0 afterwards; keys that no query sees are set to 0 before, so that 0 * NaN never happens.
     """
 
-    formula_dtype = None
-    from_output = False
+    is_selective = True
 
     def __init__(self, call: Call, is_causal: bool, with_table: bool) -> None:
         self.scale, self.huge, self.dv = call.scale, _HUGE[call.dtype], call.v.shape[3]
@@ -93,7 +93,7 @@ class Fused:
             output = self.run(Inputs(*leaves)).output
         return Result(output.detach()), (output, leaves)
 
-    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result) -> Inputs:
+    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result, wide: bool = False) -> Inputs:
         recorded = self.record(inputs)[1] if recorded is None else recorded
         if self.flash:
             causal, scale = self.is_causal, self.scale
