@@ -26,7 +26,6 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.serialisation import pack, unpack
 from lowtri.masks.text import as_mask
 from lowtri.ops.call import CallOptions, Inputs
-from lowtri.ops.diagonal import is_causal_bias
 from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
 __all__ = ["traced"]
@@ -42,8 +41,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
 
     Weights, dropout and masks with a Python function (``where``) run outside of the graph.
     """
-    if is_causal_bias(mask) or is_causal_bias(options.bias):
-        raise CallError('attention: a CausalBias has no data that a graph could hold. Fix: the mask "causal".')
+    if type(options.bias).__name__ == "CausalBias":
+        raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])

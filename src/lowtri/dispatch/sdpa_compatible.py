@@ -13,7 +13,6 @@ from lowtri.masks.array_masks import table
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
-from lowtri.ops.diagonal import ahead, is_causal_bias
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,13 +114,25 @@ def scaled_dot_product_attention(
     if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
         q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
     positions = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
-    if is_causal_bias(attn_mask):
-        mask, bias = causal(), None
-        positions = np.arange(nq) + ahead(f"{_NAME}: attn_mask", attn_mask, nq, nk)
+    if type(attn_mask).__name__ == "CausalBias" and hasattr(
+        attn_mask, "variant"
+    ):  # results computed from one have no variant
+        mask, bias, positions = causal(), None, _positions_of(attn_mask, nq, nk)
     else:
         mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
     output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=positions)
     return output.reshape(*lead, nq, value.shape[-1])
+
+
+def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
+    """The positions of queries under torch's CausalBias, which has a shape and an alignment, and no data.
+
+    It compares indices: query i sees keys 0 .. i under ``causal_upper_left``, keys 0 .. i + Nk - Nq under ``causal_lower_right``.
+    """
+    made_for = (bias.seq_len_q, bias.seq_len_kv)
+    if made_for != (nq, nk):
+        raise _error(f"attn_mask is a CausalBias of {made_for}, but there are {nq} queries and {nk} keys.")
+    return np.arange(nq) + (0 if bias.variant.name == "UPPER_LEFT" else nk - nq)
 
 
 def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask, Any]:

@@ -41,7 +41,7 @@ ROWS = {**VECTOR, 2: "(B, N)"}
 TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
 
 _FIXES = {
-    "CausalBias": 'the mask "causal"',
+    "CausalBias": 'the mask "causal", or lowtri.scaled_dot_product_attention',
     "DTensor": "{}.to_local()",
     "MaskedTensor": "{}.get_data(), with lowtri.table or lowtri.keys for its mask",
     "MaskedArray": "{}.data, with lowtri.table or lowtri.keys for its mask",

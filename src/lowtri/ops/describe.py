@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import CallError
-from lowtri.masks.formulas import full
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.mask import default_positions
 from lowtri.masks.text import as_mask
@@ -27,7 +25,6 @@ from lowtri.ops.arguments import (
     plain_array,
 )
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs
-from lowtri.ops.diagonal import as_mask_by_order, is_causal_bias
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.ops.memory_limit import check_weights
 from lowtri.ops.threads import thread_count
@@ -46,11 +43,6 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         MaskError: where ``mask`` is not a mask.
     """
     scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
-    diagonal = None  # torch's CausalBias, given as mask or as bias
-    if is_causal_bias(mask):
-        diagonal, mask = ("mask", mask), full()
-    elif is_causal_bias(bias):
-        diagonal, bias = ("bias", bias), None
     mask = as_mask(mask, "attention: mask")
     q, k, v = plain_array("q", q), plain_array("k", k), plain_array("v", v)
     rank, lead = check_arrays(q, k, v)
@@ -85,15 +77,6 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     if by_distance:
         distance_low, bias = distances_of(bias, queries, keys)
         bias = check_bias(plain_array("bias", bias), q, (rows, heads, 1, bias.shape[3]), ())
-    if diagonal is not None:
-        if given:
-            raise CallError(
-                f"attention: {diagonal[0]} is a CausalBias, which refers to queries and keys by index, but positions were given.\n"
-                'Fix: the mask "causal", which compares positions.'
-            )
-        by_order = as_mask_by_order(f"attention: {diagonal[0]}", diagonal[1], nq, nk)
-        mask = by_order if mask == full() else mask & by_order
-        given = nq > nk  # the default positions would reject more queries than keys
     is_numpy = isinstance(q, np.ndarray)
     inputs = Inputs(q, k, v, bias, sinks)
     records = not is_numpy and _records_gradients()
