@@ -25,8 +25,7 @@ import lowtri
 from lowtri.backends.cpu import launch
 from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.benching import ceilings
-from lowtri.benching.machine import facts, last_cache_bytes
-from lowtri.benching.show import headline
+from lowtri.benching.machine import facts, headline, last_cache_bytes
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 KV_HEADS, D, SINKS = 8, 128, 4

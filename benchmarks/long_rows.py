@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowtri.benching.memory import peak_bytes
+from lowtri.benching.timing import peak_bytes
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import SequentialShards, plan_shards
 

@@ -110,7 +110,7 @@ def serve(threads: int, requests: IO[str], replies: IO[str]) -> None:
     import torch
 
     from lowtri.benching.peers import sdpa
-    from lowtri.benching.runs import Tensors, timed
+    from lowtri.benching.timing import Tensors, timed
 
     torch.set_num_threads(threads)
     attend: Any = None
@@ -146,9 +146,8 @@ def main() -> None:
         return
 
     from lowtri.benching.machine import facts
-    from lowtri.benching.measure import measure
     from lowtri.benching.peers import FORMULA, SDPA
-    from lowtri.benching.show import as_json, as_text
+    from lowtri.benching.table import as_json, as_text, measure
 
     cases, machine = choose(options.full, options.case), facts(options.threads)
     with AvxWorker(options.threads) as worker:

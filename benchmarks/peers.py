@@ -29,9 +29,8 @@ import torch
 from lowtri import mask as read_mask
 from lowtri.benching.cases import Case, choose
 from lowtri.benching.machine import facts
-from lowtri.benching.measure import LONGEST, measure
 from lowtri.benching.peers import FLEX, PEERS, SDPA, Attend
-from lowtri.benching.show import as_json, as_text
+from lowtri.benching.table import LONGEST, as_json, as_text, measure
 
 __all__ = ["ONNX", "OPENVINO", "SGLANG", "VLLM", "ZENTORCH", "main"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowtri import files, system
-from lowtri.benching import machine, memory
+from lowtri.benching import machine, timing
 from lowtri.errors import DataError
 from lowtri.kernels import threads
 from lowtri.ops import threads as counts
@@ -210,7 +210,7 @@ def test_a_library_that_can_be_used_is_looked_for_in_all(torch_libraries: Any) -
 def test_a_mac(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.cpu_name() == "Apple M2 Pro"
     assert machine.last_cache_bytes() == 16 * 2**20
-    assert memory.available_bytes() == 16 * 2**30
+    assert timing.available_bytes() == 16 * 2**30
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     counts._available.cache_clear()
     assert counts.thread_count(is_numpy=True) == 6, "only the fast cores"
@@ -220,7 +220,7 @@ def test_a_mac(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mac_that_knows_nothing(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sysctl, "sysctlbyname", lambda *arguments: -1)
     assert machine.cpu_name() and machine.last_cache_bytes() == 32 * 2**20
-    assert memory.available_bytes() == 8 * 2**30 and system.fast_cpus() >= 1
+    assert timing.available_bytes() == 8 * 2**30 and system.fast_cpus() >= 1
 
 
 @pytest.mark.parametrize(
@@ -275,10 +275,10 @@ def test_a_windows_machine(windows: None, monkeypatch: pytest.MonkeyPatch) -> No
         ctypes, "windll", SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=status)), raising=False
     )
     assert machine.cpu_name() == "Intel(R) Xeon(R) Platinum"
-    assert memory.available_bytes() == 3 * 2**30
+    assert timing.available_bytes() == 3 * 2**30
 
 
 def test_where_the_peak_of_memory_is_not_known_none_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_RESET", tmp_path / "no folder" / "clear_refs")
+    monkeypatch.setattr(timing, "_RESET", tmp_path / "no folder" / "clear_refs")
     called: list[int] = []
-    assert memory.peak_bytes(lambda: called.append(1)) is None and not called
+    assert timing.peak_bytes(lambda: called.append(1)) is None and not called

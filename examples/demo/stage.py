@@ -98,7 +98,7 @@ class Result:
             f"<details><summary>as text</summary><pre>{html_text(text, keep=chr(10))}</pre></details>" if text else ""
         )
         alt = escape(Path(name).stem.replace("-", " "))
-        self._blocks.append((text, f'<div class="scroll"><img src="{escape(name)}" alt="{alt}"></div>{folded}'))
+        self._blocks.append((text, f'<figure class="picture"><img src="{escape(name)}" alt="{alt}">{folded}</figure>'))
 
     def file(self, name: str, text: str | None = None) -> None:
         """List a file of the folder, and write it first if its text is given."""
@@ -218,6 +218,7 @@ def _machine(seconds: float) -> str:
 _STYLE = """:root { --good: light-dark(#276749, #68d391); --bad: light-dark(#c53030, #fc8181) }
 :root a { color: inherit } :root img { max-width: 100%; height: auto; display: block; margin: 1rem 0 }
 :root pre { font: var(--s0)/1.4 var(--mono); overflow-x: auto; overflow-wrap: normal; margin: .8rem 0 }
+:root .picture { display: inline-block; vertical-align: top; max-width: 100%; margin-right: 1.5rem; overflow-x: auto }
 :root ul.checks { list-style: none; padding: 0 } :root summary { cursor: pointer; color: var(--soft); font-size: var(--s1) }
 :root .passed::before { content: "✓ "; color: var(--good) } :root .failed::before { content: "✗ " }
 :root .rows :is(td, th):is(td, th) { white-space: normal }

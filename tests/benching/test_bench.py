@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from functools import partial
 from importlib.metadata import version
 from io import StringIO
 
@@ -14,11 +15,11 @@ import torch
 
 import mkl_avx512
 from lowtri import mask
-from lowtri.benching import ceilings, checkup, measure, peers, runs, show
+from lowtri.benching import ceilings, checkup, peers, table, timing
 from lowtri.benching.cases import CASES, Case, choose
-from lowtri.benching.machine import facts
-from lowtri.benching.measure import CEILING, Figure, Row, in_turns
-from lowtri.benching.memory import peak_bytes
+from lowtri.benching.machine import facts, headline
+from lowtri.benching.table import CEILING, Figure, Row
+from lowtri.benching.timing import in_turns, peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
 from lowtri.kernels import abi, library
@@ -40,9 +41,9 @@ TINY = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that turn within a megabyte, and ceilings of a moment."""
-    monkeypatch.setattr(runs, "last_cache_bytes", lambda: 2**18)
+    monkeypatch.setattr(timing, "last_cache_bytes", lambda: 2**18)
     real = ceilings.multiply
-    monkeypatch.setattr(measure, "multiply", lambda threads, pairs: real(threads, pairs, 10))
+    monkeypatch.setattr(table, "multiply", lambda threads, pairs: real(threads, pairs, 10))
 
 
 # Cases.
@@ -116,15 +117,15 @@ def test_cheap_implementations_run_until_a_limit_of_time_or_of_rounds() -> None:
 def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slow run in seven, as when another process comes by, changes nothing."""
     seconds = {name: itertools.cycle([2.0, 2.0, 900.0]) for name in (peers.OURS, peers.SDPA)}
-    real = measure.in_turns
+    real = table.in_turns
 
     def scripted(ways, rounds):
         assert list(ways) == [peers.OURS, peers.SDPA, CEILING]
         fake = {name: lambda name=name: next(seconds[name]) * (3 if name == peers.SDPA else 1) for name in seconds}
         return real({**fake, CEILING: lambda: 1.0}, rounds, 0)
 
-    monkeypatch.setattr(measure, "in_turns", scripted)
-    (row,) = measure.measure([SMALL], [peers.SDPA])
+    monkeypatch.setattr(table, "in_turns", scripted)
+    (row,) = table.measure([SMALL], [peers.SDPA])
     assert row.figures[peers.OURS].seconds == 2.0 and row.figures[peers.SDPA].seconds == 6.0
     assert row.figures[peers.OURS].runs == 7 and row.times(peers.SDPA) == 3.0
     assert row.figures[peers.OURS].rate == SMALL.flops / 1e9 / 2
@@ -133,10 +134,10 @@ def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_every_kind_of_case_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    monkeypatch.setattr(table, "in_turns", partial(in_turns, seconds=0))
     before = torch.get_num_threads()
     said: list[str] = []
-    (row,) = measure.measure([case], [peers.SDPA, peers.FORMULA], say=said.append)
+    (row,) = table.measure([case], [peers.SDPA, peers.FORMULA], say=said.append)
     assert said == [f"1/1  {case.name}"]
     assert list(row.figures) == [peers.OURS, peers.SDPA, peers.FORMULA]
     for figure in row.figures.values():
@@ -145,38 +146,38 @@ def test_every_kind_of_case_is_measured(case: Case, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_timed_where_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(measure.PEERS, peers.SDPA, lambda case: lambda q, k, v: v + 1)
+    monkeypatch.setitem(table.PEERS, peers.SDPA, lambda case: lambda q, k, v: v + 1)
     with pytest.raises(
         UndecidedError, match=r"lowtri and torch SDPA differ by .*, more than 1e-04\.\nNothing is timed"
     ):
-        list(measure.measure([SMALL], [peers.SDPA]))
+        list(table.measure([SMALL], [peers.SDPA]))
 
 
 def test_an_implementation_that_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(case: Case) -> peers.Attend:
         raise RuntimeError("no compiler\nsecond line")
 
-    monkeypatch.setattr(measure, "_SECONDS", 0.0)
-    monkeypatch.setitem(measure.PEERS, peers.FLEX, broken)
-    (row,) = measure.measure([SMALL], [peers.FLEX])
+    monkeypatch.setattr(table, "in_turns", partial(in_turns, seconds=0))
+    monkeypatch.setitem(table.PEERS, peers.FLEX, broken)
+    (row,) = table.measure([SMALL], [peers.FLEX])
     assert row.figures[peers.FLEX] == Figure(why_not="RuntimeError: no compiler")
     assert row.times(peers.FLEX) is None
     assert peers.flex(Case("training", "causal", 8, 32, "float32")) == "it has no backward on CPU"
     long = peers.sdpa(Case("forward", "window", 65_536, 64, "float32"))
     assert long == "its table of bools would hold 4,295 million pairs"
-    monkeypatch.setitem(measure.PEERS, peers.OURS, broken)
+    monkeypatch.setitem(table.PEERS, peers.OURS, broken)
     with pytest.raises(RuntimeError, match="no compiler"):
-        list(measure.measure([SMALL], []))
+        list(table.measure([SMALL], []))
 
 
 def test_what_is_too_slow_is_left_out() -> None:
-    (row,) = measure.measure([SMALL], [peers.FORMULA], longest=0.0)
+    (row,) = table.measure([SMALL], [peers.FORMULA], longest=0.0)
     assert row.figures[peers.FORMULA].why_not == "one run takes 0.0 s"
     assert row.figures[peers.OURS].why_not is None
 
 
 def test_decoding_finds_another_cache_each_time() -> None:
-    tensors = runs.Tensors(TINY[-1])
+    tensors = timing.Tensors(TINY[-1])
     count = math.ceil(4 * 2**18 / TINY[-1].cache_bytes)
     assert count > 1 and len(tensors.caches) == count
     places = [tensors.next()[0].data_ptr() for _ in range(2 * count)]
@@ -248,7 +249,7 @@ def rows() -> list[Row]:
 
 
 def test_the_table() -> None:
-    text = show.as_text(rows(), facts(1))
+    text = table.as_text(rows(), facts(1))
     lines = [line.split() for line in text.splitlines()]
     assert ["forward", "causal", "512", "D64", "float32", "GFLOP/s", "100", "80%", "40", "2.5", "-"] in lines
     names = "forward causal 512 D64 float32, forward window 512 D64 float32, forward window 1024 D64 float32"
@@ -259,13 +260,13 @@ def test_the_table() -> None:
 
 def test_the_headline_says_when_others_compute() -> None:
     quiet = {**facts(1), "cpus": 2, "load": 1.0, "cpu": "A CPU"}
-    assert "A CPU, 1 thread of 2 CPUs, load 1.0\n" in show.headline(quiet)
-    assert "(others compute, too: figures are too low" in show.headline({**quiet, "load": 1.9})
-    assert "2 threads of 2 CPUs, load 1.0 (others" in show.headline({**quiet, "threads": 2})
+    assert "A CPU, 1 thread of 2 CPUs, load 1.0\n" in headline(quiet)
+    assert "(others compute, too: figures are too low" in headline({**quiet, "load": 1.9})
+    assert "2 threads of 2 CPUs, load 1.0 (others" in headline({**quiet, "threads": 2})
 
 
 def test_json_holds_what_was_measured() -> None:
-    found = json.loads(json.dumps(show.as_json(rows(), facts(2)), allow_nan=False))
+    found = json.loads(json.dumps(table.as_json(rows(), facts(2)), allow_nan=False))
     assert found["threads"] == 2 and set(found["versions"]) == {*("lowtri", "python", "numpy", "torch")}
     row = found["rows"][1]
     assert (row["case"], row["mask"], row["unit"]) == ("forward window 512 D64 float32", "window(256)", "GFLOP/s")
@@ -298,7 +299,7 @@ def test_bad_arguments_exit_2(arguments: list[str], words: str, capsys: pytest.C
 
 def test_bench_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("lowtri.benching.cases.CASES", [SMALL])
-    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    monkeypatch.setattr(table, "in_turns", partial(in_turns, seconds=0))
     assert main(["bench", "--case", "causal", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)

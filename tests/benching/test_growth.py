@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lowtri import mask
-from lowtri.benching import growth, growth_picture
+from lowtri.benching import growth
+from lowtri.benching.cases import growing
 from lowtri.benching.growth import Line, Point
 from lowtri.benching.machine import facts
 from lowtri.benching.peers import OURS, SDPA
@@ -34,9 +35,9 @@ def texts(file: Path) -> str:
 
 def test_lengths_and_masks() -> None:
     assert growth.LENGTHS == (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-    assert mask(growth.mask_text("documents", 1024)) == mask("causal & documents(lengths=[512, 512])")
+    assert mask(growing("documents", 1024, "float32").mask) == mask("causal & documents(lengths=[512, 512])")
     for who in growth.MASKS:
-        assert mask(growth.mask_text(who, 2048)).pairs(1, 512) <= 512  # the newest query
+        assert mask(growing(who, 2048, "float32").mask).pairs(1, 512) <= 512  # the newest query
 
 
 def test_both_are_measured_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_a_line_ends_where_a_run_would_take_too_long() -> None:
 
 
 def test_nothing_is_timed_where_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_torch", lambda *given: lambda q, k, v: v + 1)
+    monkeypatch.setattr(growth, "sdpa", lambda *given: lambda q, k, v: v + 1)
     with pytest.raises(
         UndecidedError, match=r"causal, 512 tokens: lowtri and torch SDPA differ by .*\nNothing is timed"
     ):
@@ -85,7 +86,7 @@ def test_text_and_json() -> None:
 def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     file = tmp_path / "growth.svg"
     machine = {**facts(1), "cpu": "A CPU"}
-    growth_picture.draw(lines("for 2,048 tokens its table takes 9 GB"), machine, "bf16", file)
+    growth.draw(lines("for 2,048 tokens its table takes 9 GB"), machine, "bf16", file)
     assert list(tmp_path.iterdir()) == [file]
     shown = texts(file)
     for words in (
@@ -95,7 +96,7 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     ):
         assert words in shown, words
     png = tmp_path / "growth.png"
-    growth_picture.draw(lines()[:2], machine, "float32", png)
+    growth.draw(lines()[:2], machine, "float32", png)
     assert png.read_bytes().startswith(b"\x89PNG")
 
 

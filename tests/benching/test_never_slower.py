@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lowtri
 from lowtri.benching import never_slower
-from lowtri.benching.grid import PLAIN, TABLED, GridCall, grid
+from lowtri.benching.cases import PLAIN, TABLED, Case, grid
 from lowtri.benching.machine import facts
-from lowtri.benching.never_slower import Comparison, as_json, as_text, compare
+from lowtri.benching.never_slower import Comparison, as_json, as_text, calls, compare, medians
 from lowtri.cli.main import main
 
-CALL = GridCall("forward", "causal", 16, "float32", 1)
+CALL = Case("forward", "causal", 16, 64, "float32", 4, 4)
 
 
 def test_the_grid_has_every_combination_once() -> None:
@@ -48,63 +47,61 @@ def test_slower_is_a_twentieth_and_twenty_microseconds(ours: float, theirs: floa
 
 
 class Machine:
-    """A clock that calls advance: torch's take 100 us, ours ``takes(call, now)`` seconds."""
+    """A clock that calls advance: torch's take 100 us, ours ``takes(case, now)`` seconds."""
 
-    def __init__(self, takes: Callable[[GridCall, float], float]) -> None:
+    def __init__(self, takes: Callable[[Case, float], float]) -> None:
         self.now, self.takes, self.order = 0.0, takes, list[int]()
 
-    def ways(self, call: GridCall) -> tuple[Callable[[], None], Callable[[], None], str]:
-        self.order.append(call.n)
-        return lambda: self._advance(self.takes(call, self.now)), lambda: self._advance(100e-6), "cpu"
+    def measure(self, case: Case, turns: int) -> Comparison:
+        self.order.append(case.n)
+        ours, theirs = lambda: self._advance(self.takes(case, self.now)), lambda: self._advance(100e-6)
+        return Comparison(case, "cpu", *medians(ours, theirs, lambda: self.now, turns))
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> tuple[list[Comparison], list[str]]:
-    """The comparisons of four calls, of 1 to 4 tokens, and the lines about them."""
+def measured(machine: Machine) -> tuple[list[Comparison], list[str]]:
+    """The comparisons of four cases, of 1 to 4 tokens, and the lines about them."""
     said: list[str] = []
-    clock = SimpleNamespace(process_time=lambda: machine.now, perf_counter=lambda: machine.now)
-    monkeypatch.setattr(never_slower, "time", clock)
-    monkeypatch.setattr(never_slower, "_ways", machine.ways)
-    calls = [GridCall("forward", "causal", n, "float32", 1 + n % 2) for n in (1, 2, 3, 4)]
-    return compare(calls, said.append), said
+    cases = [Case("forward", "causal", n, 64, "float32", threads=1 + n % 2) for n in (1, 2, 3, 4)]
+    return compare(cases, said.append, measure=machine.measure), said
 
 
-def test_load_that_lasts_longer_than_the_turns_of_a_call_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_that_lasts_longer_than_the_turns_of_a_call_is_not_reported() -> None:
     machine = Machine(lambda call, now: 300e-6 if now < 0.3 else 90e-6)
-    found, said = measured(monkeypatch, machine)
+    found, said = measured(machine)
     assert machine.order == [1, 2, 3, 4, 1, 2], "the second pass comes after the whole grid"
     assert not any(one.is_slower for one in found) and said == ["2 of 4 calls look slower and are measured again."]
     assert [one.ours for one in found] == pytest.approx([90e-6] * 4)
 
 
 @pytest.mark.parametrize("least", [1.3, 3.0])
-def test_a_call_that_is_slower_is_reported_whatever_else_runs(monkeypatch: pytest.MonkeyPatch, least: float) -> None:
-    def takes(call: GridCall, now: float) -> float:
+def test_a_call_that_is_slower_is_reported_whatever_else_runs(least: float) -> None:
+    def takes(call: Case, now: float) -> float:
         load = 2 if now % 0.01 < 0.003 else 1  # for a third of the time, in both passes
         return load * 100e-6 * (least if call.n == 3 else 0.8)
 
     machine = Machine(takes)
-    found, said = measured(monkeypatch, machine)
+    found, said = measured(machine)
     assert [one.call.n for one in found] == [1, 2, 3, 4]
     assert [one.is_slower for one in found] == [False, False, True, False]
     assert any(line.startswith("slower  forward causal 3 ") for line in said)
 
 
-def test_the_second_pass_has_more_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_pass_has_more_turns() -> None:
     turns: list[int] = []
     slower = Comparison(CALL, "cpu", 1e-3, 1e-4)
-    monkeypatch.setattr(never_slower, "_compare", lambda _, count: (turns.append(count), slower)[1])
-    assert [one.is_slower for one in compare([CALL, CALL], turns=3)] == [True, True]
+    found = compare([CALL, CALL], turns=3, measure=lambda _, count: (turns.append(count), slower)[1])
+    assert [one.is_slower for one in found] == [True, True]
     assert turns == [3, 3, 31, 31]
 
 
 @pytest.mark.parametrize("work", ["forward", "training", "decode"])
 def test_both_sides_compute_the_same(work: str) -> None:
     for who in (*PLAIN, *TABLED):
-        call = GridCall(work, who, 32, "float32", 1)  # type: ignore[arg-type]
-        ours, theirs, engine = never_slower._ways(call)
+        call = Case(work, who, 32, 64, "float32", 4, 4, part=8)  # type: ignore[arg-type]
+        ours, theirs, engine = calls(call)
         assert engine in ("cpu", "sdpa")
         for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours(), theirs())), strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -123,7 +120,8 @@ def test_never_slower_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seconds, code in ((1e-3, 1), (1e-5, 0)):
-        monkeypatch.setattr(never_slower, "_compare", lambda call, n, s=seconds: Comparison(call, "cpu", s, 1e-4))
+        slow = lambda case, n, s=seconds: Comparison(case, "cpu", s, 1e-4)  # noqa: E731
+        monkeypatch.setattr(never_slower, "in_turns_with_torch", slow)
         assert main(["bench", "--never-slower", "--quick", "--json"]) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["slower"] == (39 if code else 0) and ("slower  forward" in err) == bool(code)

@@ -95,7 +95,7 @@ def test_a_picture_stands_for_its_text_on_the_page(tmp_path: Path) -> None:
     result.picture("there.svg", text="█·\n██")
     result.table(("name", "size"), [("a", "10"), ("long", "2")])
     assert result.text == "█·\n██\n\nname   size\na        10\nlong      2"
-    assert '<img src="there.svg" alt="there"></div><details><summary>as text</summary><pre>█·' in result.html
+    assert '<img src="there.svg" alt="there"><details><summary>as text</summary><pre>█·' in result.html
     assert result.pictures == ["there.svg"]
 
 

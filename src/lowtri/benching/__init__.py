@@ -2,13 +2,11 @@
 
 machine   facts about the machine: CPU, caches, versions, load
 ceilings  the maximum rates of this CPU for multiplication and for reading
-cases     the table of cases
+cases     one call of attention, and three presets of them
 peers     the implementations of one case: lowtri's, torch's, the plain formula
-measure   timing in turns, in one process; medians
-show      table, JSON
-growth    time and memory against length, for `lowtri bench --plot`
-growth_picture  draws them
-grid      the calls of `lowtri bench --never-slower`
-never_slower  times them against torch, and lists those that are slower
-checkup   the report of `lowtri doctor`
+timing    the timer: turns in one process, tensors, threads, the peak of memory
+table     `lowtri bench`: a table of medians and ceilings
+growth    `lowtri bench --plot`: time and memory against length
+never_slower  `lowtri bench --never-slower`: a grid of calls by turns with torch
+checkup   `lowtri doctor`
 """

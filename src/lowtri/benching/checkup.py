@@ -6,8 +6,8 @@ import importlib
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
@@ -18,7 +18,6 @@ from lowtri.system import cpus
 
 __all__ = ["as_text", "checkup"]
 
-_ROUNDS = 7
 _READ_BYTES = 2**27
 
 
@@ -100,7 +99,7 @@ def _speed(torch: Any) -> dict[str, float]:
     import numpy as np
 
     from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
-    from lowtri.benching.runs import torch_threads
+    from lowtri.benching.timing import in_turns, seconds_of, torch_threads
     from lowtri.dispatch.attend import attention
     from lowtri.masks import causal
 
@@ -119,12 +118,7 @@ def _speed(torch: Any) -> dict[str, float]:
     with torch_threads(1):
         for task, _ in tasks.values():
             task()
-        seconds: dict[str, list[float]] = {name: [] for name in tasks}
-        for _ in range(_ROUNDS):
-            for name, (task, _amount) in tasks.items():
-                start = time.perf_counter()
-                task()
-                seconds[name].append(time.perf_counter() - start)
+        seconds = in_turns({name: partial(seconds_of, task) for name, (task, _) in tasks.items()}, seconds=0)
     return {name: amount / statistics.median(seconds[name]) / 1e9 for name, (_, amount) in tasks.items()}
 
 

@@ -1,4 +1,5 @@
-"""Time and memory against length, from 512 to 131,072 tokens: lowtri and torch in turns, for ``lowtri bench --plot``.
+"""Time and memory against length, from 512 to 131,072 tokens: lowtri and torch in turns, for ``lowtri bench --plot``; the picture has
+a column for each mask, and both of its axes are logarithmic.
 
 A line ends where one run would take too long, or where torch's table of pairs would not fit into memory; the reason is kept.
 """
@@ -6,47 +7,41 @@ A line ends where one run would take too long, or where torch's table of pairs w
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
+from lowtri.benching.cases import BYTES, DOCUMENT, WINDOW, Case, growing
+from lowtri.benching.machine import headline
+from lowtri.benching.peers import OURS, PEERS, SDPA, Attend, needs_table, sdpa
+from lowtri.benching.timing import (
+    ROUNDS,
+    Clock,
+    Tensors,
+    available_bytes,
+    check_equal,
+    clock_of,
+    in_turns,
+    peak_bytes,
+    run,
+    timed,
+    torch_threads,
+)
+from lowtri.errors import DataError
+from lowtri.files import write_atomically
+from lowtri.pictures.svg import INK, LINE, QUERY, VISIBLE
 
-from lowtri.benching.measure import ALLOWED, in_turns
-from lowtri.benching.memory import available_bytes, peak_bytes
-from lowtri.benching.peers import OURS, SDPA, Attend
-from lowtri.benching.runs import torch_threads
-from lowtri.dispatch.attend import attention
-from lowtri.errors import UndecidedError
-from lowtri.masks import Mask
-from lowtri.masks import mask as read_mask
-
-__all__ = [
-    "DTYPES",
-    "HEAD_SIZE",
-    "LENGTHS",
-    "MASKS",
-    "QUICK",
-    "Line",
-    "Point",
-    "as_json",
-    "as_text",
-    "grow",
-    "mask_text",
-]
+__all__ = ["DTYPES", "LENGTHS", "MASKS", "QUICK", "Line", "Point", "as_json", "as_text", "check_plot", "draw", "grow"]
 
 MASKS = ("causal", "window", "documents")
-DTYPES = ("float32", "bf16", "float16")
+DTYPES = tuple(BYTES)
 LENGTHS = tuple(2**power for power in range(9, 18))  # 512 .. 131,072
 QUICK = (512, 1024)
-HEAD_SIZE = 64  # of one head: every head costs the same
-WINDOW, DOCUMENT = 256, 512  # tokens
 
 _LONGEST = 30.0  # seconds; a run that would take longer ends its line
-_ROUNDS, _FEW_ROUNDS, _SLOW = 7, 3, 1.0  # fewer turns, with the first, where a turn takes more than a second
+_FEW_ROUNDS, _SLOW = 3, 1.0  # fewer turns, with the first, where a turn takes more than a second
 
 
 @dataclass(frozen=True)
@@ -72,16 +67,6 @@ class Line:
         return self.points[-1].seconds * (n / self.points[-1].n) ** 2 if self.points else 0.0
 
 
-def mask_text(who: str, n: int) -> str:
-    """The mask over ``n`` tokens, as text.
-
-    >>> mask_text("documents", 1024)
-    'causal & documents(lengths=[512, 512])'
-    """
-    documents = f"causal & documents(lengths={[DOCUMENT] * (n // DOCUMENT)})"
-    return {"window": f"window({WINDOW})", "documents": documents}.get(who, who)
-
-
 def grow(
     dtype: str = "float32",
     threads: int = 1,
@@ -90,8 +75,6 @@ def grow(
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Line]:
     """The lines of lowtri and of torch for each mask: batch 1, one head.
-
-    One thread is timed in CPU time, several by the clock, since the threads of an OpenMP team spin while they wait.
 
     Args:
         dtype: one of ``DTYPES``.
@@ -102,7 +85,7 @@ def grow(
     Raises:
         UndecidedError: if the two give different outputs; nothing is timed then.
     """
-    clock = time.process_time if threads == 1 else time.perf_counter
+    clock = clock_of(threads)
     with torch_threads(threads):
         for who in MASKS:
             lines = [Line(who, name) for name in (OURS, SDPA)]
@@ -115,24 +98,23 @@ def grow(
 
 
 def _check(who: str, n: int, dtype: str) -> None:
-    """Raise if lowtri and torch give different outputs: a wrong answer has no speed."""
-    mask, inputs = read_mask(mask_text(who, n)), _inputs(n, dtype)
-    difference = float((_ours(mask)(*inputs).float() - _torch(mask, n, who != "causal")(*inputs).float()).abs().max())
-    if not difference <= ALLOWED[dtype]:
-        raise UndecidedError(
-            f"bench: {who}, {n:,} tokens: {OURS} and {SDPA} differ by {difference:.2g}, more than {ALLOWED[dtype]:.0e}.\n"
-            "Nothing is timed: a wrong answer has no speed."
-        )
+    """Raise if lowtri and torch give different outputs."""
+    case = growing(who, n, dtype)
+    tensors = Tensors(case)
+    output, torchs = (run(_attend(name, case), tensors) for name in (OURS, SDPA))
+    check_equal(f"{who}, {n:,} tokens", SDPA, torchs, output, dtype)
 
 
-def _inputs(n: int, dtype: str) -> torch.Tensor:
-    kind = torch.bfloat16 if dtype == "bf16" else getattr(torch, dtype)
-    return torch.randn(3, 1, 1, n, HEAD_SIZE, generator=torch.Generator().manual_seed(n)).to(kind)  # q, k and v
+def _attend(name: str, case: Case) -> Attend:
+    attend = PEERS[name](case) if name == OURS else sdpa(case, case.n**2)  # a line ends before its table is too large
+    assert not isinstance(attend, str)
+    return attend
 
 
-def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Callable[[], float]) -> None:
+def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Clock) -> None:
     """Add a point to every line that does not end before ``n``."""
-    mask, inputs = read_mask(mask_text(lines[0].mask, n)), _inputs(n, dtype)
+    case = growing(lines[0].mask, n, dtype)
+    tensors = Tensors(case)
     runs: dict[str, Callable[[], float]] = {}
     peaks: dict[str, int | None] = {}
     first: dict[str, float] = {}
@@ -140,15 +122,14 @@ def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Ca
         line.ended = line.ended or _reason_to_end(line, n, longest)
         if line.ended:
             continue
-        table_bytes = 0 if line.name == OURS or line.mask == "causal" else n * n
-        attend = _ours(mask) if line.name == OURS else _torch(mask, n, bool(table_bytes))
-        runs[line.name] = partial(_timed, attend, inputs, clock)
+        table_bytes = n * n if line.name == SDPA and needs_table(case) else 0
+        runs[line.name] = partial(timed, _attend(line.name, case), tensors, clock)
         start = clock()
         peak = peak_bytes(runs[line.name])
         first[line.name] = clock() - start
         peaks[line.name] = None if peak is None else peak + table_bytes
     slow = sum(first.values()) > _SLOW
-    taken = in_turns(runs, _FEW_ROUNDS - 1 if slow else _ROUNDS, 0)
+    taken = in_turns(runs, _FEW_ROUNDS - 1 if slow else ROUNDS, 0)
     for name in taken if slow else ():
         taken[name].append(first[name])
     for line in lines:
@@ -164,23 +145,6 @@ def _reason_to_end(line: Line, n: int, longest: float) -> str | None:
     if line.name == SDPA and line.mask != "causal" and table_bytes > available_bytes() / 2:
         return f"for {n:,} tokens its table takes {table_bytes / 1e9:,.3g} GB"
     return None
-
-
-def _ours(mask: Mask) -> Attend:
-    return lambda q, k, v: attention(q, k, v, mask, engine="cpu")
-
-
-def _torch(mask: Mask, n: int, table: bool) -> Attend:
-    """``is_causal=True``, or a boolean table that is made before anything is timed."""
-    options: dict[str, Any] = {"attn_mask": torch.from_numpy(mask.dense(n).copy())} if table else {"is_causal": True}
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
-
-
-def _timed(attend: Attend, inputs: torch.Tensor, clock: Callable[[], float]) -> float:
-    with torch.no_grad():
-        start = clock()
-        attend(*inputs)
-        return clock() - start
 
 
 def as_text(lines: Sequence[Line]) -> str:
@@ -204,4 +168,85 @@ def _cell(point: Point | None) -> str:
 
 def as_json(lines: Sequence[Line], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, in seconds and bytes."""
-    return {**facts, "heads": 1, "head_size": HEAD_SIZE, "lines": [asdict(line) for line in lines]}
+    return {
+        **facts,
+        "heads": 1,
+        "head_size": growing("causal", 1, "float32").d,
+        "lines": [asdict(line) for line in lines],
+    }
+
+
+_TITLES = {
+    "causal": "causal",
+    "window": f"window of {WINDOW} tokens",
+    "documents": f"causal, documents of {DOCUMENT} tokens",
+}
+_COLOURS, _MARKERS = (VISIBLE.light, QUERY.light), ("o", "s")
+_SCALES = {"seconds": (1e3, "time of a call, ms"), "bytes": (1e-6, "memory beyond the inputs, MB")}
+_LEAST_BYTES = 2**18  # Linux counts pages in batches: less is drawn as this
+
+
+def check_plot(path: Path) -> None:
+    """Whether :func:`draw` can write there, before minutes of measuring.
+
+    Raises:
+        DataError: if matplotlib is not installed, or does not write that kind of file, or the folder is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise DataError("bench: --plot needs matplotlib. Fix: pip install 'lowtri[plot]'.") from None
+    kinds = sorted(FigureCanvasAgg.filetypes)
+    if path.suffix.lstrip(".").lower() not in kinds:
+        raise DataError(f"bench: --plot {path}: matplotlib writes .{', .'.join(kinds)}. Fix: --plot bench.png.")
+    if not path.absolute().parent.is_dir():
+        raise DataError(f"bench: --plot {path}: there is no folder {path.parent}.")
+
+
+def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -> None:
+    """Write the picture, whole or not at all, in the format of the file's name."""
+    check_plot(path)
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kind = path.suffix.lstrip(".").lower()
+    # Text stays text, and the same figures give the same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowtri", "font.size": 8, "text.color": INK.light}):
+        figure = Figure(figsize=(9.5, 6.2), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        masks = list(dict.fromkeys(line.mask for line in lines))
+        panels = figure.subplots(2, len(masks), sharex=True, sharey="row", squeeze=False)
+        for column, who in enumerate(masks):
+            chosen = [line for line in lines if line.mask == who]
+            for row, quantity in zip(panels, _SCALES, strict=True):
+                _panel(row[column], chosen, quantity)
+            panels[0][column].set_title(_TITLES[who], fontsize=9)
+            ends = [f"{line.name} ends:\n{line.ended}" for line in chosen if line.ended]
+            panels[1][column].set_xlabel("\n".join(["tokens", *ends]))
+        for row, (_, label) in zip(panels, _SCALES.values(), strict=True):
+            row[0].set_ylabel(label)
+        panels[0][0].legend(loc="lower right", frameon=False)
+        clock = "CPU time" if facts["threads"] == 1 else "time"
+        what = f"Attention of one head of 64 in {dtype}, forward; median {clock} in turns"
+        figure.suptitle(f"{what}\n{headline(facts)}", fontsize=8)
+        metadata = {"Date": None} if kind == "svg" else None
+        write_atomically(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))
+
+
+def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:
+    factor, _ = _SCALES[quantity]
+    for line, colour, marker in zip(lines, _COLOURS, _MARKERS, strict=True):
+        points = [(point.n, getattr(point, quantity)) for point in line.points]
+        points = [
+            (n, max(size, _LEAST_BYTES) if quantity == "bytes" else size) for n, size in points if size is not None
+        ]
+        style = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
+        axes.plot([n for n, _ in points], [size * factor for _, size in points], label=line.name, **style)
+    axes.set(xscale="log", yscale="log")
+    lengths = sorted({point.n for line in lines for point in line.points})
+    axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
+    axes.yaxis.set_major_formatter(lambda size, _: f"{size:,g}")
+    axes.minorticks_off()
+    axes.grid(color=LINE.light, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,7 @@ from typing import Any
 from lowtri import system
 from lowtri._version import __version__
 
-__all__ = ["cpu_name", "facts", "last_cache_bytes", "load", "versions"]
+__all__ = ["cpu_name", "facts", "headline", "last_cache_bytes", "load", "versions"]
 
 _PACKAGES = ("numpy", "torch")
 _CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
@@ -31,6 +31,16 @@ def facts(threads: int) -> dict[str, Any]:
         "load": load(),
         "versions": versions(),
     }
+
+
+def headline(facts: dict[str, Any]) -> str:
+    """Machine, threads, load, versions and date, in two lines."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
+    load = "" if facts["load"] is None else f", load {facts['load']}"
+    crowded = facts["load"] is not None and facts["load"] > facts["cpus"] - facts["threads"] + 0.5
+    note = " (others compute, too: figures are too low, look at the ratios)" if crowded else ""
+    threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
+    return f"{facts['date']}, {facts['cpu']}, {threads} of {facts['cpus']} CPUs{load}{note}\n{versions}"
 
 
 _ARM_PARTS = {  # of Linux's "CPU part", by ARM's numbers

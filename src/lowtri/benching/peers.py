@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowtri.benching.cases import Case
+from lowtri.benching.cases import PLAIN, Case
 from lowtri.dispatch.attend import attention
 from lowtri.masks import mask as read_mask
 
-__all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend"]
+__all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend", "needs_table"]
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, H, N, D) each
 
@@ -23,29 +23,35 @@ OURS, SDPA, FLEX, FORMULA = "lowtri", "torch SDPA", "FlexAttention", "plain form
 _MOST_PAIRS = 2**26  # of a boolean mask, which torch converts to floats
 
 
-def ours(case: Case) -> Attend:
-    """The CPU kernels, by name, so that no other engine is measured where they cannot run."""
+def ours(case: Case, engine: str = "cpu") -> Attend:
+    """The CPU kernels, by name, so that no other engine is measured where they cannot run; or what ``auto`` chooses."""
     mask = read_mask(case.mask)
-    return lambda q, k, v: attention(q, k, v, mask, engine="cpu")
+    return lambda q, k, v: attention(q, k, v, mask, engine=engine)
 
 
 def formula(case: Case) -> Attend:
     """Attention in torch by its textbook formula, tile by tile."""
-    mask = read_mask(case.mask)
-    return lambda q, k, v: attention(q, k, v, mask, engine="formula")
+    return ours(case, "formula")
 
 
-def sdpa(case: Case) -> Attend | str:
-    """torch's own: `is_causal=True` where the mask is causal, a boolean table for every other mask."""
-    grouped = case.heads != case.kv_heads
-    if case.who == "full" or case.work == "decode":  # the newest query sees the whole cache
-        return lambda q, k, v: scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-    if case.who == "causal":
-        return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if case.n**2 > _MOST_PAIRS:
-        return f"its table of bools would hold {case.n**2 / 1e6:,.0f} million pairs"
-    table = torch.from_numpy(read_mask(case.mask).dense(case.n).copy())  # (N, N)
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=table, enable_gqa=grouped)
+def sdpa(case: Case, most_pairs: int = _MOST_PAIRS) -> Attend | str:
+    """torch's own: `is_causal=True` where the mask is causal, a boolean table, made here, for every other mask."""
+    options: dict[str, Any] = {}
+    if case.heads != case.kv_heads:
+        options["enable_gqa"] = True
+    if needs_table(case):
+        pairs = case.queries * case.n
+        if pairs > most_pairs:
+            return f"its table of bools would hold {pairs / 1e6:,.0f} million pairs"
+        options["attn_mask"] = torch.from_numpy(read_mask(case.mask).dense(case.queries, case.n).copy())  # (Nq, Nk)
+    elif case.who == "causal" and case.work != "decode":  # the newest query sees the whole cache
+        options["is_causal"] = True
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
+
+
+def needs_table(case: Case) -> bool:
+    """Whether torch's function has no argument for the mask."""
+    return case.who not in PLAIN
 
 
 def flex(case: Case) -> Attend | str:

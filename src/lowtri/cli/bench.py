@@ -67,10 +67,9 @@ def command(
     if reason := library.unusable():
         raise EngineError(f"bench: there are no kernels: {reason}.")
 
-    from lowtri.benching.machine import facts
-    from lowtri.benching.measure import LONGEST, measure
+    from lowtri.benching.machine import facts, headline
     from lowtri.benching.peers import FLEX, FORMULA, SDPA
-    from lowtri.benching.show import as_json, as_text, headline
+    from lowtri.benching.table import LONGEST, as_json, as_text, measure
     from lowtri.system import cpus
 
     if never_slower and plot is None:
@@ -96,9 +95,8 @@ def command(
 
 
 def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bool) -> None:
-    from lowtri.benching.growth import DTYPES, LENGTHS, QUICK, as_json, as_text, grow
-    from lowtri.benching.growth_picture import check_plot, draw
-    from lowtri.benching.show import headline
+    from lowtri.benching.growth import DTYPES, LENGTHS, QUICK, as_json, as_text, check_plot, draw, grow
+    from lowtri.benching.machine import headline
     from lowtri.errors import DataError
 
     if dtype not in DTYPES:
@@ -112,9 +110,9 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
 
 
 def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
-    from lowtri.benching.grid import grid
+    from lowtri.benching.cases import grid
+    from lowtri.benching.machine import headline
     from lowtri.benching.never_slower import as_json, as_text, compare
-    from lowtri.benching.show import headline
     from lowtri.system import cpus
 
     note(headline(machine))
