@@ -99,6 +99,7 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
     [
         (["nowhere.txt", "--out", "OUT"], "nowhere.txt: No such file or directory"),
         (["EMPTY", "--out", "OUT"], "has no text in it"),
+        (["--out", "OUT"], "FILES: none were given. Fix: name text files"),
         (["FOLDER", "--out", "OUT"], "is a folder.\nFix: name the files in it"),
         (["TEXT", "--out", "OUT", "--mask", "causl"], "causl"),
         (["TEXT", "--out", "OUT", "--steps", "0"], "steps: 0 came, at least 1 is needed"),

@@ -16,7 +16,7 @@ from lowtri.errors import DataError
 from lowtri.files import write_atomically
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load, save
-from lowtri.training.tokenizer import learn
+from lowtri.training.corpus import learn
 from rounding import with_rounding
 
 TEXTS = ["the cat sat on the mat", "  two  spaces\n\n\tand a tab", "naïve 你好 สวัสดี 🐈", "", " ", "1234567 don't"]

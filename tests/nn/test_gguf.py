@@ -248,7 +248,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, own_cache: Path) ->
 
 def byte_level(cut: str = "gpt-2", begin: bool = True) -> tuple[dict[str, Any], Any]:
     """The fields of a byte-level tokenizer, and the tokenizer whose vocabulary and merges they hold."""
-    from lowtri.training.tokenizer import learn
+    from lowtri.training.corpus import learn
 
     made = learn([*TEXTS, "the cat sat on the mat"] * 3, 400)
     model = json.loads(made.to_str())["model"]

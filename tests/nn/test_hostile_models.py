@@ -20,7 +20,7 @@ from lowtri.errors import CallError, DataError, LowtriError
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 from lowtri.nn.chat import chat_text
 from lowtri.nn.checkpoint import load, save
-from lowtri.training.tokenizer import learn
+from lowtri.training.corpus import learn
 
 HELLO = [{"role": "user", "content": "hello"}]
 

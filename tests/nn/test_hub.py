@@ -19,7 +19,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
 from lowtri.nn.hub import FILES
-from lowtri.training.tokenizer import learn
+from lowtri.training.corpus import learn
 
 NAME = "some-org/a.model_1"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

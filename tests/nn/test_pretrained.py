@@ -374,7 +374,7 @@ HELLO = [{"role": "user", "content": " hello "}]
 def test_a_template_is_rendered_as_by_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from lowtri.training.tokenizer import learn
+    from lowtri.training.corpus import learn
 
     save(
         lowtri.nn.Decoder(lowtri.nn.DecoderConfig(vocab_size=300, hidden_size=8, num_hidden_layers=1)),

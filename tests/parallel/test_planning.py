@@ -14,7 +14,7 @@ import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, causal, documents, first, full, keys, where, window
 from lowtri.parallel import ShardPlan, plan_shards
-from lowtri.parallel.dealing import ways_of_dealing
+from lowtri.parallel.planning import candidate_layouts
 from shard_cases import LONGEST, shard_masks
 
 
@@ -67,7 +67,7 @@ def test_a_plan_keeps_its_promises_for_any_mask(masks: list[Mask], data: st.Data
 def test_every_way_gives_all_ranks_equally_many_tokens(n: int, ranks: int, seed: int) -> None:
     sizes = np.minimum(64, n - np.arange(0, n, 64))
     weights = np.random.default_rng(seed).integers(0, 1000, len(sizes))
-    ways = ways_of_dealing(weights, ranks, last_is_short=n % 64 > 0)
+    ways = candidate_layouts(weights, ranks, last_is_short=n % 64 > 0)
     assert "contiguous" in ways
     for name, owner in ways.items():
         tokens = np.bincount(owner, sizes, ranks)

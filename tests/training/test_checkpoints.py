@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from lowtri.errors import DataError
-from lowtri.training.checkpoints import newest
+from lowtri.training.checkpoints import Run, newest
 from lowtri.training.corpus import Packed
 from lowtri.training.recipe import Recipe
-from lowtri.training.state import Run
 
 RECIPE = Recipe(steps=40, batch=4, context=8)
 

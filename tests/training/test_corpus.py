@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lowtri.errors import CallError, DataError
 from lowtri.nn.checkpoint import BEGIN, END
-from lowtri.training.corpus import IGNORED, Document, Packed, python_text, read_files
+from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, encode_document, learn, read_files
 from lowtri.training.recipe import Recipe, rows_of_step, split
-from lowtri.training.tokenizer import BYTES, encode_document, learn
+from python_text import python_text
 
 documents = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)
 
@@ -87,13 +87,21 @@ def test_python_brings_text_of_its_own(python: list[Document]) -> None:
 def test_python_s_text_is_the_same_in_any_process_and_imports_no_module_of_it(python: list[Document]) -> None:
     program = """
 import hashlib, sys
-from lowtri.training.corpus import python_text
+sys.path.insert(0, sys.argv[1])
+from python_text import python_text
 before = set(sys.modules)
 text = repr(python_text())
 print(hashlib.sha256(text.encode()).hexdigest())
 print(sorted(set(sys.modules) - before))
 """
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    examples = str(Path(python_text.__code__.co_filename).parent)
+    command = [sys.executable, "-W", "error", "-c", program, examples]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     digest, new = ran.stdout.splitlines()
     assert digest == hashlib.sha256(repr(python).encode()).hexdigest()
     assert "tkinter" not in new and "antigravity" not in new and "distutils" not in new

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import loss_curve
 import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import CallError, DataError, MaskError
@@ -198,7 +200,7 @@ def finished(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FILES = ["config.json", "loss.png", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training-state"]
+FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training-state"]
 FILES += ["training.json"]
 
 
@@ -206,7 +208,6 @@ def test_the_folder_holds_what_it_should_and_loads(plan: Plan, finished: Path) -
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert sorted(path.name for path in finished.iterdir()) == FILES
-    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert read_plan(finished) == plan
     model, tokenizer = load(finished)
     assert tokenizer is not None
@@ -215,6 +216,16 @@ def test_the_folder_holds_what_it_should_and_loads(plan: Plan, finished: Path) -
     theirs = AutoModelForCausalLM.from_pretrained(finished).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_example_draws_the_losses_of_a_finished_run(finished: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    shutil.copy(finished / "training.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["loss_curve.py", str(tmp_path)])
+    loss_curve.main()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "training.json").write_text('{"plan": {}}')
+    with pytest.raises(SystemExit, match=r"training is not finished. Fix: lowtri train --out .* --resume"):
+        loss_curve.main()
 
 
 def test_a_finished_run_is_reported_and_not_run_again(plan: Plan, finished: Path) -> None:
@@ -256,14 +267,6 @@ def test_a_plan_that_cannot_work_leaves_nothing_behind(change: dict[str, Any], p
     assert not folder.exists()
 
 
-def test_without_matplotlib_a_line_says_so(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    notes: list[str] = []
-    run(plan, tmp_path, note=notes.append)
-    assert notes[-1] == "no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name for name in FILES if name != "loss.png"]
-
-
 def test_a_run_killed_at_any_file_continues_bit_for_bit(
     plan: Plan, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,10 +296,10 @@ def test_a_run_killed_at_any_file_continues_bit_for_bit(
         run(plan, folder)
         assert sorted(path.name for path in folder.iterdir()) == FILES
         for name in FILES:
-            if name not in ("loss.png", "training-state", "training.json"):  # the speed is in it
+            if name not in ("training-state", "training.json"):  # the speed is in it
                 assert (folder / name).read_bytes() == (finished / name).read_bytes(), (moments, name)
-    # tokenizer and plan, three states and what is in them, the curve, four files of the checkpoint, the plan with its losses
-    assert moments == 2 + 3 * 2 + 1 + 4 + 1
+    # tokenizer and plan, three states and what is in them, four files of the checkpoint, the plan with its losses
+    assert moments == 2 + 3 * 2 + 4 + 1
 
 
 def test_a_run_whose_disk_is_full_at_any_file_keeps_what_was_saved(
@@ -331,10 +334,10 @@ def test_a_run_whose_disk_is_full_at_any_file_keeps_what_was_saved(
         assert not [path.name for path in folder.iterdir() if path.name.startswith(".")], "no half file, and no lock"
         run(plan, folder)
         for name in FILES:
-            if name not in ("loss.png", "training-state", "training.json"):
+            if name not in ("training-state", "training.json"):
                 assert (folder / name).read_bytes() == (finished / name).read_bytes(), (moments, name)
         moments += 1
-    assert moments == 2 + 3 * 2 + 1 + 4  # all but the last, behind which nothing is written
+    assert moments == 2 + 3 * 2 + 4  # all but the last, behind which nothing is written
 
 
 def test_a_full_disk_in_the_loop_alone_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:

@@ -50,17 +50,16 @@ def command(
     json: Json = False,
 ) -> None:
     """lowtri train book.txt --out out/book
-    lowtri train --out out/python --mask "causal & window(128)" --steps 500
+    lowtri train *.txt --out out/texts --mask "causal & window(128)" --steps 500
 
     Train a decoder on text. The folder has config.json, model.safetensors and tokenizer.json as transformers reads
-    them, and the loss curve. Each file is a document that sees no other; without files the model learns from the
-    reference and the docstrings that came with this Python.
+    them, and training.json has the losses. Each file is a document that sees no other.
 
     A run that was killed goes on with --resume, which needs --out alone, and ends with the same weights. With --resume and
     more --steps, a finished run goes on, too.
 
     On several processes, which share rows (--dp) and the tokens of long rows (--sp), with sharded weights:
-    torchrun --nproc-per-node 4 -m lowtri train --out out/python --context 4096 --dp 2 --sp 2
+    torchrun --nproc-per-node 4 -m lowtri train *.txt --out out/texts --context 4096 --dp 2 --sp 2
     """
     from lowtri.errors import DataError
     from lowtri.masks import as_mask
@@ -100,6 +99,10 @@ def command(
     # At least ten points on the curve, and at most 100 steps between them.
     every = max(1, min(100, int(of_recipe["steps"]) // 10))
     of_recipe["validate_every"] = every if begun is None else begun.recipe.validate_every
+    if not of_plan["files"]:
+        raise DataError(
+            "FILES: none were given. Fix: name text files, for instance: lowtri train book.txt --out out/book"
+        )
     plan = Plan(**of_plan, recipe=Recipe(**of_recipe))
     use_threads(threads)
     leaks = not as_mask(plan.mask).is_causal(min(plan.recipe.context, _FURTHEST))

@@ -3,19 +3,12 @@
 Each file imports only from the files above it:
 
 runs        runs of key blocks: which blocks the queries of a rank see
-dealing     ways of dealing blocks of tokens to ranks
-picture     pictures of a plan
-shards      ShardPlan: which rank holds which tokens, and which keys each rank needs
-planning    plan_shards
-collectives the two collectives that move tokens
-agreement   all ranks agree on the arguments of a call, or all of them raise
-route       which tokens a rank sends to whom
+shards      ShardPlan: which rank holds which tokens, and which keys each rank needs; its pictures
+planning    plan_shards: layouts of tokens over ranks, and the choice among them
+collectives collectives with errors that say what failed; all ranks agree on the arguments of a call, or all of them raise
 exchange    keys and values from rank to rank, and their gradients back
-arguments   what a call over a part of the tokens checks
 attend      attention of a rank's queries over the whole sequence, with gradients
 context     ContextParallel
-earlier     which keys a shard takes from earlier ones
-sequential_step  a training step through shards, one after the other
 sequential  SequentialShards: the shards one after the other in one process
 
 Plans need neither torch nor processes.

@@ -15,9 +15,8 @@ from lowtri.dispatch.eager import autocast_device, cast_for_autocast, without_au
 from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask, as_mask
 from lowtri.parallel import collectives
-from lowtri.parallel.agreement import agree, barrier, describe_call, guard
-from lowtri.parallel.arguments import Bias, module_options, take, wrong_tensors
-from lowtri.parallel.attend import Setting, attend
+from lowtri.parallel.attend import Bias, Setting, attend, module_options, take, wrong_tensors
+from lowtri.parallel.collectives import agree, barrier, describe_call, guard
 from lowtri.parallel.exchange import Exchange, exchange_of
 from lowtri.parallel.runs import Ints
 from lowtri.parallel.shards import ShardPlan

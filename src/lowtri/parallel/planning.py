@@ -1,4 +1,8 @@
-"""``plan_shards``: tries several ways of dealing a sequence to ranks, and takes the one whose slowest rank is done first."""
+"""``plan_shards``: tries several layouts of a sequence over ranks, and takes the one whose slowest rank is done first.
+
+Every layout gives all ranks the same number of tokens, to one block: everything in a model except attention costs the same for each
+token. A layout without neighbouring blocks balances better; one with long stretches of neighbours needs fewer keys of other ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.plan import TILE_Q, Plan, plan
 from lowtri.masks.tile import check_count
-from lowtri.parallel.dealing import ways_of_dealing
 from lowtri.parallel.runs import Ints, Runs, block_pairs, block_runs, first_tokens, runs_of_ranks
-from lowtri.parallel.shards import ShardPlan, Way, imbalance_of
+from lowtri.parallel.shards import LayoutCost, ShardPlan, imbalance_of
 
-__all__ = ["plan_shards"]
+__all__ = ["plan_shards", "candidate_layouts"]
+
 
 _BLOCKS_OF_A_RANK = 16  # from there on, longer blocks cost little balance
 _MOST_BLOCKS = 2**16
@@ -82,31 +87,33 @@ def plan_shards(
     for one in masks:
         check_row_lengths("plan_shards", one, n)
     positions = np.arange(n)
-    sight = [_sight(plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64), block) for one in masks]
+    sight = [
+        _visible_blocks(plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64), block) for one in masks
+    ]
     blocks = -(-n // block)
     total = np.sum([each.pairs for each in sight], axis=0)
     mean = np.sum([each.pairs / each.tables for each in sight], axis=0)  # of one batch row and head
     if owner is not None:
         ways = {"given": _given(owner, blocks, ranks)}
     else:
-        ways = ways_of_dealing(total, ranks, last_is_short=n % block > 0)
+        ways = candidate_layouts(total, ranks, last_is_short=n % block > 0)
     if way is not None and way not in ways:
         raise CallError(f"plan_shards: way is {way!r}, but the ways are {', '.join(ways)}.")
-    tried: dict[str, Way] = {}
+    tried: dict[str, LayoutCost] = {}
     plans: dict[str, ShardPlan] = {}
     for name, to in ways.items():
         needed = tuple(runs_of_ranks(each.runs, to) for each in sight)
         tokens, gathers = _received(needed, to, n, ranks, block)
         pairs = np.bincount(to, total, ranks)
         cost = float((np.bincount(to, mean, ranks) + token_cost * tokens).max())
-        tried[name] = Way(imbalance_of(pairs), int(tokens.max()), cost)
+        tried[name] = LayoutCost(imbalance_of(pairs), int(tokens.max()), cost)
         plans[name] = ShardPlan(
             masks, n, ranks, block, to, pairs.astype(np.int64), tokens, gathers, name, tried, needed
         )
     return plans[_chosen(tried) if way is None else way]
 
 
-def _chosen(ways: dict[str, Way]) -> str:
+def _chosen(ways: dict[str, LayoutCost]) -> str:
     """The cheapest way, the first of equal ones; if it is uneven, an even one that costs little more."""
     least = min(way.cost for way in ways.values())
     cheapest = next(name for name, way in ways.items() if way.cost <= 1.001 * least)
@@ -118,7 +125,7 @@ def _chosen(ways: dict[str, Way]) -> str:
     return best if ways[best].cost <= _LITTLE_MORE * ways[cheapest].cost else cheapest
 
 
-class _Sight(NamedTuple):
+class _VisibleBlocks(NamedTuple):
     """What the blocks of queries see under one mask."""
 
     pairs: Ints  # (blocks,)
@@ -126,8 +133,8 @@ class _Sight(NamedTuple):
     tables: int  # batch rows times heads that the pairs are summed over
 
 
-def _sight(planned: Plan, block: int) -> _Sight:
-    return _Sight(block_pairs(planned, block), block_runs(planned, block), planned.mask_index.size)
+def _visible_blocks(planned: Plan, block: int) -> _VisibleBlocks:
+    return _VisibleBlocks(block_pairs(planned, block), block_runs(planned, block), planned.mask_index.size)
 
 
 def _masks(mask: Any) -> tuple[Mask, ...]:
@@ -166,3 +173,130 @@ def _given(owner: Any, blocks: int, ranks: int) -> Ints:
             f"plan_shards: owner is {array.dtype} {array.shape}, but it names a rank 0 .. {ranks - 1} for each of {blocks} blocks."
         )
     return array.astype(np.int64)
+
+
+_MOST_PIECES = 64
+_MOST_PARTNERS = 16  # that are tried for the rank with the most pairs
+_EVENED = (1.02, 1.1, 1.4)  # the most visible pairs of a rank over the mean, at which exchanges end
+
+
+def candidate_layouts(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[str, Ints]:
+    """The rank of each block, (blocks,), for each way, those with the longest stretches first.
+
+    contiguous   each rank holds one stretch
+    k pieces     each rank holds k stretches, dealt to and fro, those with the most pairs first; two under causal are zig-zag
+    two streams  each rank holds a stretch of the blocks with many pairs (more than the median, or the mean) and a stretch of the
+                 others, as long as its balance needs: it then shares the keys of one long document or two, not of several
+    evened to x  one of these ways, after exchanges of blocks between the rank with the most pairs and the one with the fewest,
+                 until the former has no more than x times the mean: the fewer exchanges, the fewer keys of other ranks
+
+    Args:
+        pairs: visible pairs of each block of queries.
+        last_is_short: whether the last block has fewer tokens than the others.
+    """
+    blocks = len(pairs)
+    # The ranks with one more block come last, so that one of them holds the last block, which may be short.
+    ways = {"contiguous": ranks - 1 - np.arange(blocks)[::-1] * ranks // max(blocks, 1)}
+    pieces = 2
+    while pieces * ranks <= blocks and pieces <= _MOST_PIECES:
+        dealt = _dealt(pairs, np.arange(blocks) * (pieces * ranks) // blocks, ranks)
+        ways[f"{pieces} pieces"] = _levelled(dealt, ranks, last_is_short)
+        pieces *= 2
+    for name, most in (("two streams", np.median(pairs)), ("two streams by the mean", pairs.mean())):
+        ways[name] = _levelled(_two_streams(pairs, ranks, pairs > most), ranks, last_is_short)
+    for name, owner in list(ways.items()):
+        for limit in _EVENED:
+            evened = _evened(pairs, owner, ranks, limit, last_is_short)
+            if evened is not None:
+                ways[f"{name}, evened to {limit}"] = evened
+    return ways
+
+
+def _dealt(pairs: Ints, piece: Ints, ranks: int) -> Ints:
+    """Pieces of neighbouring blocks dealt to and fro, those with the most pairs first."""
+    order = np.argsort(-np.bincount(piece, pairs), kind="stable")
+    turn, place = np.divmod(np.argsort(order), ranks)
+    return np.where(turn % 2 == 0, place, ranks - 1 - place)[piece]
+
+
+def _two_streams(pairs: Ints, ranks: int, many: NDArray[np.bool_]) -> Ints:
+    """The blocks with many pairs in order, and those with few in order; each rank takes some of both, to the mean of what is left."""
+    streams = np.flatnonzero(many), np.flatnonzero(~many)
+    sums = [np.concatenate([[0], np.cumsum(pairs[stream])]) for stream in streams]
+    owner, a, b = np.empty(len(pairs), np.int64), 0, 0  # the next block of each stream
+    for rank in range(ranks):
+        left = ranks - rank
+        count = (len(pairs) - a - b) // left
+        wanted = (sums[0][-1] - sums[0][a] + sums[1][-1] - sums[1][b]) / left
+        taken = np.arange(
+            max(0, count - len(streams[1]) + b), min(count, len(streams[0]) - a) + 1
+        )  # of the first stream
+        total = sums[0][a + taken] - sums[0][a] + sums[1][b + count - taken] - sums[1][b]
+        best = int(taken[np.abs(total - wanted).argmin()])
+        owner[streams[0][a : a + best]] = owner[streams[1][b : b + count - best]] = rank
+        a, b = a + best, b + count - best
+    return owner
+
+
+def _levelled(owner: Ints, ranks: int, last_is_short: bool) -> Ints:
+    """The same with equal numbers of blocks, to one: ranks with too many give their first ones to ranks with too few."""
+    owner, blocks = owner.copy(), len(owner)
+    count = np.bincount(owner, minlength=ranks)
+    quota = np.full(ranks, blocks // ranks)
+    fullest = np.argsort(-count, kind="stable")
+    if last_is_short and blocks % ranks:  # the rank that holds the short block is one of those with one more
+        fullest = np.concatenate([owner[-1:], fullest[fullest != owner[-1]]])
+    quota[fullest[: blocks % ranks]] += 1
+    by_rank = np.argsort(owner, kind="stable")
+    index = np.empty(blocks, np.int64)  # of each block among those of its rank, counted from the last
+    index[by_rank] = np.arange(blocks) - np.repeat(np.cumsum(count) - count, count)
+    index = count[owner] - 1 - index
+    surplus = np.flatnonzero(index >= quota[owner])
+    owner[surplus] = np.repeat(np.arange(ranks), np.maximum(quota - count, 0))
+    return owner
+
+
+def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: bool) -> Ints | None:
+    """Exchange blocks until no rank has more than ``limit`` times the mean pairs; None if nothing is exchanged."""
+    load, most = np.bincount(owner, pairs, ranks), limit * pairs.sum() / ranks
+    if load.max() <= most:
+        return None
+    owner, blocks = owner.copy(), len(owner)
+    movable = blocks - 1 if last_is_short else blocks  # a short block would make the numbers of tokens differ by more
+    order = np.argsort(owner[:movable], kind="stable")
+    held = np.split(order, np.cumsum(np.bincount(owner[:movable], minlength=ranks))[:-1])
+    exchanged = False
+    for _ in range(blocks):
+        busy, idle = int(load.argmax()), int(load.argmin())
+        if load[busy] <= most:
+            break
+        best = _best_exchange(pairs, held[busy], held[idle], load[busy] - load[idle])
+        if best is None:  # blocks are coarse here: other partners may fit
+            partners = np.argsort(load, kind="stable")[1:_MOST_PARTNERS].tolist()
+            for idle in partners:
+                best = _best_exchange(pairs, held[busy], held[idle], load[busy] - load[idle])
+                if best is not None:
+                    break
+            else:
+                break
+        a, b = best
+        given, taken = held[busy][a], held[idle][b]
+        owner[given], owner[taken] = idle, busy
+        held[busy][a], held[idle][b] = taken, given
+        moved = pairs[given] - pairs[taken]
+        load[busy] -= moved
+        load[idle] += moved
+        exchanged = True
+    return owner if exchanged else None
+
+
+def _best_exchange(pairs: Ints, given: Ints, taken: Ints, gap: float) -> tuple[int, int] | None:
+    """The indices of the two blocks whose exchange closes most of the gap between two ranks; None if none closes any."""
+    if not len(given) or not len(taken):
+        return None
+    order = np.argsort(pairs[taken], kind="stable")
+    # For each block that could be given, the one to take for it.
+    near = order[np.searchsorted(pairs[taken[order]], pairs[given] - gap / 2).clip(0, len(taken) - 1)]
+    moved = pairs[given] - pairs[taken[near]]
+    a = int(np.abs(moved - gap / 2).argmin())
+    return (a, int(near[a])) if 0 < moved[a] < gap else None

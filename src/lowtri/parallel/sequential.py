@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.parallel.arguments import Bias, bias_of_positions, module_options, take, wrong_tensors
-from lowtri.parallel.earlier import EarlierKeys, order_of_shards
-from lowtri.parallel.runs import Ints
-from lowtri.parallel.sequential_step import SequentialStep
+from lowtri.parallel.attend import Bias, bias_of_positions, module_options, take, wrong_tensors
+from lowtri.parallel.runs import Ints, first_tokens
 from lowtri.parallel.shards import ShardPlan
 
-__all__ = ["SequentialShards"]
+__all__ = ["EarlierKeys", "Layer", "SequentialShards", "SequentialStep", "Source", "order_of_shards"]
 
 
 class SequentialShards:
@@ -205,3 +203,183 @@ def _set_random_state(state: list[Tensor]) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.cuda.set_rng_state(state[1])
+
+
+class Source(NamedTuple):
+    """Keys that a shard takes from another one."""
+
+    shard: int
+    indices: Ints  # (Nk,), among those that the shard keeps for others
+    positions: Ints  # (Nk,)
+
+
+class EarlierKeys:
+    """The keys that shards take from each other under one mask.
+
+    Attributes:
+        kept: for each shard the indices of its tokens whose keys other shards see.
+    """
+
+    def __init__(self, plan: ShardPlan, mask: int) -> None:
+        self.plan, self.mask = plan, mask
+        self._owner = np.repeat(plan.owner, np.diff(first_tokens(plan.n, plan.block)))  # (n,)
+        seen = np.zeros(plan.n, np.bool_)
+        for shard in range(plan.ranks):
+            seen[self._others(shard)] = True
+        positions = np.flatnonzero(seen)
+        by_shard = np.argsort(self._owner[positions], kind="stable")
+        counts = np.bincount(self._owner[positions], minlength=plan.ranks)
+        self._kept = np.split(positions[by_shard], np.cumsum(counts)[:-1])  # positions
+        self.kept = [np.searchsorted(plan.positions(shard), kept) for shard, kept in enumerate(self._kept)]
+
+    def sources(self, shard: int) -> list[Source]:
+        """The keys that a shard takes from each other shard."""
+        others = self._others(shard)
+        owner = self._owner[others]
+        parts = ((source, others[owner == source]) for source in np.unique(owner).tolist())
+        return [Source(source, np.searchsorted(self._kept[source], part), part) for source, part in parts]
+
+    def _others(self, shard: int) -> Ints:
+        positions = self.plan.key_positions(shard, self.mask)
+        return positions[self._owner[positions] != shard]
+
+
+def order_of_shards(plan: ShardPlan) -> list[int]:
+    """The shards that hold tokens, each after those whose keys it needs.
+
+    Raises:
+        CallError: if some need each other's keys.
+    """
+    needs: dict[int, set[int]] = {shard: set() for shard in np.unique(plan.owner).tolist()}
+    for runs in plan.needed:
+        for shard, needed in needs.items():
+            needed.update(np.unique(plan.owner[runs.blocks(shard)]).tolist())
+    order: list[int] = []
+    while needs:
+        done = set(order)
+        ready = next((shard for shard, needed in needs.items() if needed <= done | {shard}), None)
+        if ready is None:
+            names = ", ".join(map(str, list(needs)[:4])) + (" and more" if len(needs) > 4 else "")
+            raise CallError(
+                f"SequentialShards: the shards {names} of {plan.way!r} need each other's keys, so none of them can come first.\n"
+                'Fix: plan_shards(..., way="contiguous"), and a mask under which no query sees a later key.'
+            )
+        order.append(ready)
+        del needs[ready]
+    return order
+
+
+class SequentialStep:
+    """A training step: the shard that is computed, and the layers, which are numbered by their calls of attention."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.keeps, self.running = True, False
+        self.shard = self._calls = 0
+        self._complete = False  # the first shard has made all its calls
+
+    def begin(self, shard: int) -> None:
+        self.shard, self._calls, self.running = shard, 0, True
+
+    def end(self) -> None:
+        self.running = False
+        if self._calls != len(self.layers):
+            raise self._error(f"{self._calls}, but an earlier one {len(self.layers)}")
+        self._complete = True
+
+    def next_layer(self, earlier: EarlierKeys) -> Layer:
+        if not self._complete:
+            self.layers.append(Layer(earlier))
+        elif self._calls == len(self.layers):
+            raise self._error(f"more than {len(self.layers)}, the number of an earlier one")
+        layer = self.layers[self._calls]
+        self._calls += 1
+        if layer.keys is not earlier:
+            raise self._error(f"call {self._calls} with another mask than an earlier one")
+        return layer
+
+    def value(self, loss: Any) -> Tensor:
+        """The loss of one shard, a tensor ()."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
+            return loss.reshape(())
+        came = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
+        raise CallError(
+            f"SequentialShards: loss() returned {came}, but the loss of a shard is one number, for backward() with a gradient.\n"
+            "Fix: a sum over tokens, for backward() without torch.no_grad()."
+        )
+
+    def backward(self, loss: Any, shard: int) -> Tensor:
+        """The backward of one shard, and its loss without the graph."""
+        outputs: list[Tensor] = [self.value(loss)]
+        d_outputs: list[Tensor | None] = [None]
+        for layer in self.layers:
+            for x, d_x in layer.gradients_of_others(shard):
+                outputs.append(x)
+                d_outputs.append(d_x)
+        torch.autograd.backward(outputs, d_outputs)
+        for layer in self.layers:
+            layer.add_gradients()
+        return outputs[0].detach()
+
+    def _error(self, what: str) -> CallError:
+        return CallError(
+            f"SequentialShards: the calls of attention in shard {self.shard} are {what}.\n"
+            "Fix: a function that makes the same calls for each shard."
+        )
+
+
+class Layer:
+    """One call of attention of each shard, with the keys and values that shards take from earlier ones."""
+
+    def __init__(self, keys: EarlierKeys) -> None:
+        self.keys = keys
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # of each shard what others see: (B, Hkv, tokens, D or Dv)
+        self._d_kept: dict[int, tuple[Tensor, Tensor]] = {}  # their gradients so far, at least in float32
+        self._own: tuple[Tensor, ...] = ()  # what later shards saw of the current one, in its graph
+        self._taken: list[tuple[Source, Tensor, Tensor]] = []
+
+    def join(self, step: SequentialStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Ints]]:
+        """All keys and values that the current shard sees, and the positions of those before its own."""
+        index = self.keys.kept[step.shard]
+        if step.keeps:
+            if len(index):
+                self._kept[step.shard] = _select(k.detach(), index), _select(v.detach(), index)
+        else:
+            self._kept.pop(step.shard, None)  # later shards are done
+            self._own = (_select(k, index), _select(v, index)) if step.shard in self._d_kept else ()
+        sources, taken = self.keys.sources(step.shard), []
+        for one in sources:
+            keys, values = (_select(x, one.indices) for x in self._kept[one.shard])
+            taken.append((one, keys, values))
+        if torch.is_grad_enabled():
+            self._taken = [(one, keys.requires_grad_(), values.requires_grad_()) for one, keys, values in taken]
+        if taken:
+            k = torch.cat([*(keys for _, keys, _ in taken), k], 2)  # (B, Hkv, Nk, D)
+            v = torch.cat([*(values for _, _, values in taken), v], 2)  # (B, Hkv, Nk, Dv)
+        return k, v, [one.positions for one in sources]
+
+    def gradients_of_others(self, shard: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a shard that later ones saw, and their gradients from there."""
+        pairs = zip(self._own, self._d_kept.pop(shard, ()), strict=False)
+        self._own = ()
+        return [(x, d_x.to(x.dtype)) for x, d_x in pairs if x.requires_grad]
+
+    def add_gradients(self) -> None:
+        """Add the gradients that the current shard has for keys and values of earlier ones."""
+        for source, *taken in self._taken:
+            if source.shard not in self._d_kept:
+                self._d_kept[source.shard] = tuple(_zeros(x) for x in self._kept[source.shard])  # type: ignore[assignment]
+            index = torch.from_numpy(source.indices).to(taken[0].device)
+            for total, x in zip(self._d_kept[source.shard], taken, strict=True):
+                if x.grad is not None:
+                    total.index_add_(2, index, x.grad.to(total.dtype))
+        self._taken = []
+
+
+def _select(x: Tensor, index: Ints) -> Tensor:
+    """Tokens of ``x`` (B, H, N, D), as a tensor of their own."""
+    return x.index_select(2, torch.from_numpy(index).to(x.device))
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,24 +1,25 @@
-"""ShardPlan: which rank holds which tokens of a sequence, and which keys each rank needs."""
+"""ShardPlan: which rank holds which tokens of a sequence, and which keys each rank needs; as text and as SVG."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.parallel.picture import RankRow, as_svg, as_text
 from lowtri.parallel.runs import Ints, Runs, first_tokens
 from lowtri.pictures.pages import card
+from lowtri.pictures.svg import HIDDEN, MAX_CELLS, State, Strip, fill, strips_svg
 
-__all__ = ["ShardPlan", "Way", "imbalance_of"]
+__all__ = ["RankRow", "ShardPlan", "LayoutCost", "as_svg", "as_text", "imbalance_of"]
 
 
-class Way(NamedTuple):
+class LayoutCost(NamedTuple):
     """What a way of dealing gives.
 
     Attributes:
@@ -59,7 +60,7 @@ class ShardPlan:
     received: Ints
     gathers: tuple[bool, ...]
     way: str
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, LayoutCost] = field(default_factory=dict)
     needed: tuple[Runs, ...] = field(default=(), repr=False)  # for each mask the blocks of keys that each rank sees
 
     @property
@@ -176,3 +177,45 @@ class ShardPlan:
 def imbalance_of(pairs: Any) -> float:
     """The most visible pairs of a rank, over the mean; 1 if nothing is visible."""
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
+
+
+_KINDS = (
+    State("·", HIDDEN, "not seen"),
+    State("▒", fill("partly"), "received"),
+    State("█", fill("visible"), "its own tokens"),
+)
+_NONE, _RECEIVED, _HELD = range(3)
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What a picture shows of one rank."""
+
+    MOST: ClassVar[int] = 16
+
+    name: str
+    held: NDArray[np.bool_]  # (blocks,)
+    received: NDArray[np.bool_]  # (blocks,)
+    text: str
+
+    def cells(self) -> list[int]:
+        """At most 64 cells; one that stands for several blocks shows the most that any of them is."""
+        kinds = np.where(self.held, _HELD, np.where(self.received, _RECEIVED, _NONE))
+        step = -(-len(kinds) // MAX_CELLS)
+        cells: list[int] = np.maximum.reduceat(kinds, np.arange(0, len(kinds), step)).tolist()
+        return cells
+
+
+def as_text(title: str, rows: list[RankRow], ranks: int) -> str:
+    width = max(len(row.name) for row in rows)
+    lines = [f"{row.name:<{width}}  {''.join(_KINDS[cell].sign for cell in row.cells())}  {row.text}" for row in rows]
+    return "\n".join([title, *lines, *_more(rows, ranks)])
+
+
+def as_svg(title: str, rows: list[RankRow], ranks: int) -> str:
+    strips = [Strip(row.name, row.cells(), row.text) for row in rows]
+    return strips_svg(title, strips, _KINDS, " ".join(["tokens →", *_more(rows, ranks)]))
+
+
+def _more(rows: list[RankRow], ranks: int) -> list[str]:
+    return [f"... and {ranks - len(rows):,} more ranks"] * (ranks > len(rows))

@@ -1,27 +1,34 @@
-"""The training text of a model: documents, and the one long row of tokens into which they are packed.
+"""The training text of a model: documents, their tokens, and the one long row of tokens into which they are packed.
+
+Tokens are those of byte-level BPE, learned from the text and saved in a file that transformers also reads. Bytes are the smallest
+tokens, so any vocabulary can encode any text, and decoding restores it exactly. A vocabulary of size ``BYTES`` has no merges.
 
 Documents are packed end to end, and rows of equal length are cut from the whole, so no token is padding. The document of each
 token is stored: the mask of a row is ``mask & documents(ids)``, and no target crosses from one document into the next. The
 start of a row does not matter to the model, since rotary embedding depends only on distances.
+
+Source: Sennrich et al. 2016 (byte-pair encoding), Radford et al. 2019 (on bytes).
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import sysconfig
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtri.errors import DataError
+from lowtri.nn.checkpoint import BEGIN, END
 
-__all__ = ["IGNORED", "Document", "Packed", "Rows", "python_text", "read_files"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["BYTES", "Document", "IGNORED", "Packed", "Rows", "encode_document", "learn", "read_files"]
+
 
 IGNORED = -100  # a target that torch's cross_entropy skips by default
 
@@ -117,61 +124,49 @@ def _read(path: Path) -> str:
     return text
 
 
-def python_text(note: Callable[[str], object] | None = None) -> list[Document]:
-    """Text that every Python ships with, about two megabytes of English: nothing is downloaded.
+BYTES = 2 + 256  # the smallest vocabulary: BEGIN, END and the bytes
 
-    The chapters of Python's reference (``pydoc_data/topics.py``) come first, then the docstrings of the standard library,
-    a module a document, by name. Sources are parsed and never imported. The same Python gives the same text.
+
+def learn(texts: Iterable[str], vocabulary: int = BYTES) -> Tokenizer:
+    """Learn a byte-level BPE vocabulary from texts.
+
+    Encoding puts ``BEGIN`` in front, as Llama's tokenizer does; ``encode(text, add_special_tokens=False)`` does not.
+
+    >>> tokenizer = learn(["abc"])
+    >>> ids = tokenizer.encode("añ").ids
+    >>> len(ids), ids[0], tokenizer.decode(ids)
+    (4, 0, 'añ')
 
     Args:
-        note: receives a line before the reading, which takes some seconds.
+        vocabulary: how many tokens at most, ``BYTES`` or more. A short text gives fewer: what occurs once is not merged.
     """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    if note is not None:
-        note("no files given: reading Python's own reference and docstrings")
-    topics = library / "pydoc_data" / "topics.py"
-    documents = [*_topics(topics), *_docstrings(library)]
-    if not documents:
-        raise DataError(f"this Python keeps no sources in {library}.\nFix: name text files to train on")
-    return documents
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    if vocabulary < BYTES:
+        raise DataError(f"vocabulary: {vocabulary} came, at least {BYTES} are needed (256 bytes, begin and end)")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    return tokenizer
 
 
-def _parse(path: Path) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # outdated escapes in library sources
-            return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
+def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A whole document as training sees it: BEGIN, the text, END.
 
-
-def _topics(path: Path) -> Iterator[Document]:
-    tree = _parse(path)
-    for node in tree.body if tree else []:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            for name, text in sorted(ast.literal_eval(node.value).items()):
-                yield Document(f"topic {name}", text.strip() + "\n")
-
-
-# Parts of the library folder that are third-party packages, tests, or separate programs.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data"}
-
-
-def _docstrings(library: Path) -> Iterator[Document]:
-    for path in sorted(library.rglob("*.py")):
-        module = path.relative_to(library).with_suffix("")
-        if _LEFT_OUT.isdisjoint(module.parts) and (tree := _parse(path)):
-            texts = list(_texts(tree))
-            if texts:
-                yield Document(".".join(module.parts), "\n\n".join(texts) + "\n")
-
-
-def _texts(node: ast.AST) -> Iterator[str]:
-    """Docstrings in the order of the source."""
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-        text := ast.get_docstring(node)
-    ):
-        yield text
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield from _texts(child)
+    >>> tokenizer = learn(["abc"])
+    >>> encode_document(tokenizer, "a")
+    [0, 66, 1]
+    """
+    end = tokenizer.token_to_id(END)
+    return [*tokenizer.encode(text).ids, *([] if end is None else [end])]

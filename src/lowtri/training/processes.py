@@ -20,13 +20,13 @@ from lowtri.errors import CallError, LowtriError, RankError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.plan import TILE_Q
 from lowtri.nn.decoder import Decoder
-from lowtri.parallel.agreement import guard
+from lowtri.parallel.collectives import guard
 from lowtri.parallel.context import ContextParallel
 from lowtri.parallel.planning import plan_shards
 from lowtri.training.corpus import IGNORED, Rows
-from lowtri.training.initial import initialise
 
-__all__ = ["Processes", "processes_of_torchrun", "reported_once"]
+__all__ = ["Processes", "initialise", "processes_of_torchrun", "reported_once"]
+
 
 T = TypeVar("T")
 
@@ -259,3 +259,29 @@ def reported_once(store: Any) -> Iterator[None]:
         if is_first:
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)) from None
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, device: str = "cpu") -> None:
+    """Allocate and draw the weights of a :class:`Decoder` that was made on the meta device; other models stay as they are.
+
+    Every process draws the same numbers, one weight after the other, and keeps its shard. So the weights do not depend on the number of
+    processes, and none holds more than its shards and one whole weight.
+    """
+    if not isinstance(model, Decoder) or not any(weight.is_meta for weight in model.parameters()):
+        return
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, weight in model.named_parameters():
+        if not hasattr(weight, "placements"):
+            model.init_weight(name, weight)
+            continue
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        model.init_weight(name, whole)
+        weight.copy_(_sharded_like(weight, whole))
+
+
+def _sharded_like(weight: Any, whole: torch.Tensor) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, weight.device_mesh, weight.placements)

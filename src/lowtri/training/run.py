@@ -3,7 +3,7 @@
     training.json            the training plan, written as soon as it is known to work; at the end also the losses
     tokenizer.json           written at the same time as the plan
     training-state/          weights and moments of the newest saved step, from which the run is resumed, or goes on for more steps
-    config.json, model.safetensors, tokenizer_config.json, loss.png        written at the end
+    config.json, model.safetensors, tokenizer_config.json        written at the end
 
 So a plan that cannot work leaves nothing behind, a run can be resumed from any moment, and while a finished run goes on, its
 model stays in the folder until the next one replaces it. During a run the folder is locked.
@@ -29,26 +29,23 @@ from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.checkpoint import load_tokenizer, save
 from lowtri.nn.decoder import Decoder, DecoderConfig
 from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
-from lowtri.training.checkpoints import full_weights, newest
-from lowtri.training.corpus import Packed, python_text, read_files
+from lowtri.training.checkpoints import History, full_weights, newest
+from lowtri.training.corpus import Packed, encode_document, learn, read_files
 from lowtri.training.lock import LOCK, only_training
-from lowtri.training.plot import plot
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
-from lowtri.training.state import History
-from lowtri.training.tokenizer import encode_document, learn
 from lowtri.training.train import Step, first_loss, train
 
 __all__ = ["Outcome", "Plan", "read_plan", "run"]
 
-PLAN, STATE, WEIGHTS, CURVE = "training.json", "training-state", "model.safetensors", "loss.png"
+PLAN, STATE, WEIGHTS = "training.json", "training-state", "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that decides what is learnt."""
 
-    files: tuple[str, ...] = ()  # absolute paths; none means Python's own text
+    files: tuple[str, ...]  # absolute paths
     mask: str = "causal"
     vocabulary: int = 4096
     hidden: int = 256
@@ -163,8 +160,6 @@ def _run(
     result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
 
     def finish() -> None:
-        if not plot(history, folder / CURVE):
-            note("no loss.png: matplotlib is not installed (pip install 'lowtri[plot]')")
         save(model.cpu(), folder, tokenizer)
         _write(folder / PLAN, {"plan": asdict(plan), **result})
 
@@ -215,7 +210,7 @@ def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitS
         history["validations"] = [(step, loss) for step, loss in history["validations"]]
         return Outcome(folder, content["parameters"], content["tokens"], History(**history))
     check_row_lengths("train", as_mask(plan.mask), plan.recipe.context)
-    documents = read_files(plan.files) if plan.files else python_text(note)
+    documents = read_files(plan.files)
     tokenizer = load_tokenizer(folder) if begun is not None else None
     if tokenizer is None:
         note(f"learning {plan.vocabulary} tokens from {len(documents)} document{'s' * (len(documents) != 1)}")

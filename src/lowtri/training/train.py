@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from lowtri.errors import CallError, RankError
 from lowtri.masks import Mask, as_mask, documents
+from lowtri.training.checkpoints import History, Run
 from lowtri.training.corpus import IGNORED, Packed, Rows
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe, rows_of_step, split
-from lowtri.training.state import History, Run
 
 __all__ = ["Step", "first_loss", "train"]
 
