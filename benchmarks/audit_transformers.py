@@ -88,8 +88,25 @@ for _types, _sizes in {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"num_hidden_layers": 5},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": ["mamba", "hybrid"], "mamba_dt_rank": 4},
-    "cohere_compass_text": {"num_hidden_layers": 4},
+    "zamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+    },
+    "cohere_compass_text": {
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    },
+    "musicgen_decoder musicgen_melody_decoder": {"num_codebooks": 1},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "gemma3n_text gemma4_text": {
         "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
@@ -99,7 +116,6 @@ for _types, _sizes in {
         "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8,
     },
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }.items():  # fmt: skip
     for _type in _types.split():
@@ -108,7 +124,7 @@ for _types, _sizes in {
 
 # Each leak of transformers 5.23.0, read in its source until it was understood. All are theirs; none is the audit's.
 UNDERSTOOD = {
-    "bamba": "told no position_ids, cached steps count from 0 again; `generate` passes them, so it is a warning",
+    "bamba": "without position_ids, cached steps count from 0 again; `generate` passes them, so it is a warning",
     **dict.fromkeys(
         (
             "camembert",
@@ -123,9 +139,9 @@ UNDERSTOOD = {
         ),
         "positions are counted from ids that are not the pad id, so what a pad contains matters; tokenizers put the pad id there",
     ),
-    "cpmant": "by design: told no context length, it takes the whole input for context, which everyone may see",
+    "cpmant": "by design: without a context length, it takes the whole input for context, which everyone may see",
     "falcon": "asked for weights, the sdpa path's boolean mask is added to the scores, where it hides nothing",
-    "git": "text alone: beside a cache its padding mask is widened over image tokens that are not there, and shifts",
+    "git": "text alone: with a cache its padding mask is widened over image tokens that are not there, and shifts",
     "recurrent_gemma": "its recurrent blocks take the padding mask and do not use it: the convolution sees the pads",
     "reformer": "by design of LSH: tokens are sorted into buckets over the whole row, so later ones decide who meets whom",
     "rwkv": "takes a padding mask and does not use it, as its documentation says",
@@ -192,7 +208,7 @@ def made(name: str, class_name: str) -> Any:
         try:
             if isinstance(config, Exception):
                 raise config
-            config = config if isinstance(config, model_class.config_class) else config.get_text_config()
+            config = config if isinstance(config, model_class.config_class) else config.get_text_config(decoder=True)
             with torch.device("meta"):
                 parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
             if parameters > LARGEST:
@@ -288,7 +304,7 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
         one, other = (logits(row, wide)[0][:, 3:] for row in padded)
         wrong = (((one - other).abs().amax(-1) > least) & real).nonzero()
         if len(wrong):
-            return f"what three pads on the left hold moves output {int(wrong[0][1])} of row {int(wrong[0][0])}"
+            return f"the content of three pads on the left moves output {int(wrong[0][1])} of row {int(wrong[0][0])}"
     with_weights = {"output_attentions": True}
     for key in range(1, n) if bool(real.all()) else ():
         changed = ids.clone()

@@ -146,7 +146,8 @@ def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
     assert leaking.save(tmp_path / "a.html").read_text(encoding="utf-8") == leaking.to_html()
     assert json.loads(leaking.save(tmp_path / "a.json").read_text(encoding="utf-8"))["ok"] is False
     assert leaking.save(tmp_path / "a.txt").read_text(encoding="utf-8") == str(leaking)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "a.txt"]
+    assert leaking.save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "a.png", "a.txt"]
 
 
 def test_no_leak_found_says_what_was_looked_at() -> None:

@@ -137,7 +137,7 @@ def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draf
     cache = stepwise_cache(context.system.model, inputs.batch)
 
     def append(source: Inputs, start: int, stop: int) -> Rows:
-        part = source.part(start, stop, ())
+        part = source.at(np.arange(start, stop), np.arange(stop))
         return context.system(replace(part, options={**part.options, "cache": cache}))
 
     return _appended(inputs, sizes, draft, append, lambda start, end: cache.crop(start))
@@ -150,7 +150,7 @@ def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: In
         nonlocal cache
         # A cache of keys needs the padding mask of all that came; a recurrent state that of what comes.
         whole = () if cache and "past_key_values" not in cache else (pad_keyword(context),)
-        part = source.part(start, stop, whole)
+        part = source.at(np.arange(start, stop), np.arange(stop), whole)
         part = replace(part, options={**part.options, "use_cache": True, **cache})
         answer = system.answer(part)
         cache = _cache_of(answer)
@@ -186,7 +186,8 @@ def _cache(context: Context) -> Cases:
         ways["in chunks"] = _chunks(n)
     tried, failing, refused = list[str](), list[_Run](), dict[str, str]()
     ahead = [way for way, sizes in ways.items() if not _complete(context, sizes).any()]
-    real = _comparable(context, decoder)
+    # A decoder that gets no padding mask computes nothing that can be compared after a pad.
+    real = ~context.ignored if decoder.masked else np.logical_and.accumulate(~context.ignored, axis=1)
     for way, sizes in ways.items():
         for salt in (None, 400) if way not in ahead else ():
             inputs = context.inputs if salt is None else context.fresh(salt)
@@ -202,12 +203,15 @@ def _cache(context: Context) -> Cases:
             halves = [n // 2, n - n // 2]
             run = _Run(context, decoder, "after a rejected draft", halves, context.inputs, real, tried, {})
             yield replace(run, draft=context.fresh(403)).case(context.base)
+        keyword = pad_keyword(context)
+        own_pads = not context.real.all() or keyword in context.inputs.settings or context.options.pad_mask is not None
         for way, inputs, marked in _unequal(context) if decoder.masked else ():
             run = _Run(context, decoder, way, ways["after a prompt"], inputs, marked, tried, {})
-            if context.real.all() and not _declared(context):
-                warning = run.warning() or warning
-            else:
-                yield run.case(None)
+            difference = yield replace(run.case(None), noted=own_pads)
+            if not own_pads and difference is not None and difference.status == "leak":
+                _, query, size = difference.first()
+                warning = f"{way}, cached decoding differs from the whole forward at position {query}, {by(size, '')}"
+                warning += "; without pads they agree"
     if failing and _agrees_with_positions(context, decoder, failing):
         warning = "cached decoding differs from the whole forward, unless position_ids are passed"
     measured = {"ways": tried, "refused": refused, "length": n, **_window(context)}
@@ -258,19 +262,6 @@ class _Run:
         and recurrent states have no place for it, and not all of these models say that they have a state."""
         alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0]) & self.decoder.pads_in_prompt
         return self.real & _complete(self.context, self.sizes) & ~np.logical_or.accumulate(alone, axis=1)
-
-    def warning(self) -> str:
-        """What is said where this way is no one's claim."""
-        try:
-            whole, rows = self.context.system(self.inputs), self(self.inputs)
-            difference = compare(whole, rows, self.context.noise, self.real & _complete(self.context, self.sizes))
-        except Exception:
-            return ""
-        if np.isnan(whole).any() or difference.status != "leak":
-            return ""
-        _, query, size = difference.first()
-        where = f"at position {query}, {by(size, '')}"
-        return f"{self.way}, cached decoding differs from the whole forward {where}; without pads they agree"
 
     def leak(self, row: int, query: int, size: float) -> Leak:
         note = f"decoding {self.way} differs from the whole forward from position {query} on, {by(size, '')}"
@@ -343,16 +334,6 @@ def _unequal(context: Context) -> Any:
             options[place] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
         settings = {key: value for key, value in context.inputs.settings.items() if key != keyword}
         yield way, replace(context.inputs, settings=settings, options=options), real
-
-
-def _declared(context: Context) -> bool:
-    return pad_keyword(context) in context.inputs.settings or context.options.pad_mask is not None
-
-
-def _comparable(context: Context, decoder: Decoder) -> Bools:
-    """The positions (B, N) whose outputs mean the same with a cache; after a pad that decoding is not told of, none."""
-    real = ~context.ignored
-    return real if decoder.masked else np.logical_and.accumulate(real, axis=1)
 
 
 def _no_decoder(context: Context) -> str | None:

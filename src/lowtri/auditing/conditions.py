@@ -260,8 +260,7 @@ def extended(context: Context, length: int) -> Context:
     marks = inputs.settings.get(keyword) if keyword else None
     if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
         tokens = np.flatnonzero(context.real[0])
-        cut = {key: _taken(value, tokens, context.n) for key, value in inputs.settings.items()}
-        inputs = replace(inputs, sequences=tuple(a[:, tokens] for a in inputs.sequences), settings=cut)
+        inputs = inputs.at(tokens)
     n = inputs.n
     allowed = context.options.declared(length, context.inputs.batch)[0][:1]
     before = context.declared[0][:n, :n]
@@ -279,13 +278,6 @@ def extended(context: Context, length: int) -> Context:
     spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
     chosen = tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
     return replace(context, inputs=inputs, allowed=allowed, declared=allowed, real=real, chosen=chosen)
-
-
-def _taken(value: Array, positions: Any, n: int) -> Array:
-    for axis, size in enumerate(value.shape):
-        if size == n:
-            value = np.take(value, positions, axis=axis)
-    return value
 
 
 def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Array:

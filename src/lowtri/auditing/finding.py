@@ -18,18 +18,7 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.system import Rows, System
 
-__all__ = [
-    "Difference",
-    "Finding",
-    "Leak",
-    "Noise",
-    "Status",
-    "by",
-    "compare",
-    "measure_noise",
-    "movement",
-    "moves",
-]
+__all__ = ["Difference", "Finding", "Leak", "Noise", "Status", "by", "compare", "measure_noise", "movement", "moves"]
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 

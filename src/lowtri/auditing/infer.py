@@ -15,6 +15,7 @@ from lowtri.auditing.inputs import read_example
 from lowtri.auditing.rows import blocks, real_positions
 from lowtri.auditing.system import System, redrawn
 from lowtri.auditing.trial import try_example
+from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, table
 from lowtri.masks import mask as read_mask
@@ -252,7 +253,7 @@ def _layers(context: Context) -> list[Bools]:
 
     model, inputs = context.system.module, context.inputs
     for attention in ("sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
-        condition = replace(context.condition, attention=attention if attention != _attention(model) else "")
+        condition = replace(context.condition, attention=attention if attention != attention_name(model) else "")
         options = {**inputs.options, "output_attentions": True} if attention == "eager" else inputs.options
         try:
             with context.under(condition).set():
@@ -263,12 +264,6 @@ def _layers(context: Context) -> list[Bools]:
         if tables:
             return tables
     return []
-
-
-def _attention(model: Any) -> str | None:
-    from lowtri.compat.transformers_private import attention_name
-
-    return attention_name(model)
 
 
 def _described(texts: Sequence[str]) -> str:

@@ -53,40 +53,31 @@ class Inputs:
         return replace(self, sequences=mixed)
 
     def span(self, start: int, stop: int) -> Inputs:
-        """The positions `start .. stop - 1` alone; settings are cut along every axis that has the length of the input."""
-        cut = {}
-        for key, value in self.settings.items():
-            axes = [axis for axis, size in enumerate(value.shape) if size == self.n]
-            if self.batch == self.n and value.ndim > 1 and 0 in axes:
-                axes.remove(0)  # more likely the batch
-            for axis in axes:
-                value = np.take(value, np.arange(start, stop), axis=axis)
-            cut[key] = value
-        return replace(self, sequences=tuple(a[:, start:stop] for a in self.sequences), settings=cut)
+        """The positions `start .. stop - 1` alone."""
+        return self.at(np.arange(start, stop))
 
-    def part(self, start: int, stop: int, whole: Sequence[Any]) -> Inputs:
-        """The positions `start .. stop - 1` as they are appended to those before; of the names `whole`, all up to `stop`.
+    def at(self, positions: Array, keys: Array | None = None, whole: Sequence[Any] = ()) -> Inputs:
+        """These positions; settings are cut along every axis that has the length of the input.
 
-        Of a table of pairs, these queries and all keys up to `stop`.
+        With `keys`, the positions are appended to others: a table of pairs has these keys, and so have the settings and options
+        named `whole`.
         """
 
         def cut(key: Any, value: Any) -> Any:
             if not isinstance(value, np.ndarray):
                 return value
             axes = [axis for axis, size in enumerate(value.shape) if size == self.n]
-            if self.batch == self.n and value.ndim > 1 and 0 in axes and len(axes) > 1:
-                axes.remove(0)
+            if self.batch == self.n and value.ndim > 1 and 0 in axes:
+                axes.remove(0)  # more likely the batch
             for axis in axes:
-                all_keys = key in whole or (len(axes) > 1 and axis == axes[-1])
-                value = np.take(value, np.arange(0 if all_keys else start, stop), axis=axis)
+                is_keys = key in whole or (len(axes) > 1 and axis == axes[-1])
+                value = np.take(value, keys if is_keys and keys is not None else positions, axis=axis)
             return value
 
-        return replace(
-            self,
-            sequences=tuple(a[:, start:stop] for a in self.sequences),
-            settings={key: cut(key, value) for key, value in self.settings.items()},
-            options={key: cut(key, value) for key, value in self.options.items()},
-        )
+        settings = {key: cut(key, value) for key, value in self.settings.items()}
+        options = self.options if keys is None else {key: cut(key, value) for key, value in self.options.items()}
+        sequences = tuple(array[:, positions] for array in self.sequences)
+        return replace(self, sequences=sequences, settings=settings, options=options)
 
     def rows(self, index: Sequence[int]) -> Inputs:
         """The given rows of the batch, in the given order."""

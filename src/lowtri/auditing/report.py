@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.finding import Finding, Leak, Noise
-from lowtri.errors import DataError, LeakError, UndecidedError
-from lowtri.files import write_text
+from lowtri.errors import LeakError, UndecidedError
+from lowtri.pictures.files import save_picture
 from lowtri.pictures.labels import shortened, spelled_out
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
 from lowtri.pictures.svg import HIDDEN, OUTLINED, cell_row, document, fill, grid_lines, legend, text
@@ -274,21 +274,14 @@ class AuditReport:
         ]
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, atomically.
+        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, `.png` or `.pdf`, atomically.
 
         Raises:
             DataError: if the folder does not exist or is not writable.
         """
-        path = Path(path)
-        if not path.absolute().parent.is_dir():
-            raise DataError(f"audit: {path}: there is no folder {path.parent}.\nFix: make it first.")
         forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
-        text = forms.get(path.suffix.lower(), self.__str__)()
-        try:
-            write_text(path, text)
-        except OSError as error:
-            raise DataError(f"audit: {path} cannot be written: {error.strerror}.") from None
-        return path
+        suffix = Path(path).suffix.lower()
+        return save_picture(path, forms if suffix in (*forms, ".png", ".pdf") else {**forms, suffix: self.__str__})
 
     def __repr__(self) -> str:
         return f"<AuditReport {self.message}>"

@@ -309,15 +309,7 @@ def _padding(context: Context) -> Cases:
             other = watch(context, pads[1], row, q + left) if content else watch(context, context.inputs, row, q)
             return watch(context, pads[0], row, q + left), other
 
-        difference = yield Case(
-            one,
-            real,
-            leak,
-            pair[1],
-            _already(pair[0]),
-            same_order=by_content,
-            watch=two,
-        )
+        difference = yield Case(one, real, leak, pair[1], _already(pair[0]), same_order=by_content, watch=two)
         differs = difference is not None and difference.status != "clean"
         leaking |= differs
         by_amount |= differs and not by_content

@@ -51,6 +51,7 @@ class Case:
     every: bool = False  # each position that differs is a leak, and not only the first
     earliest: bool = False  # the first position of all rows, and not of the row that differs most
     refusable: bool = True  # the model may refuse these inputs
+    noted: bool = True  # a difference is a leak; else the trial itself judges it
     by_row: bool = False  # whether a row that differs is tried again with no other row changed
     keys: Bools | None = None  # (1 or B, N): what is changed, where a leak is to be followed down to one of them
     watch: Callable[[int, int], Any] | None = None  # two runs of the module in which to find where they part
@@ -167,6 +168,8 @@ class _Tally:
         self.poisoned += int((np.isinf(difference.moved) & case.where).sum())
         if case.keys is not None:
             self._followed(case, difference)
+            return difference
+        if not case.noted:
             return difference
         self.greatest = max(self.greatest, difference.greatest)
         if difference.status == "clean":
