@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Runs lowtri's tests on 64-bit ARM: under qemu-user on an x86-64 Linux, or as they are on an ARM machine.
 
-    python tools/arm.py                           everything, on code for three CPUs; what has passed is not repeated
+    python tools/arm.py                           a sample of the tests, on code for three CPUs; what has passed is not repeated
+    python tools/arm.py --whole                   all of them, for hours
     python tools/arm.py --cpus neoverse-v1 --jobs contract,kernels
     python tools/arm.py --python neoverse-v1 -- -c 'import lowtri; print(lowtri)'
 
@@ -24,16 +25,19 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 import urllib.request
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "tools" / "arm_requirements.txt"
@@ -51,13 +55,16 @@ class Cpu(NamedTuple):
     emulated: str  # by qemu
     library: tuple[str, ...]  # options of tools/build_kernels.py
     isa: str  # the instruction set that lowtri must choose
+    jobs: tuple[str, ...] = ()  # those that run its code; all if empty
 
 
 # torch's wheel needs the atomic instructions of ARMv8.1, which cortex-a72 lacks: its code runs on a CPU that has them. The last library
 # is that of the wheels, whose code runs on every 64-bit ARM and chooses among the instruction sets.
+# The first two have the same instructions and differ in their order: on them run the jobs that compute with kernels.
+KERNELS = ("contract", "kernels", "decoder")
 CPUS = (
-    Cpu("cortex-a72", "neoverse-n1", ("--isas", "neon", "--cpu", "cortex-a72"), "neon"),
-    Cpu("neoverse-n1", "neoverse-n1", ("--isas", "neon", "--cpu", "neoverse-n1"), "neon"),
+    Cpu("cortex-a72", "neoverse-n1", ("--isas", "neon", "--cpu", "cortex-a72"), "neon", KERNELS),
+    Cpu("neoverse-n1", "neoverse-n1", ("--isas", "neon", "--cpu", "neoverse-n1"), "neon", KERNELS),
     Cpu("neoverse-v1", "neoverse-v1", ("--isas", "neon,neon-bf16"), "neon-bf16"),
 )
 
@@ -92,6 +99,7 @@ class Job(NamedTuple):
     pytest: tuple[str, ...] = ()
     python: tuple[str, ...] = ()
     expected: str = ""
+    limit: int = 900  # seconds
 
 
 JOBS = (
@@ -292,7 +300,7 @@ def prepare(cpu: Cpu, root: Path) -> tuple[list[str], Path, dict[str, str], str]
     if subprocess.run([*build, "--out", str(native)]).returncode:
         fail(f"the kernels for {cpu.name} could not be built; the compiler says why above.")
     environment = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR", "QEMU_CPU") if name in os.environ}
-    environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "LOWTRI_BUILDS": "1", "PYTHONPATH": "src:tests"}
+    environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "LOWTRI_BUILDS": "1", "PYTHONPATH": "src:tests:tools"}
     return [str(interpreter(folder, cpu, root))], checkout, environment, digest
 
 
@@ -331,39 +339,51 @@ def use_wheel(wheel: Path, root: Path) -> None:
         fail(f"{wheel.name} cannot be used on aarch64; the reason is above.")
 
 
-def run_job(job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path) -> dict[str, object]:
-    """Run a job; its output goes to a file."""
+def run_job(
+    job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path, sample: str
+) -> dict[str, Any]:
+    """Run a job; its output goes to a file, and a line about it to stderr every 20 seconds. ``sample`` selects cases, if not empty."""
     start, results = time.monotonic(), log.with_suffix(".xml")
     results.unlink(missing_ok=True)
     command = [*python, *job.python]
     if job.pytest:
-        markers = "not sweep and not x86 and not compiler"
-        command = [
-            *python,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-m",
-            markers,
-            *job.pytest,
-        ]
-        command.append(f"--junitxml={results}")
+        # A test that takes minutes prints the stack of every thread: it may hang.
+        command += ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=200"]
+        command += ["-m", "not sweep and not x86 and not compiler and not traced", f"--junitxml={results}", *job.pytest]
+        command += ["-p", "sampled", "--salt", sample] if sample else []
     with log.open("w") as output:
-        code = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
-    passed = failed = 0
-    if job.pytest and results.exists():
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        while process.poll() is None and time.monotonic() - start < job.limit:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+                break
+            said = log.read_text(errors="replace").splitlines()
+            done = sum(bool(re.search(r" (PASSED|FAILED|ERROR) ", line)) for line in said)
+            say(f"{job.name}, {time.monotonic() - start:.0f} s: {done} tests; {said[-1][:100] if said else ''}")
+        ended = process.poll() is not None
+        if not ended:  # with the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = log.read_text(errors="replace")
+    passed, failed = (len(re.findall(rf" {words} ", said)) for words in ("PASSED", "(?:FAILED|ERROR)"))
+    if not job.pytest:
+        passed = int(process.returncode == 0 and job.expected in said)
+        failed = 1 - passed
+    elif results.exists():
         suite = next(ET.parse(results).iter("testsuite"))
         failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
-    elif not job.pytest:
-        passed = int(code == 0 and job.expected in log.read_text(errors="replace"))
-        failed = 1 - passed
-    good = code == 0 and passed > 0 and not failed
-    return {"good": good, "passed": passed, "failed": failed, "seconds": round(time.monotonic() - start)}
+    left_out = re.search(r"(\d+) deselected", said)
+    return {
+        "good": process.returncode == 0 and passed > 0 and not failed,
+        "passed": passed,
+        "failed": failed,
+        "left_out": int(left_out[1]) if left_out else 0,
+        "seconds": round(time.monotonic() - start),
+        "remark": "" if ended else f"stopped after {job.limit} seconds",
+    }
 
 
 def isa_of(python: list[str], folder: Path, environment: dict[str, str]) -> str:
@@ -373,10 +393,19 @@ def isa_of(python: list[str], folder: Path, environment: dict[str, str]) -> str:
     return done.stdout.strip() or done.stderr.strip()[-500:]
 
 
-def run_all(cpus: list[Cpu], jobs: list[Job], root: Path) -> bool:
-    """Run what has not passed with these sources; print the table."""
-    rows, good = [], True
+def unless_passed(work: Callable[[], dict[str, Any]], file: Path, sources: str) -> dict[str, Any]:
+    """The result in the file, if the job passed with these sources; else run it, and write the file."""
+    result: dict[str, Any] = json.loads(file.read_text()) if sources and file.exists() else {}
+    if result.get("sources") != sources or not result.get("good"):
+        result = {**work(), "sources": sources}
+        file.write_text(json.dumps(result) + "\n")
+    return result
+
+
+def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, whole: bool) -> bool:
+    """Run what has not passed with these sources, some jobs at a time; print the table."""
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
+    pending: list[tuple[str, str, Job, Path, Callable[[], dict[str, Any]]]] = []
     for cpu in cpus[-1:] if is_arm else cpus:
         name = "this machine" if is_arm else cpu.name
         python, folder, environment, digest = native_machine() if is_arm else prepare(cpu, root)
@@ -385,21 +414,26 @@ def run_all(cpus: list[Cpu], jobs: list[Job], root: Path) -> bool:
         isa = isa_of(python, folder, environment)
         if not is_arm and isa != cpu.isa:
             fail(f"{cpu.name}: the instruction set is {isa} instead of {cpu.isa}")
-        for job in jobs:
-            file = logs / f"{job.name}.json"
-            result = json.loads(file.read_text()) if digest and file.exists() else {}
-            if result.get("sources") != digest or not result.get("good"):
-                say(f"{name}, {isa}: {job.name}")
-                result = {**run_job(job, python, folder, environment, logs / f"{job.name}.txt"), "sources": digest}
-                file.write_text(json.dumps(result) + "\n")
-            good = good and bool(result["good"])
-            rows.append((name, isa, job.name, result, logs / f"{job.name}.txt"))
-    print(f"{'CPU':14}{'kernels':12}{'job':12}{'passed':>8}{'failed':>8}{'seconds':>9}")
-    for name, isa, title, result, log in rows:
-        remark = "" if result["good"] else f"   see {log}"
-        print(f"{name:14}{isa:12}{title:12}{result['passed']:8}{result['failed']:8}{result['seconds']:9}{remark}")
-    print(f"{sum(int(row[3]['seconds']) for row in rows)} seconds in all{'' if is_arm else ', emulated'}")
-    return good
+        sample = "" if is_arm or whole else cpu.name
+
+        for job in jobs if is_arm else [job for job in jobs if not cpu.jobs or job.name in cpu.jobs]:
+            log = logs / f"{job.name}.txt"
+            work = partial(run_job, job, python, folder, environment, log, sample)
+            sources = f"{digest} {'a sample' if sample else 'whole'}" if digest else ""
+            pending.append((name, isa, job, log, partial(unless_passed, work, log.with_suffix(".json"), sources)))
+    start = time.monotonic()
+    with ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(lambda one: one[-1](), pending))
+    print(f"{'CPU':14}{'kernels':12}{'job':12}{'passed':>8}{'failed':>8}{'left out':>10}{'seconds':>9}")
+    for (name, isa, job, log, _), result in zip(pending, results, strict=True):
+        remark = "" if result["good"] else f"   see {log} {result['remark']}"
+        numbers = f"{result['passed']:8}{result['failed']:8}{result['left_out']:10}{result['seconds']:9}"
+        print(f"{name:14}{isa:12}{job.name:12}{numbers}{remark}")
+    total = sum(int(result["seconds"]) for result in results)
+    print(
+        f"{total} seconds in all{'' if is_arm else ', emulated'}; {time.monotonic() - start:.0f} now, {workers} at a time"
+    )
+    return all(result["good"] for result in results)
 
 
 def main() -> None:
@@ -411,6 +445,8 @@ def main() -> None:
         "--python", default="", metavar="CPU", help="run the emulated interpreter with the arguments after --"
     )
     parser.add_argument("--wheel", type=Path, help="install this wheel for aarch64 Linux and use it, emulated")
+    parser.add_argument("--whole", action="store_true", help="every case of every test, for hours, instead of a sample")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="how many jobs run at a time")
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     root = options.root.resolve()
@@ -428,7 +464,7 @@ def main() -> None:
     if options.python:
         python, folder, environment, _ = prepare(next(cpu for cpu in CPUS if cpu.name == options.python), root)
         sys.exit(subprocess.run([*python, *options.arguments], cwd=folder, env=environment).returncode)
-    sys.exit(not run_all(cpus, jobs, root))
+    sys.exit(not run_all(cpus, jobs, root, options.workers, options.whole))
 
 
 if __name__ == "__main__":
