@@ -278,7 +278,64 @@ def test_a_windows_machine(windows: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert timing.available_bytes() == 3 * 2**30
 
 
-def test_where_the_peak_of_memory_is_not_known_none_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+# The peak of memory.
+
+
+def during(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uses: list[Any]) -> int | None:
+    """The peak of a call, before and after which the process uses so much memory."""
+    left = iter(uses)
     monkeypatch.setattr(timing, "_RESET", tmp_path / "no folder" / "clear_refs")
+    monkeypatch.setattr(timing, "memory_use", lambda: next(left))
+    return timing.peak_bytes(lambda: None)
+
+
+def test_the_peak_of_a_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mb = 2**20
+    assert during(monkeypatch, tmp_path, [(50 * mb, 60 * mb), (55 * mb, 90 * mb)]) == 40 * mb
+    assert during(monkeypatch, tmp_path, [(50 * mb, 60 * mb), (55 * mb, 60 * mb)]) is None, "an earlier peak hides it"
+    assert during(monkeypatch, tmp_path, [(50 * mb, 50 * mb), (50 * mb, 50 * mb)]) == 0
     called: list[int] = []
+    monkeypatch.setattr(timing, "memory_use", lambda: None)
     assert timing.peak_bytes(lambda: called.append(1)) is None and not called
+
+
+def test_the_memory_of_this_process() -> None:
+    now, peak = system.memory_use() or (0, 0)
+    ones = bytearray(b"1" * 2**25)
+    later = system.memory_use() or (0, 0)
+    assert 2**20 < now <= peak <= later[1] and later[0] - now > 0.9 * len(ones)
+
+
+def test_the_memory_of_a_process_on_windows(windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def info(process: Any, pointer: Any, size: Any) -> int:
+        assert process.value == 2**64 - 1 and size.value == pointer._obj.length == 72, "the size of the structure"
+        numbers = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))
+        numbers[1], numbers[2] = 7 * 2**20, 5 * 2**20  # PeakWorkingSetSize, WorkingSetSize
+        return answer
+
+    kernel32 = SimpleNamespace(K32GetProcessMemoryInfo=info)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    answer = 1
+    assert system.memory_use() == (5 * 2**20, 7 * 2**20)
+    answer = 0
+    assert system.memory_use() is None
+    del kernel32.K32GetProcessMemoryInfo
+    assert system.memory_use() is None
+
+
+def test_the_memory_of_a_process_on_macos(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert system.memory_use() is None, "a C library without task_info"
+
+    def task_info(task: int, flavor: int, pointer: Any, count: Any) -> int:
+        assert (task, flavor, count._obj.value) == (259, 20, 12), (
+            "MACH_TASK_BASIC_INFO, and its size in words of 32 bits"
+        )
+        numbers = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))
+        numbers[1], numbers[2] = 5 * 2**20, 7 * 2**20  # resident_size, resident_size_max
+        return failure
+
+    failure = 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(task_info=task_info, mach_task_self=lambda: 259))
+    assert system.memory_use() == (5 * 2**20, 7 * 2**20)
+    failure = 5
+    assert system.memory_use() is None

@@ -14,6 +14,7 @@ __all__ = [
     "cache_folder",
     "cpus",
     "fast_cpus",
+    "memory_use",
     "replace",
     "sysctl_number",
     "sysctl_text",
@@ -126,4 +127,47 @@ def available_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
+        return None
+
+
+class _MemoryCounters(ctypes.Structure):
+    """PROCESS_MEMORY_COUNTERS of Windows."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("page_faults", ctypes.c_uint32),
+        *((name, ctypes.c_size_t) for name in ("peak", "now", "peak_paged", "paged", "peak_unpaged", "unpaged")),
+        *((name, ctypes.c_size_t) for name in ("committed", "peak_committed")),
+    ]
+
+
+class _TaskInfo(ctypes.Structure):
+    """mach_task_basic_info of macOS."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("virtual", "now", "peak")),
+        *((name, ctypes.c_int32) for name in ("user_s", "user_us", "system_s", "system_us", "policy", "suspended")),
+    ]
+
+
+def memory_use() -> tuple[int, int] | None:
+    """Bytes of memory that this process occupies, and the most that it has occupied; None where the system does not say."""
+    try:
+        if sys.platform == "win32":
+            windows: Any = ctypes
+            counters = _MemoryCounters(length=ctypes.sizeof(_MemoryCounters))
+            process = ctypes.c_void_p(-1)  # the handle of this process
+            get = windows.windll.kernel32.K32GetProcessMemoryInfo
+            known = get(process, ctypes.byref(counters), ctypes.c_uint32(counters.length))
+            return (int(counters.now), int(counters.peak)) if known else None
+        if sys.platform == "darwin":
+            c_library: Any = ctypes.CDLL(None)
+            info, count = _TaskInfo(), ctypes.c_uint32(ctypes.sizeof(_TaskInfo) // 4)
+            failed = c_library.task_info(c_library.mach_task_self(), 20, ctypes.byref(info), ctypes.byref(count))
+            return None if failed else (int(info.now), int(info.peak))
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        sizes = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
+        now, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return now, peak
+    except (OSError, AttributeError, KeyError, ValueError):
         return None

@@ -208,7 +208,7 @@ class Block(nn.Module):
         return x + self.out(attention(q, k, v, self.mask).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.traced
+@pytest.mark.not_emulated
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor it meets
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.sweep)])
 def test_inside_a_compiled_model(backend):

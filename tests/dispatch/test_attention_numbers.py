@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import double_double as two
 import lowtri
 from attention_cases import DTYPES, ENGINES, EPS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, window
@@ -31,14 +32,18 @@ def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: lowtri.M
 
 
 def extended(q: Any, k: Any, v: Any, mask: lowtri.Mask, **options: Any) -> torch.Tensor:
-    """Plain attention in extended precision: what float64 itself is measured against."""
-    q, k, v = (x.numpy().astype(np.longdouble) for x in (q, k, v))
-    s = q @ k.repeat(2, axis=1).swapaxes(2, 3) * options.get("scale", 1 / np.sqrt(np.longdouble(64)))
-    s = s if "softcap" not in options else options["softcap"] * np.tanh(s / options["softcap"])
-    s = np.where(mask.dense(140), s + options.get("bias", torch.zeros(1)).numpy(), -np.inf)
-    sink = np.exp(options.get("sinks", torch.full((2,), -np.inf)).numpy().astype(np.longdouble))[None, :, None, None]
-    weights = np.exp(s) / (np.exp(s).sum(axis=3, keepdims=True) + sink)
-    return torch.from_numpy((weights @ v.repeat(2, axis=1)).astype(np.float64))
+    """Plain attention in twice float64's precision: what float64 itself is measured against."""
+    q, k, v = (x.numpy() for x in (q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)))
+    s = two.times(two.matmul(q, k.swapaxes(2, 3)), two.Two(options.get("scale", 0.125), 0.0))
+    if "softcap" in options:  # c * tanh(s / c) = c * (1 - e) / (1 + e), e = exp(-2 s / c)
+        e, one = two.exp(two.times(s, two.Two(-2 / options["softcap"], 0.0))), two.Two(1.0, 0.0)
+        s = two.over(two.plus(one, two.Two(-e.high, -e.low)), two.plus(one, e))
+        s = two.times(s, two.Two(options["softcap"], 0.0))
+    s = two.plus(s, two.Two(options.get("bias", torch.zeros(1)).double().numpy(), 0.0))
+    weights = two.exp(two.Two(np.where(mask.dense(140), s.high, -np.inf), s.low))
+    sinks = options.get("sinks", torch.full((2,), -np.inf)).double().numpy()[None, :, None, None]
+    total = two.plus(two.matmul(weights, np.ones((140, 1))), two.exp(two.Two(sinks, np.zeros_like(sinks))))
+    return torch.from_numpy(two.over(two.matmul(weights, v), total).high)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,7 +24,7 @@ from lowtri.nn import Decoder, DecoderConfig
 from random_masks import Case, cases
 
 pytestmark = [
-    pytest.mark.traced,
+    pytest.mark.not_emulated,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports it
 ]

@@ -86,6 +86,7 @@ def drawn(model, cache, prompt, n):
 LONG = pytest.param(256, 4096, marks=pytest.mark.sweep)
 
 
+@pytest.mark.not_emulated
 @pytest.mark.parametrize(("window", "n"), [(32, 400), LONG])
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_a_window_with_eviction_generates_the_tokens_of_a_cache_with_all_keys(window, n, sinks):
@@ -115,6 +116,7 @@ def test_without_the_window_the_tokens_differ():
     assert drawn(model, model.make_cache(), prompt, 200)[0] != drawn(model, KVCache("causal"), prompt, 200)[0]
 
 
+@pytest.mark.not_emulated
 @pytest.mark.parametrize(("window", "n"), [(32, 400), LONG])
 def test_float32_logits_of_a_window_are_as_exact_as_with_all_keys(window, n):
     """Both err by their own rounding; the exact ones are those of the whole row at once, in float64."""
@@ -135,6 +137,7 @@ def test_float32_logits_of_a_window_are_as_exact_as_with_all_keys(window, n):
     assert rms["ring"] <= 1.5 * rms["all"]
 
 
+@pytest.mark.not_emulated
 @pytest.mark.parametrize("window", [16, 48])
 def test_a_window_is_the_sliding_window_of_mistral(window):
     """The same weights in transformers' own model, with its own sliding cache."""
@@ -236,6 +239,7 @@ def test_a_stream_continues_past_the_context(limit):
     assert cache.capacity <= 20 + 2 * 64
 
 
+@pytest.mark.not_emulated
 def test_rows_of_a_stream_shift_by_their_own_distances():
     """When the longest row needs it; a row that has nothing to give yet stays where it is."""
     model, rows = decoder(STREAM, max_position_embeddings=40), prompts(30, 2, 14)
@@ -247,6 +251,7 @@ def test_rows_of_a_stream_shift_by_their_own_distances():
         assert same_stream(logits[:, b], exact[:, 0])
 
 
+@pytest.mark.not_emulated
 def test_without_a_shift_rotary_uses_positions_in_the_sequence():
     """So cached steps are the full forward, sinks grow ever more distant, and the context ends where it ends."""
     model, row = decoder(STREAM, max_position_embeddings=300), torch.tensor(prompts(300))

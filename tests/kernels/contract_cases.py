@@ -18,12 +18,8 @@ MASKS = ("full", "causal & window(40)", "causal & documents(lengths=[50, 90])")
 POISONS = (float("nan"), float("inf"), -float("inf"))
 
 
-# NumPy's longest floats, since float64 itself has no more exact reference; but not those that software computes, 128 bits on ARM.
-LONGEST = np.longdouble if np.finfo(np.longdouble).nmant == 63 else np.float64
-
-
 def wide(x: Any) -> Any:
-    return np.asarray(x.detach().double().numpy() if isinstance(x, torch.Tensor) else x, LONGEST)
+    return np.asarray(x.detach().double().numpy() if isinstance(x, torch.Tensor) else x, np.float64)
 
 
 def errors(actual: torch.Tensor, exact: Any) -> tuple[float, float]:

@@ -108,7 +108,7 @@ def test_text_pickle_and_serialisation_keep_the_end(lengths: list[int], open_end
     )
 
 
-@pytest.mark.traced
+@pytest.mark.not_emulated
 def test_a_compiled_call_compares_its_lengths_too() -> None:
     compiled = torch.compile(lambda x, mask: attention(x, x, x, mask), backend="eager")
     x = torch.from_numpy(X)

@@ -272,7 +272,7 @@ def test_causal_bias_that_does_not_fit() -> None:
         lowtri.table(causal_upper_left(6, 6))
 
 
-@pytest.mark.traced
+@pytest.mark.not_emulated
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Dynamo detected a call to a")
 def test_causal_bias_in_a_program() -> None:
     torch._dynamo.reset()

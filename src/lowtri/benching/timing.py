@@ -8,7 +8,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lowtri.benching.cases import Case
 from lowtri.benching.machine import last_cache_bytes
 from lowtri.benching.peers import OURS, Attend
 from lowtri.errors import UndecidedError
-from lowtri.system import available_memory
+from lowtri.system import available_memory, memory_use
 
 __all__ = [
     "ROUNDS",
@@ -41,7 +41,7 @@ SECONDS = 0.5  # cheap cases are repeated for so long, at most
 _MOST_ROUNDS = 51
 _ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # the difference of two correct outputs of order 1
 _MOST_CACHES = 2**31  # bytes of rotating caches, at most
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET = Path("/proc/self/clear_refs")
 _ELSEWHERE = 8 * 2**30  # bytes assumed to be available where the system does not say
 
 
@@ -155,20 +155,22 @@ def check_equal(where: str, name: str, output: torch.Tensor, reference: torch.Te
 
 
 def peak_bytes(function: Callable[[], object]) -> int | None:
-    """How far the memory in use rose during the call, in bytes; None where the system does not say."""
-    try:
+    """How far the memory in use rose during the call, in bytes.
+
+    None where the system does not say (the function is then not called), or where an earlier peak hides that of the call: Linux alone
+    can reset it.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another system, or another C library
         ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system, where its reuse would not be counted
-        _RESET.write_text("5", encoding="ascii")  # resets the peak
-        before = _kilobytes("VmRSS")
-    except (OSError, AttributeError, TypeError, StopIteration):  # another system, or another C library
+        _RESET.write_text("5", encoding="ascii")
+    before = memory_use()
+    if before is None:
         return None
     function()
-    return max(0, _kilobytes("VmHWM") - before) * 1024
-
-
-def _kilobytes(name: str) -> int:
-    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+    after = memory_use()
+    if after is None or (after[1] <= before[1] and before[1] - before[0] > 2**20):  # Linux counts pages in batches
+        return None
+    return max(0, after[1] - before[0])
 
 
 def available_bytes() -> int:
