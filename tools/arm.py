@@ -353,7 +353,7 @@ def run_job(
     command = [*python, *job.python]
     if job.pytest:
         # A test that takes minutes prints the stack of every thread: it may hang.
-        command += ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=200"]
+        command += ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=600"]
         command += [
             "-m",
             "not sweep and not x86 and not compiler and not not_emulated",
