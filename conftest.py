@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import amx_emulated  # noqa: F401 - an instruction set, before lowtri chooses one
 from lowtri.backends.cpu import team
 
 

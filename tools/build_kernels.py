@@ -13,6 +13,7 @@ to date is left as it is.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -182,6 +183,9 @@ def install(file: Path, target: Path) -> None:
 
 def build_one(symbol: str, target: Path, by: str) -> None:
     """The library of one function of this machine, for a checkout; also of instruction sets that run only in tests."""
+    if symbol.endswith("amx_emulated"):
+        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "kernels")]
+        importlib.import_module("amx_operations")
     from lowtri.kernels.compilation import PROBE, Job, jobs_of, object_of
     from lowtri.kernels.isa import ALL
 

@@ -23,7 +23,7 @@ from lowtri.benching.timing import in_turns, peak_bytes
 from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
 from lowtri.kernels import abi, library
-from lowtri.kernels.isa import Amx, AmxEmulated, Avx2, Avx512Bf16
+from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
 from lowtri.kernels.target import ISA
 from lowtri.kernels.variants import functions_of
 
@@ -347,7 +347,6 @@ def test_the_doctor_names_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             "AMX (tiles of bf16) yes: the kernels do not use it (the system refuses it) and torch does",
         ),
         (True, Amx(), "AMX (tiles of bf16) yes: the kernels use it\n"),
-        (False, AmxEmulated(), "AMX (tiles of bf16) no: the kernels emulate it"),
     ):
         monkeypatch.setattr("lowtri.kernels.target.HAS_AMX", has)
         monkeypatch.setattr("lowtri.kernels.target.ISA", isa)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from amx_emulated import with_tiles
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import select
+from lowtri.kernels.variants import spec_of_variant, variants_of
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,12 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bf16 is computed on tiles, whichever way this CPU would choose."""
-    variants = [
-        variant._replace(enabled=variant.enabled or variant.operand == "tiles")
-        for variant in select._VARIANTS
-        if (variant.family, variant.dtype) != ("forward", "bfloat16") or variant.operand == "tiles"
-    ]
-    monkeypatch.setattr(select, "_VARIANTS", variants)
+    isa = with_tiles()
+    on_tiles = next(variant for variant in variants_of(isa) if variant.operand == "tiles")
+    others = [variant for variant in select._VARIANTS if variant[:2] != on_tiles[:2]]
+    monkeypatch.setattr(select, "_VARIANTS", [on_tiles, *others])
+    monkeypatch.setitem(select.SPECS, on_tiles[:3], spec_of_variant(on_tiles, isa))
     PREPARED.clear()
     yield
     PREPARED.clear()

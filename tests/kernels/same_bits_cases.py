@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import amx_operations  # noqa: F401 - of the emulation
 import numpy as np
 import pytest
 import torch

@@ -36,7 +36,7 @@ def test_the_recipe(tmp_path: Path) -> None:
 
 def test_the_table_of_the_recipe_extends_the_list() -> None:
     _, lines = blocks(TITLE)
-    classes = [type(isa).__name__ for isa in ALL]
+    classes = [type(isa).__name__ for isa in ALL if type(isa).__module__.startswith("lowtri.")]
     assert (
         lines.splitlines()[-1]
         == f"ALL: tuple[Baseline, ...] = ({', '.join(f'{name}()' for name in [*classes, 'Tall'])})"

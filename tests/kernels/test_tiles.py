@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import amx_operations  # noqa: F401 - of the emulation
 import numpy as np
 import pytest
 import torch
 
 import lowtri
+from amx_emulated import with_tiles
 from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.errors import EngineError
-from lowtri.kernels import compilation, select, target, threads
+from lowtri.kernels import compilation, target, threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.isa import PERMISSION, Amx
+from lowtri.kernels.spec import KernelSpec
 from lowtri.kernels.tiles import (
     configure_tiles,
     held_product,
@@ -25,7 +28,7 @@ from lowtri.kernels.tiles import (
 from lowtri.ops.describe import describe
 from tile_cases import bf16, compare, inputs, results
 
-SPEC = select.SPECS["forward", "bfloat16", "tiles"]
+SPEC = KernelSpec("bfloat16", "tiles", with_tiles())
 AMX = Amx.features - {PERMISSION}
 
 

@@ -90,7 +90,7 @@ def test_the_other_tests_of_bf16_hold_on_the_emulation(file: str) -> None:
 
 pytestmark = [pytest.mark.x86, pytest.mark.compiler]
 GUARDED = """
-    import ctypes, mmap, torch, lowtri
+    import amx_emulated, ctypes, mmap, torch, lowtri
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE
     kept = []
 
@@ -120,4 +120,5 @@ GUARDED = """
 @pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
 def test_nothing_is_read_behind_an_array() -> None:
-    assert "nothing was read" in run("-c", textwrap.dedent(GUARDED), LOWTRI_ISA="amx-emulated")
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    assert "nothing was read" in run("-c", textwrap.dedent(GUARDED), LOWTRI_ISA="amx-emulated", PYTHONPATH=path)

@@ -176,7 +176,7 @@ def _yes(answer: bool) -> str:
 def _amx_use(kernels: dict[str, Any]) -> str:
     """Who uses AMX's tiles, where the CPU has them."""
     if kernels["tiles"]:
-        return ": the kernels use it" if kernels["amx"] else ": the kernels emulate it, slowly"
+        return ": the kernels use it"
     if not kernels["amx"]:
         return ""
     reason = "LOWTRI_ISA names another instruction set" if os.environ.get("LOWTRI_ISA") else "the system refuses it"

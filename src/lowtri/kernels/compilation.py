@@ -49,7 +49,8 @@ def jobs_of(isa: Baseline, all_variants: bool = False) -> list[Job]:
     """All functions of an instruction set; with those that only tests call, too."""
     kernels = list(functions_of(isa))
     if all_variants:
-        specs = [(variant.family, spec_of_variant(variant, isa)) for variant in variants_of(isa)]
+        variants = [one for one in variants_of(isa) if isa.has_tiles or one.operand != "tiles"]
+        specs = [(variant.family, spec_of_variant(variant, isa)) for variant in variants]
         kernels += [(name, spec) for family, spec in specs for name in _families(family, spec)]
     jobs = {symbol(name, spec): Job(symbol(name, spec), spec.isa, name, spec) for name, spec in kernels}
     jobs |= {token_rows.symbol(name, isa): Job(token_rows.symbol(name, isa), isa, name) for name in token_rows.PASSES}
@@ -64,7 +65,7 @@ def object_of(job: Job, system: str, native: Baseline, cpu: str = "") -> bytes:
     """The object file of a function. The process compiles for the job's instruction set from then on.
 
     Args:
-        native: what instruction sets are compiled for that are emulated on this machine.
+        native: what instruction sets are compiled for whose CPU is "native": those that tests emulate.
         cpu: LLVM's name of a CPU that has the instruction set; the code may not run on others.
     """
     isa = native if job.isa.cpu == "native" else job.isa

@@ -13,7 +13,6 @@ __all__ = [
     "ALL",
     "PERMISSION",
     "Amx",
-    "AmxEmulated",
     "Avx2",
     "Avx512",
     "Avx512Bf16",
@@ -123,14 +122,6 @@ class Amx(Avx512Bf16):
     has_tiles = True
 
 
-class AmxEmulated(Baseline):
-    """AMX's tile product on vectors, for tests on CPUs without AMX. It is slow, and used only by name."""
-
-    name = "amx-emulated"
-    cpu = "native"  # compiled for this machine's best instruction set, so that tests take less time
-    has_tiles = True
-
-
 class Neon(Baseline):
     """NEON, on every 64-bit ARM: 32 registers of 128 bits, four for a vector; 6 x 1 accumulators fill 24 of them."""
 
@@ -155,4 +146,4 @@ class NeonBf16(Neon):
     pairs_tile = (6, 1, 6)
 
 
-ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), NeonBf16(), Neon(), Baseline(), AmxEmulated())
+ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), NeonBf16(), Neon(), Baseline())

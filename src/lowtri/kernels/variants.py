@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lowtri.kernels.isa import AmxEmulated, Baseline
+from lowtri.kernels.isa import Baseline
 from lowtri.kernels.spec import KernelSpec
 
 __all__ = ["Array", "Variant", "functions_of", "kernels_of", "spec_of_variant", "symbol", "variants_of"]
@@ -67,9 +67,8 @@ def variants_of(isa: Baseline) -> tuple[Variant, ...]:
 
 
 def spec_of_variant(variant: Variant, isa: Baseline) -> KernelSpec:
-    """The spec of a variant; one on tiles is emulated where the instruction set has none, which only tests enable."""
-    emulated = variant.operand == "tiles" and not isa.has_tiles
-    return KernelSpec(variant.dtype, variant.operand, AmxEmulated() if emulated else isa)
+    """The spec of a variant."""
+    return KernelSpec(variant.dtype, variant.operand, isa)
 
 
 _FAMILIES = {"forward": ("forward", "backward"), "decode": ("decode",)}

@@ -10,7 +10,6 @@ from functools import cache
 
 from lowtri.kernels import isa
 from lowtri.kernels.operations.amx import AmxOperations
-from lowtri.kernels.operations.amx_emulated import AmxEmulatedOperations
 from lowtri.kernels.operations.avx512 import Avx512Operations
 from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations
 from lowtri.kernels.operations.baseline import Operations
@@ -23,7 +22,6 @@ _OPERATIONS: dict[type[isa.Baseline], type[Operations]] = {
     isa.Avx512: Avx512Operations,
     isa.Avx512Bf16: Avx512Bf16Operations,
     isa.Amx: AmxOperations,
-    isa.AmxEmulated: AmxEmulatedOperations,
     isa.NeonBf16: NeonBf16Operations,
 }
 

@@ -1,4 +1,4 @@
-"""AMX's tile product on vectors, instruction by instruction, for tests on CPUs without AMX. It is slow, and used only by name.
+"""The operations of AMX's tile registers on vectors, instruction by instruction; importing this file adds them to lowtri's.
 
 Tile registers are memory on the stack. The product of two bf16 numbers is exact in float32, so sums are rounded as on AMX, with or
 without fused multiply-add; denormal numbers, which AMX counts as 0, keep their value.
@@ -11,12 +11,12 @@ from typing import Any
 
 from llvmlite import ir
 
+from amx_emulated import AmxEmulated
 from lowtri.compat.numba_private import alloca_once, for_range
+from lowtri.kernels import operations
 from lowtri.kernels.isa import Baseline
 from lowtri.kernels.operations.amx import TILE_ROWS, pair_weights
 from lowtri.kernels.operations.baseline import Operations, halves_of_pairs
-
-__all__ = ["AmxEmulatedOperations"]
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ROW = ir.VectorType(ir.FloatType(), 16)  # a tile's row, of numbers or of pairs
@@ -111,3 +111,6 @@ def _dot(b: Any, tile: Any, x: Any, y: Any) -> None:
 def _row(b: Any, tile: Any, row: Any) -> Any:
     """A pointer to a tile's row."""
     return b.gep(tile, [ir.Constant(_I64, 0), row])
+
+
+operations._OPERATIONS[AmxEmulated] = AmxEmulatedOperations
