@@ -19,7 +19,7 @@ import lowtri
 from attention_cases import draw
 from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
 from lowtri.dispatch import programs as operators
-from lowtri.masks.serialisation import pack, unpack
+from lowtri.masks.text import pack, unpack
 from lowtri.nn import Decoder, DecoderConfig
 from random_masks import Case, cases
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lowtri import masks as lt
 from lowtri.errors import MaskError
-from lowtri.masks import END, Mask
+from lowtri.masks import POSITION_MAX, Mask
 from lowtri.masks.text import _parsed
 
 LONGEST = 65_536
@@ -216,8 +216,8 @@ NUMBERS: list[Any] = [
         1,
         7,
         -1,
-        END,
-        END + 1,
+        POSITION_MAX,
+        POSITION_MAX + 1,
         -(2**63),
         2**63,
         2**64,
@@ -253,8 +253,8 @@ ARRAYS: list[Any] = [
     *(
         [2**62] * 4,
         [2**62, 2**62],
-        [END],
-        [END, 1],
+        [POSITION_MAX],
+        [POSITION_MAX, 1],
         [10**9],
         [0, 10**9],
         [0, 2**63 - 1],
@@ -335,8 +335,8 @@ def use(mask: Mask, n: Any) -> None:
     """Use the mask in several ways: each gives a result or a MaskError."""
     for act in (
         lambda: (repr(mask), hash(mask), mask == ~mask),
-        lambda: mask.tile(0, END, n, END),
-        lambda: mask.tile(np.array([0, 5]), np.array([9, END]), n, 2**62),
+        lambda: mask.tile(0, POSITION_MAX, n, POSITION_MAX),
+        lambda: mask.tile(np.array([0, 5]), np.array([9, POSITION_MAX]), n, 2**62),
         lambda: mask(n, 10**9),
         lambda: mask(np.arange(3), n),
         lambda: mask.draw(3, n),
@@ -373,7 +373,7 @@ def test_a_sum_of_lengths_does_not_wrap() -> None:
     """The sum of these in 64 bits is 0; an array of that size was then written to."""
     with pytest.raises(MaskError, match=f"lengths add up to {2**64}, but positions end at"):
         lt.documents(lengths=[2**62] * 4)
-    assert lt.documents(lengths=[2**61, 2**61]).tile(0, 2**61, 2**61, END) == lt.EMPTY
+    assert lt.documents(lengths=[2**61, 2**61]).tile(0, 2**61, 2**61, POSITION_MAX) == lt.EMPTY
     with pytest.raises(MaskError, match=r"at most 2\*\*62"):
         lt.keys(lengths=[2**62 + 1])
 
@@ -389,7 +389,7 @@ def test_documents_of_any_length_take_no_memory_for_their_tokens() -> None:
             True,
             False,
         ]
-        assert mask.tile(10**9 + 5, END, 0, 10**9 + 5) == lt.EMPTY
+        assert mask.tile(10**9 + 5, POSITION_MAX, 0, 10**9 + 5) == lt.EMPTY
         assert lt.documents(cu_seqlens=[0, 10**9, 10**9 + 1]).draw(4, 2**40).split()[0] == "▒" + "█" * 63
         _, peak = tracemalloc.get_traced_memory()
     finally:

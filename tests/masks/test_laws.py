@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtri.masks import EMPTY, END, FULL, PARTIAL, Mask, Tile, causal, mask
+from lowtri.masks import EMPTY, FULL, PARTIAL, POSITION_MAX, Mask, Tile, causal, mask
 from random_masks import SIZE, Case, cases, exact_cases, text_cases
 
 law = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -68,9 +68,9 @@ def test_arrays_of_tiles_agree_with_single_tiles(case: Case, tiles: list[tuple[i
     cases.filter(lambda case: "table(" not in repr(case.mask)), st.integers(0, SIZE), st.integers(0, SIZE), st.data()
 )
 def test_answers_for_tiles_without_end_are_never_wrong(case: Case, q0: int, k0: int, data: st.DataObject) -> None:
-    """A cache evicts a key if ``tile(t, END, k, k + 1)`` is EMPTY."""
-    k1 = data.draw(st.sampled_from([k0 + 1, k0 + 4, END, float("inf")]))
-    answer = np.asarray(case.mask.tile(q0, END, k0, k1))
+    """A cache evicts a key if ``tile(t, POSITION_MAX, k, k + 1)`` is EMPTY."""
+    k1 = data.draw(st.sampled_from([k0 + 1, k0 + 4, POSITION_MAX, float("inf")]))
+    answer = np.asarray(case.mask.tile(q0, POSITION_MAX, k0, k1))
     np.testing.assert_array_equal(answer, case.mask.tile(np.array([q0]), float("inf"), k0, k1)[..., 0])
     late = case.table([*range(q0, SIZE + 8), 10**6, 10**6 + 7], range(k0, int(min(k1, SIZE + 8))))
     assert not (late.any((-1, -2)) & (answer == EMPTY)).any()

@@ -16,9 +16,9 @@ import lowtri
 from lowtri.errors import MaskError
 from lowtri.masks import (
     EMPTY,
-    END,
     FULL,
     PARTIAL,
+    POSITION_MAX,
     Mask,
     as_mask,
     band,
@@ -166,16 +166,16 @@ def test_positions_past_the_ids_belong_to_the_last_document() -> None:
     m = documents([0, 0, 1])
     assert m(99, 2) and m(99, 98)
     assert not m(99, 1)
-    assert m.tile(50, END, 3, 4) == FULL
-    assert m.tile(50, END, 0, 2) == EMPTY
+    assert m.tile(50, POSITION_MAX, 3, 4) == FULL
+    assert m.tile(50, POSITION_MAX, 0, 2) == EMPTY
 
 
 def test_keys_past_the_flags_are_visible() -> None:
     m = keys([True, False])
-    assert m(9, 2) and m(9, END - 1)
-    assert m.tile(2, END, 1, 2) == EMPTY
-    assert m.tile(2, END, 2, END) == FULL
-    assert m.tile(2, END, 1, END) == PARTIAL
+    assert m(9, 2) and m(9, POSITION_MAX - 1)
+    assert m.tile(2, POSITION_MAX, 1, 2) == EMPTY
+    assert m.tile(2, POSITION_MAX, 2, POSITION_MAX) == FULL
+    assert m.tile(2, POSITION_MAX, 1, POSITION_MAX) == PARTIAL
 
 
 def test_keys_past_the_lengths_are_hidden() -> None:
@@ -200,8 +200,8 @@ def test_infinity_is_the_end_of_a_tile() -> None:
     assert causal().tile(5, math.inf, 0, 5) == FULL
     assert window(4).tile(10, math.inf, 6, 7) == EMPTY
     assert window(4).tile(9, math.inf, 6, 7) == PARTIAL
-    assert full().tile(0, END, 0, END) == FULL
-    assert strided(3).tile(0, END, 1, 2) == PARTIAL
+    assert full().tile(0, POSITION_MAX, 0, POSITION_MAX) == FULL
+    assert strided(3).tile(0, POSITION_MAX, 1, 2) == PARTIAL
 
 
 # Batches.
@@ -453,6 +453,10 @@ ERRORS = [
     (lambda: mask("window(size=3)"), "mask: 'window(size=3)': got an unexpected keyword argument 'size'"),
     (lambda: mask("window(2.5)"), "mask: 2.5 is not a whole number"),
     (lambda: mask("window('3')"), "mask: '3' is not a whole number"),
+    (
+        lambda: mask('heads(["causal", full])'),
+        "mask: 'causal' is not a whole number or a mask, because it is in quotes.\nFix: drop the quotes.",
+    ),
     (lambda: mask("window(0)"), "window: n is 0, but it must lie in 1"),
     (lambda: mask("window(**3)"), "mask: 'window(**3)': ** has no meaning here"),
     (lambda: mask("causal and full"), "mask: 'causal and full': masks are joined by & | ~ -, not by and, or, not"),
@@ -491,7 +495,7 @@ def test_a_text_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_public_names_are_those_of_the_package() -> None:
-    assert lowtri.causal is causal and lowtri.Mask is Mask and END == 2**62
+    assert lowtri.causal is causal and lowtri.Mask is Mask and POSITION_MAX == 2**62
 
 
 def test_texts_without_lists_are_cached():

@@ -18,7 +18,7 @@ from lowtri import causal, first, heads, mask
 from lowtri.errors import MaskError
 from lowtri.masks.mask import CONSTRUCTORS
 from lowtri.masks.plan import plan
-from lowtri.masks.serialisation import pack, unpack
+from lowtri.masks.text import pack, unpack
 from random_masks import Case
 
 RECIPE = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import lowtri
 from lowtri import KVCache, MaskError, attention, documents
 from lowtri.integrations.flex import block_mask
-from lowtri.masks.serialisation import pack, unpack
+from lowtri.masks.text import pack, unpack
 
 N = 8
 X = np.random.default_rng(0).standard_normal((2, N, 4))  # (H, N, D)

@@ -15,7 +15,7 @@ from lowtri.errors import LeakError, UndecidedError
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.labels import shortened, spelled_out
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
-from lowtri.pictures.svg import HIDDEN, OUTLINED, cell_row, document, fill, grid_lines, legend, text
+from lowtri.pictures.svg import HIDDEN, OUTLINED, Grid, document, fill, legend, text
 
 __all__ = ["AuditReport", "cells", "draw_svg", "draw_text"]
 
@@ -73,20 +73,18 @@ def draw_svg(lines: list[str], n: int) -> str:
     """The drawing with its axes and a legend in the colours that it uses, as SVG."""
     cell = min(24.0, (_WIDE - _SIDE - _MARGIN) / len(lines))
     side, step, used = cell * len(lines), -(-n // len(lines)), _used(lines)
+    looks = np.array([[_LOOKS[sign].fill for sign in line] for line in lines], object)
+
+    def title(q: int, k: int, count: int) -> str:
+        keys = _span("key", "keys", k, count, step, n)
+        return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[lines[q][k]].meaning}"
 
     def body() -> Iterator[str]:
         yield text(_SIDE, 18, "keys →")
         yield f'<text transform="translate({_MARGIN + 2},{_TOP}) rotate(90)">queries →</text>'
         yield text(_SIDE, 35, "0")
         yield text(_SIDE + side, 35, f"{n - 1:,}", ' text-anchor="end"')
-        for q, line in enumerate(lines):
-
-            def title(k: int, count: int, q: int = q, line: str = line) -> str:
-                keys = _span("key", "keys", k, count, step, n)
-                return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[line[k]].meaning}"
-
-            yield from cell_row(_SIDE, _TOP + q * cell, [_LOOKS[sign].fill for sign in line], cell, cell, title)
-        yield grid_lines(_SIDE, _TOP, len(lines), len(lines), cell, cell)
+        yield from Grid(looks, cell, cell, title=title).svg(_SIDE, _TOP)
         y = _TOP + side + 12
         for sign in used:
             yield from legend(_SIDE, y, [_LOOKS[sign]])

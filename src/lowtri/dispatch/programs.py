@@ -23,8 +23,7 @@ from lowtri.dispatch.eager import autocast_device, run_eagerly, without_autocast
 from lowtri.dispatch.prepared import PreparedCall, prepared_call
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
-from lowtri.masks.serialisation import pack, unpack
-from lowtri.masks.text import as_mask
+from lowtri.masks.text import as_mask, pack, unpack
 from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 

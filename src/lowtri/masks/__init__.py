@@ -5,15 +5,13 @@ Each file imports only from the files above it:
 tile          positions, and the three answers for a tile
 arrays        users' arrays and tensors as NumPy arrays, checked; frozen copies of them
 mask          Mask: answers, tables, text, and the operators ``& | ~ -``
-grammar       the parser for mask texts
-text          a mask from a text or from a user's argument
+text          a mask from a text or from a user's argument; masks as texts with arrays
 formulas      causal, full, window, band, first, strided
 array_masks   keys, table, hidden
 label_masks   what compares labels: chunks, documents
 custom_masks  where (a function of the user's), heads (a mask for each query head)
-serialisation a mask as a text and a list of arrays
-plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
-ranges        the ranges of keys that each query sees, from a plan
+plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs;
+              the ranges of keys that each query sees
 picture       pictures of masks as text and as SVG, and how many positions show a mask
 """
 
@@ -29,7 +27,6 @@ from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
 
 __all__ = [
     "EMPTY",
-    "END",
     "FULL",
     "PARTIAL",
     "POSITION_MAX",
@@ -51,9 +48,6 @@ __all__ = [
     "where",
     "window",
 ]
-
-END = POSITION_MAX
-"""Another name of POSITION_MAX, as the end of a tile that has none."""
 
 for _method in (pairs, is_causal, draw, save):  # Mask declares them; the files that define them import it
     setattr(Mask, _method.__name__, _method)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.array_masks import Table
+from lowtri.masks.arrays import in_numpy
 from lowtri.masks.mask import Mask, first_position
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count
@@ -369,9 +370,11 @@ def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
 def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
     if weights is None:
         return None
-    if hasattr(weights, "detach"):  # a torch tensor, on any device, in any dtype
-        weights = weights.detach().cpu().double().numpy()
-    array = np.asarray(weights, np.float64)
+    numbers = in_numpy("weights", weights)
+    if isinstance(numbers, str) or numbers.dtype.kind not in "fiub":
+        given = numbers if isinstance(numbers, str) else f"weights are {numbers.dtype}"
+        raise MaskError(f"draw: {given}, but expected real numbers, ({nq}, {nk}). Fix: pass them after the softmax.")
+    array = numbers.astype(np.float64)
     if array.ndim not in (2, 3, 4) or array.shape[-2:] != (nq, nk):
         raise MaskError(f"draw: weights have shape {array.shape}, but the picture has ({nq}, {nk}) pairs.")
     if max(nq, nk) > MAX_CELLS:

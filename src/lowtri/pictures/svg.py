@@ -336,6 +336,7 @@ def strips_svg(
     left = _MARGIN + LETTER * max(len(strip.label) + bool(strip.label) for strip in strips)
     right, top = left + columns * cell, 44 + 6 * bool(last)
     bottom = top + len(strips) * _ROW + 34
+    grid = Grid(np.array([[states[state].fill for state in strip.cells] for strip in strips], object), cell, _ROW)
     entries = [(states[i].fill, states[i].meaning) for i in sorted({int(i) for strip in strips for i in strip.cells})]
 
     def body() -> Iterator[str]:
@@ -346,9 +347,8 @@ def strips_svg(
         for i, strip in enumerate(strips):
             y = top + i * _ROW
             yield from [text(_MARGIN, y + 16, strip.label)] * bool(strip.label)
-            yield from cell_row(left, y, [states[state].fill for state in strip.cells], cell, _ROW)
             yield from [text(right + 10, y + 16, strip.remark)] * bool(strip.remark)
-        yield grid_lines(left, top, len(strips) if columns else 0, columns, cell, _ROW)
+        yield from grid.svg(left, top) if columns else ()
         yield text(left, bottom - 18, below)
         for i, entry in enumerate(entries):
             yield from legend(_MARGIN, bottom + 20 * i, [entry])

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lowtri.errors import VerifyError
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
-from lowtri.pictures.svg import HIDDEN, LETTER, cell_row, document, fill, grid_lines, legend, text
+from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, legend, text
 
 __all__ = ["Finding", "VerifyReport"]
 
@@ -183,14 +185,14 @@ class VerifyReport:
             LETTER * max(map(len, names)) + 16,
             {status for each in self.results.values() for status in each.values()},
         )
+        looks = np.array([[_LOOKS[status] for status in self.results[name].values()] for name in names], object)
 
         def body() -> Iterator[str]:
             yield from (text(left + i * wide, 20, dtype) for i, dtype in enumerate(dtypes))
             for i, name in enumerate(names):
                 yield text(8, 28 + i * high + 12, name)
-                statuses = list(self.results[name].values())
-                yield from cell_row(left, 28 + i * high, (_LOOKS[status] for status in statuses), wide, high)
-            yield grid_lines(left, 28, len(names), len(dtypes), wide, high)
+            if names:
+                yield from Grid(looks, wide, high).svg(left, 28)
             for i, status in enumerate(status for status in _LOOKS if status in used):
                 yield from legend(left, 36 + (len(names) + 1.25 * i) * high, [(_LOOKS[status], status)])
 

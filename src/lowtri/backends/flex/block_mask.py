@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowtri.backends.flex.mask_mods import mask_mod_of
-from lowtri.masks.plan import TILE_Q, Plan
-from lowtri.masks.ranges import row_of_runs
+from lowtri.masks.plan import TILE_Q, Plan, row_of_runs
 from lowtri.masks.tile import FULL
 
 __all__ = ["block_mask_of", "block_mask_of_blocks", "blocks_of_plan"]

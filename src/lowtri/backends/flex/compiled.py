@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lowtri.backends.base import Prepared
 from lowtri.backends.flex.block_mask import block_mask_of
-from lowtri.masks.plan import Plan
-from lowtri.masks.ranges import keys_seen, queries_that_see
+from lowtri.masks.plan import Plan, keys_seen, queries_that_see
 from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["Compiled", "score_mod_of", "with_sinks"]

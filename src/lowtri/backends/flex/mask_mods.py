@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtri.masks.plan import TILE_Q, Plan
-from lowtri.masks.ranges import key_ranges, row_of_runs, tile_patterns
+from lowtri.masks.plan import TILE_Q, Plan, key_ranges, row_of_runs, tile_patterns
 from lowtri.masks.tile import FULL
 
 __all__ = ["MaskMod", "mask_mod_of"]
