@@ -24,7 +24,7 @@ from typing import Any
 
 from lowtri.benching.machine import facts
 from lowtri.nn.gguf import converted
-from lowtri.nn.packaged import PACKAGED
+from lowtri.nn.names import PACKAGED
 
 NEW, PAUSE = 24, 0.3  # tokens of a run, and seconds before it
 VOCABULARY = 49152

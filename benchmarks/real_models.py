@@ -116,7 +116,7 @@ def cases(part: str, dtype: torch.dtype, runners: list[str]) -> Iterator[Case]:
 
 def smollm2() -> Path | None:
     from lowtri.nn.gguf import converted
-    from lowtri.nn.packaged import PACKAGED
+    from lowtri.nn.names import PACKAGED
 
     try:
         return converted(PACKAGED["smollm2"].path(), print)

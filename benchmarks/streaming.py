@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 import lowtri
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.rotary import apply_rotary, rotary_tables
+from lowtri.nn.positions import apply_rotary, rotary_tables
 
 CONTEXT, WINDOW, SINKS = 128, 32, 4
 

@@ -16,8 +16,8 @@ import torch
 
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.packaged import Packaged
-from lowtri.nn.rotary import from_pairs
+from lowtri.nn.names import Packaged
+from lowtri.nn.positions import from_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,7 +16,7 @@ from lowtri import KVCache, generate
 from lowtri.errors import CallError
 from lowtri.generation.sampling import Sampling, choose
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.rotary import apply_rotary, rotary_tables
+from lowtri.nn.positions import apply_rotary, rotary_tables
 
 VOCABULARY = 61
 RAGGED = (9, 2, 14)

@@ -17,7 +17,7 @@ from lowtri.cli.main import main
 from lowtri.lesson import numbers, timing
 from lowtri.lesson.languages import LANGUAGES, assets, markup, texts
 from lowtri.lesson.page import file_name, lesson_page, programs, write_lesson
-from lowtri.nn.packaged import PACKAGED
+from lowtri.nn.names import PACKAGED
 
 SECTIONS = (
     *(

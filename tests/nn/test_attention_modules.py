@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.nn import MaskedSelfAttention, MultiHeadAttention, sinusoidal
-from lowtri.nn.rotary import apply_rotary, rotary_tables
+from lowtri.nn.positions import apply_rotary, rotary_tables
 from rounding import with_rounding
 
 WRITE_A_POEM = torch.tensor([[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]])

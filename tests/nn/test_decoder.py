@@ -110,7 +110,7 @@ def test_a_cache_changes_nothing(mask, chunks):
 
 def test_only_a_contiguous_cache_passes_no_positions_to_attention(monkeypatch):
     """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
-    from lowtri.nn import multi_head
+    from lowtri.nn import attention as multi_head
 
     told, attend = [], multi_head.attention
 

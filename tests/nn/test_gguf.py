@@ -16,9 +16,9 @@ import torch
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
+from lowtri.nn.config import GPT2Config
 from lowtri.nn.gguf import converted
-from lowtri.nn.gpt2 import GPT2Config
-from lowtri.nn.rotary import RopeScaling, rotary_frequencies
+from lowtri.nn.positions import RopeScaling, rotary_frequencies
 from rounding import with_rounding
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -272,7 +272,7 @@ def test_a_byte_level_tokenizer_is_restored(begin: bool, tmp_path: Path) -> None
 
 
 def test_the_pieces_of_each_pre_tokenizer(tmp_path: Path) -> None:
-    from lowtri.nn.gguf_tokenizer import tokenizer_of
+    from lowtri.nn.gguf import tokenizer_of
 
     cuts = {}
     for cut in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
@@ -290,7 +290,7 @@ def test_the_pieces_of_each_pre_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
-    from lowtri.nn.gguf_tokenizer import tokenizer_of
+    from lowtri.nn.gguf import tokenizer_of
 
     letters = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁catsh"]
     joined = {"at": -1.0, "▁c": -2.0, "ca": -3.0, "▁cat": -4.0, "hat": -5.0, "▁s": -6.0}
@@ -319,7 +319,7 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_tokenizers_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
-    from lowtri.nn.gguf_tokenizer import tokenizer_of
+    from lowtri.nn.gguf import tokenizer_of
 
     with pytest.raises(DataError, match=words):
         tokenizer_of({**byte_level()[0], **fields}, tmp_path)

@@ -18,7 +18,7 @@ from lowtri.cli.main import main
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import save
-from lowtri.nn.hub import FILES
+from lowtri.nn.names import FILES
 from lowtri.training.corpus import learn
 
 NAME = "some-org/a.model_1"

@@ -20,7 +20,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text, template_of
 from lowtri.nn.checkpoint import load, save
-from lowtri.nn.gpt2 import GPT2Config
+from lowtri.nn.config import GPT2Config
 from rounding import with_rounding
 
 VOCABULARY = 97

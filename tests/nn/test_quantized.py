@@ -18,11 +18,9 @@ from lowtri.cli.main import main
 from lowtri.compat import torch_quantized
 from lowtri.errors import CallError, DataError
 from lowtri.nn import Decoder, DecoderConfig, GPT2Config, RecurrentConfig, RecurrentLM
-from lowtri.nn.checkpoint import save
-from lowtri.nn.multi_head import MultiHeadAttention
-from lowtri.nn.pretrained import load_named
-from lowtri.nn.products import MEASURED, WEIGHTS, Choices
-from lowtri.nn.quantized import QuantizedLinear, quantize
+from lowtri.nn.attention import MultiHeadAttention
+from lowtri.nn.checkpoint import load_named, save
+from lowtri.nn.quantized import MEASURED, WEIGHTS, Choices, QuantizedLinear, quantize
 
 pytestmark = pytest.mark.filterwarnings("error")
 

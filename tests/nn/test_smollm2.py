@@ -15,7 +15,7 @@ from lowtri.errors import DataError
 from lowtri.nn import Decoder
 from lowtri.nn.chat import chat_text
 from lowtri.nn.gguf import converted
-from lowtri.nn.packaged import PACKAGED
+from lowtri.nn.names import PACKAGED
 
 try:
     FILE = PACKAGED["smollm2"].path()

@@ -34,8 +34,8 @@ def command(
     with the cache, as in generating. A causal model gives the same figures in both; one that saw the future does not.
     """
     from lowtri.errors import DataError
-    from lowtri.nn.pretrained import load_named
-    from lowtri.nn.tokenizer import encode
+    from lowtri.nn.checkpoint import load_named
+    from lowtri.nn.files import encode
     from lowtri.training.corpus import read_files
     from lowtri.training.evaluate import evaluate
 

@@ -98,8 +98,8 @@ def command(
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
     from lowtri.explaining.steps import explain
-    from lowtri.nn.pretrained import load_named
-    from lowtri.nn.tokenizer import encode
+    from lowtri.nn.checkpoint import load_named
+    from lowtri.nn.files import encode
 
     layers = _layers_of(name) if layer else None
     if layers is not None and layer >= layers:  # before the weights are loaded

@@ -74,8 +74,8 @@ def command(
     from lowtri.errors import DataError
     from lowtri.generation.text import Pieces
     from lowtri.nn.chat import chat_text
-    from lowtri.nn.pretrained import load_named
-    from lowtri.nn.tokenizer import encode
+    from lowtri.nn.checkpoint import load_named
+    from lowtri.nn.files import encode
 
     use_threads(threads)
     prompt = _prompt(prompt, prompt_file)

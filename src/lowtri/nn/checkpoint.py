@@ -19,25 +19,31 @@ Files are written atomically.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from lowtri.errors import DataError
 from lowtri.extras import require
 from lowtri.files import write_atomically, write_text
 from lowtri.masks import Mask
-from lowtri.nn.checkpoint_reader import RECURRENT, read_checkpoint
+from lowtri.nn.checkpoint_reader import RECURRENT, as_dtype, read_checkpoint
 from lowtri.nn.config import GPT2Config, RecurrentConfig
 from lowtri.nn.decoder import Decoder
-from lowtri.nn.gpt2 import to_conv1d
-from lowtri.nn.layout_written import to_json
+from lowtri.nn.files import load_tokenizer
+from lowtri.nn.hf_config import to_conv1d, to_json
+from lowtri.nn.names import folder_of
+from lowtri.nn.quantized import WEIGHTS
 from lowtri.nn.recurrent import RecurrentLM
-from lowtri.nn.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BEGIN", "END", "load", "load_tokenizer", "save"]
+__all__ = ["BEGIN", "END", "Pretrained", "load", "load_named", "load_tokenizer", "save"]
+
 
 BEGIN, END = "<|begin|>", "<|end|>"  # begin- and end-of-document tokens of tokenizers that lowtri trains
 
@@ -104,3 +110,41 @@ def _tokenizer_config(config: Any, ends: dict[str, int | None]) -> dict[str, Any
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+class Pretrained(NamedTuple):
+    """A loaded checkpoint."""
+
+    model: Decoder | RecurrentLM
+    tokenizer: Tokenizer | None
+    folder: Path
+
+
+def load_named(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    mask: Mask | str | None = None,
+    weights: str | None = None,
+    note: Callable[[str], object] | None = None,
+) -> Pretrained:
+    """A model by its name: see :func:`~lowtri.nn.names.folder_of` for names, :meth:`lowtri.nn.Decoder.from_pretrained` for the rest.
+
+    Args:
+        weights: quantize the model, see :meth:`lowtri.nn.Decoder.quantize`; the rest of it is then float32 by default.
+
+    Raises:
+        DataError: if there is no such model, a file is missing or damaged, or describes an unsupported model.
+    """
+    if weights is not None and weights not in WEIGHTS:
+        raise DataError(f"weights is {weights!r:.60}. Fix: {', '.join(WEIGHTS)}")
+    wanted = as_dtype(dtype if weights is None else dtype or torch.float32)
+    folder = folder_of(name, note)
+    model, tokenizer = load(folder, mask=mask)
+    if wanted is not None:
+        model = model.to(wanted)
+    if weights is not None:
+        if not isinstance(model, Decoder):
+            raise DataError(f"{name} holds a RecurrentLM, which cannot be quantized. Fix: leave weights out")
+        model.quantize(weights)
+    return Pretrained(model, tokenizer, folder)

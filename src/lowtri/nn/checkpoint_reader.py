@@ -14,8 +14,7 @@ from lowtri.extras import require
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig, check_sizes
 from lowtri.nn.files import brief, file_in, read_json
-from lowtri.nn.gpt2 import from_conv1d
-from lowtri.nn.layout import end_ids, from_json
+from lowtri.nn.hf_config import end_ids, from_conv1d, from_json
 
 __all__ = ["RECURRENT", "Checkpoint", "as_dtype", "read_checkpoint"]
 

@@ -1,4 +1,4 @@
-"""The configuration of a decoder, with the names of Llama's ``config.json``."""
+"""The configurations of the models, with the names of Llama's ``config.json``, and attributes that are set only once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.rotary import RopeScaling
+from lowtri.nn.positions import RopeScaling
 
-__all__ = ["CELLS", "DecoderConfig", "GPT2Config", "RecurrentConfig", "check_sizes"]
+__all__ = ["CELLS", "DecoderConfig", "Fixed", "GPT2Config", "RecurrentConfig", "check_sizes"]
+
 
 CELLS = ("lstm", "gru", "rnn")  # of a RecurrentLM
 
@@ -198,3 +199,43 @@ def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) 
                 f"{where}: config and weights do not fit together: {name} is {value!r:.30},\n"
                 f"  and the weights are {len(shapes)} tensors of {most['vocab_size']} numbers in all"
             )
+
+
+T = TypeVar("T")
+
+
+class Fixed(Generic[T]):
+    """A write-once attribute: the layers are built from it, so changing it later would not reach them.
+
+    >>> class Model:
+    ...     config: Fixed[int] = Fixed("Model(config)")
+    >>> model = Model()
+    >>> model.config = 3
+    >>> model.config = 4
+    Traceback (most recent call last):
+    lowtri.errors.CallError: Model: config is what the model was built from; set now, it would not reach the layers.
+    Fix: Model(config)
+
+    Args:
+        fix: what to do instead, for the error message.
+    """
+
+    def __init__(self, fix: str) -> None:
+        self.fix, self.name = fix, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> T:
+        if module is None or self.name not in vars(module):
+            raise AttributeError(self.name)
+        value: T = vars(module)[self.name]
+        return value
+
+    def __set__(self, module: Any, value: T) -> None:
+        if self.name in vars(module):
+            raise CallError(
+                f"{type(module).__name__}: {self.name} is what the model was built from; set now, it would not reach "
+                f"the layers.\nFix: {self.fix}"
+            )
+        vars(module)[self.name] = value

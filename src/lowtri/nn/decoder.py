@@ -20,18 +20,16 @@ from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.checkpoint_reader import as_dtype, read_checkpoint
-from lowtri.nn.config import DecoderConfig, GPT2Config
-from lowtri.nn.fixed import Fixed
-from lowtri.nn.gpt2 import GPT2Body
-from lowtri.nn.llama import LlamaBody
+from lowtri.nn.config import DecoderConfig, Fixed, GPT2Config
+from lowtri.nn.files import load_tokenizer
+from lowtri.nn.layers import GPT2Body, LlamaBody
 from lowtri.nn.names import folder_of
 from lowtri.nn.quantized import quantize
-from lowtri.nn.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from lowtri.nn.cache import Cache
+    from lowtri.nn.attention import Cache
 
 __all__ = ["Decoder", "DecoderConfig"]
 
@@ -39,7 +37,7 @@ __all__ = ["Decoder", "DecoderConfig"]
 class Decoder(nn.Module):
     """A decoder-only language model, from token ids to logits, with or without a key/value cache.
 
-    Its layers are those of Llama, or those of GPT-2 for a :class:`~lowtri.nn.gpt2.GPT2Config`.
+    Its layers are those of Llama, or those of GPT-2 for a :class:`~lowtri.nn.GPT2Config`.
 
     >>> import torch
     >>> from lowtri.nn import Decoder, DecoderConfig

@@ -1,4 +1,4 @@
-"""One compiled pass over the rows of a few tokens instead of several operators of torch.
+"""Fewer and cheaper operations for a few tokens: compiled passes over their rows, and several linear layers as one.
 
 A step of generation calls hundreds of small operators, and a call takes some microseconds more than its work. With many tokens the
 calls do not matter, and torch computes on all threads.
@@ -18,7 +18,8 @@ from lowtri.ops.guards import active_mode, is_plain
 if TYPE_CHECKING:
     from lowtri.kernels.token_rows import TokenRows
 
-__all__ = ["FewTokensNorm", "passes"]
+__all__ = ["FewTokensNorm", "joined", "passes"]
+
 
 _MOST = 2**15  # numbers: the grain size of torch's operators, which compute larger arrays on several threads
 
@@ -59,3 +60,14 @@ def _compiled() -> TokenRows | None:
         return TokenRows(target.ISA, library.code)
     except EngineError:  # there are no kernels for this machine
         return None
+
+
+def joined(*layers: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of the layers, one after the other."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])  # (sum of out, in)
+    result = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    result.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        result.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return result

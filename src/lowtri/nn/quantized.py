@@ -10,22 +10,271 @@ or widened in blocks, whichever is faster, and those of float16 are widened.
 
 A scale per token keeps tokens independent: no output depends on later tokens, on padding, or on other rows of the batch.
 Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (FBGEMM).
+
+Which of several ways to compute a product is faster depends on the CPU and on torch's libraries: MKL multiplies one row by a float32
+matrix at the speed of memory on Intel, and at half of it on AMD, where FBGEMM is faster on two float16 numbers for each weight; a bf16
+product of matrices is fast where the CPU has instructions for it. So the ways are timed where the model runs, on its own matrices, in
+its order, for some tenths of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lowtri.compat import torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError
-from lowtri.nn.few_tokens import FewTokensNorm
-from lowtri.nn.products import MEASURED, WEIGHTS, Choices, Product, rows_index
+from lowtri.nn.few_tokens import FewTokensNorm, passes
 
-__all__ = ["QuantizedLinear", "quantize"]
+__all__ = ["Choices", "MEASURED", "Product", "QuantizedLinear", "WEIGHTS", "quantize", "rows_index", "seconds"]
+
+
+Product: TypeAlias = Callable[[Tensor], Tensor]  # (..., in) to (..., out), both float32
+Runs: TypeAlias = Sequence[Sequence[Callable[[], object]]]  # for each way the same products
+
+_ROWS = (1, 4, 16, 64)  # numbers of rows that are timed; others are computed as the next larger one, more as the last
+_FEW, _MANY = _ROWS[:2], _ROWS[2:]
+_SAMPLE = 2**23  # weights that are timed: 32 MB in float32, since generating reads its weights from memory
+_MATRIX = 2**21  # of one matrix, at most
+_TURNS, _SECONDS = 4, 0.2  # no further turn begins after so long
+_GAIN = 0.9  # a way replaces an earlier one if it takes at most so much of its time: noise does not decide
+
+# AVX2 multiplies unsigned by signed bytes and adds two products in 16 bits: 8-bit weights leave 7 bits for an input. In
+# language models a few inputs are so large that 7 bits lose the others, so each input is the sum of two such numbers.
+_LEVELS = 63  # of a 7-bit number, on either side of zero
+_STEPS = 128  # between two of them; the second number reaches from -64 to 64, and 2 * 128 * 127 is a number of 16 bits
+_LEAST = 1e-30  # the unit of a row of zeros
+_BLOCK = 2**17  # weights that are widened at once: 512 KB in float32
+
+
+class Way(NamedTuple):
+    """A way to compute the products with a stored weight."""
+
+    name: str
+    make: Callable[[Tensor], Product]
+    rows: tuple[int, ...] = _ROWS  # the timed numbers of rows for which it is a candidate
+    fbgemm: bool | None = None  # True: a candidate where torch has FBGEMM (x86); False: only where it does not
+
+
+class Form(NamedTuple):
+    """How weights are stored, and the ways to multiply by them, the preferred one first."""
+
+    store: Callable[[Tensor], Tensor]
+    ways: tuple[Way, ...]
+
+    def usable(self) -> list[Way]:
+        """The ways that this machine can choose from."""
+        has = torch_quantized.why_missing() is None
+        return [way for way in self.ways if way.fbgemm in (None, has)]
+
+
+def rows_index(x: Tensor) -> int:
+    """The index of the timed number of rows that stands for those of x (..., in)."""
+    return min(bisect_left(_ROWS, x.shape[:-1].numel()), len(_ROWS) - 1)
+
+
+def seconds(ways: Runs, clock: Callable[[], float] | None = None) -> list[list[float]]:
+    """The least seconds of each run. A way runs from its first to its last one, by turns with the others.
+
+    One thread is timed in CPU time, which other load on the machine does not lengthen. (On Windows it counts in steps of 16 ms.)
+
+    >>> now = [0.0]
+    >>> def takes(seconds):
+    ...     return lambda: now.append(now.pop() + seconds)
+    >>> seconds([[takes(1.0), takes(2.0)], [takes(0.5), takes(4.0)]], lambda: now[0])
+    [[1.0, 2.0], [0.5, 4.0]]
+    """
+    if clock is None:
+        clock = time.process_time if torch.get_num_threads() == 1 and os.name == "posix" else time.perf_counter
+    least, begun = [[math.inf] * len(runs) for runs in ways], clock()
+    for turn in range(_TURNS):
+        if turn and clock() - begun > _SECONDS:  # threads without a core of their own take a hundred times as long
+            break
+        for runs, times in zip(ways, least, strict=True):
+            for i, run in enumerate(runs):
+                start = clock()
+                run()
+                times[i] = min(times[i], clock() - start)
+    return least
+
+
+class Choices:
+    """The way that runs, by the kind of weights, the matrix's shape and the number of threads; measured once, so it stays the same.
+
+    Args:
+        measure: the seconds of each run of each way.
+    """
+
+    def __init__(self, measure: Callable[[Runs], list[list[float]]] = seconds) -> None:
+        self._measure = measure
+        self._known: dict[tuple[str, torch.Size, int], tuple[Way, ...]] = {}
+
+    def ways(self, weights: str, matrix: Tensor) -> tuple[Way, ...]:
+        """The way for each timed number of rows with a matrix (out, in)."""
+        key = (weights, matrix.shape, torch.get_num_threads())
+        if key not in self._known:
+            self.learn(weights, [matrix])
+        return self._known[key]
+
+    def learn(self, weights: str, matrices: Iterable[Tensor]) -> None:
+        """Time the ways for the shapes that are not known yet, on the first matrices of the model."""
+        form, threads = WEIGHTS[weights], torch.get_num_threads()
+        ways = form.usable()
+        sample: list[Tensor] = []
+        chosen: dict[torch.Size, list[Way]] = {}
+        for matrix in matrices:
+            enough = matrix.shape in chosen and (len(ways) == 1 or sum(x.numel() for x in sample) > _SAMPLE)
+            if not enough and (weights, matrix.shape, threads) not in self._known:
+                chosen.setdefault(matrix.shape, [])
+                sample.append(matrix)
+        parts = [form.store(matrix[: max(1, _MATRIX // max(matrix.shape[1], 1))]) for matrix in sample]
+        made = {way: [way.make(part) for part in parts] for way in ways} if len(ways) > 1 else {}
+        for rows in _ROWS:
+            candidates = [way for way in ways if rows in way.rows]
+            totals = {shape: [0.0] * len(candidates) for shape in chosen}
+            if len(candidates) > 1 and sample:
+                inputs = [torch.ones(rows, part.shape[1], dtype=torch.float32, device="cpu") for part in parts]
+                runs = [[partial(f, x) for f, x in zip(made[way], inputs, strict=True)] for way in candidates]
+                with torch.no_grad():
+                    times = self._measure(runs)
+                for i, of_way in enumerate(times):
+                    for matrix, of_run in zip(sample, of_way, strict=True):
+                        totals[matrix.shape][i] += of_run
+            for shape, total in totals.items():
+                chosen[shape].append(candidates[_first_best(total)])
+        for shape, found in chosen.items():
+            self._known.setdefault((weights, shape, threads), tuple(found))
+
+
+def _first_best(times: Sequence[float]) -> int:
+    """The index of the least time; of times that noise may have ordered, the first one."""
+    best = 0
+    for i, taken in enumerate(times):
+        best = i if taken <= _GAIN * times[best] else best
+    return best
+
+
+def _torch(weight: Tensor) -> Product:
+    return lambda x: nn.functional.linear(x, weight)
+
+
+def _two_float16(weight: Tensor) -> Product:
+    """Each weight as the sum of two float16 numbers, exact to 2**-22."""
+    exponent = math.frexp(weight.abs().max().item())[1]
+    unit = 2.0 ** max(exponent - 15, -126)  # the greatest weight is then near float16's greatest number
+    scaled = weight / unit  # exact
+    high = scaled.half().float()
+    packed = torch_quantized.pack_float16(torch.cat([high, (scaled - high) * 2**11]))
+
+    def product(x: Tensor) -> Tensor:
+        high, low = torch_quantized.linear_float16(x, packed).chunk(2, -1)
+        return torch.add(high, low, alpha=2**-11).mul_(unit)
+
+    return product
+
+
+def _bf16(weight: Tensor) -> Product:
+    return lambda x: nn.functional.linear(x.bfloat16(), weight).float()
+
+
+def _widened(weight: Tensor) -> Product:
+    """The same in float32; many CPUs have no fast bf16 product of matrices."""
+    return lambda x: nn.functional.linear(x.bfloat16().float(), weight.float()).bfloat16().float()
+
+
+def _float16(weight: Tensor) -> Product:
+    packed = torch_quantized.pack_float16(weight)
+    return lambda x: torch_quantized.linear_float16(x, packed)
+
+
+def _scales(weight: Tensor) -> Tensor:
+    """The unit of each row of 8-bit numbers, (out,)."""
+    return weight.float().abs().amax(1).clamp_min(_LEAST) / 127
+
+
+def _int8(weight: Tensor) -> Product:
+    scales = _scales(weight)
+    packed = torch_quantized.pack_int8(weight, scales)
+
+    def product(x: Tensor) -> Tensor:
+        few = passes(x)
+        if few is not None:
+            parts, unit, rows = x.new_empty(2, *x.shape), x.new_empty(*x.shape[:-1], 1), x.shape[:-1].numel()
+            x_at, unit_at = x.data_ptr(), unit.data_ptr()
+            few.split(x_at, x_at, parts.data_ptr(), unit_at, unit_at, rows, x.shape[-1], _LEVELS, _STEPS, _LEAST)
+            parts = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)  # (2, ..., out)
+            few.join(parts.data_ptr(), unit_at, rows, parts.shape[-1], 1 / _STEPS)
+            return parts[0]
+        unit = (x.abs().amax(-1, keepdim=True) / _LEVELS).clamp_min(_LEAST)  # (..., 1)
+        x = x / unit  # from -_LEVELS to _LEVELS
+        rounded = x.round()
+        parts = torch.stack([rounded, (x - rounded).mul_(_STEPS)])
+        high, low = torch_quantized.linear_int8(parts, packed, 1.0, _LEVELS + 1)
+        return torch.add(high, low, alpha=1 / _STEPS).mul_(unit)
+
+    return product
+
+
+def _in_blocks(weight: Tensor, scales: Tensor | None = None) -> Product:
+    """Weights of few bits, widened in blocks that stay in the cache, so that each is read from memory as it is stored."""
+    blocks = weight.split(max(1, _BLOCK // max(weight.shape[1], 1)))
+
+    def product(x: Tensor) -> Tensor:
+        y = torch.cat([nn.functional.linear(x, block.float()) for block in blocks], -1)
+        return y if scales is None else y.mul_(scales)
+
+    return product
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (out, in) as 8-bit numbers, and the unit of each row."""
+    scales = _scales(weight)
+    return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
+
+
+def _int8_of_torch(weight: Tensor) -> Product:
+    numbers, scales = _rounded(weight)
+    multiply = torch_quantized.int8_product()
+    if multiply is None:
+        return _in_blocks(numbers, scales)
+    return lambda x: multiply(x.reshape(-1, x.shape[-1]), numbers, scales).view(*x.shape[:-1], len(scales))
+
+
+WEIGHTS = {
+    "float32": Form(
+        lambda weight: weight.to(torch.float32, copy=True),  # a tied embedding may be changed in place
+        # Two products for each weight: this can be faster only where reading the weights takes the time.
+        (Way("torch", _torch), Way("two_float16", _two_float16, _FEW, fbgemm=True)),
+    ),
+    # To widen a weight reads and writes five times its bytes: this can be faster only where computing takes the time.
+    "bf16": Form(lambda weight: weight.bfloat16(), (Way("torch", _bf16), Way("widened", _widened, _MANY))),
+    "float16": Form(
+        lambda weight: weight,
+        (
+            Way("fbgemm", _float16, fbgemm=True),
+            Way("blocks", lambda weight: _in_blocks(weight.half()), fbgemm=False),
+        ),
+    ),
+    "int8": Form(
+        lambda weight: weight,
+        (
+            Way("fbgemm", _int8, fbgemm=True),
+            Way("torch", _int8_of_torch, fbgemm=False),
+            Way("blocks", lambda weight: _in_blocks(*_rounded(weight)), fbgemm=False),
+        ),
+    ),
+}
+
+MEASURED = Choices()  # of this process
 
 
 class QuantizedLinear(nn.Module):

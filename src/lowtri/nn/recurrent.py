@@ -16,8 +16,7 @@ from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.nn.config import RecurrentConfig
-from lowtri.nn.fixed import Fixed
+from lowtri.nn.config import Fixed, RecurrentConfig
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 

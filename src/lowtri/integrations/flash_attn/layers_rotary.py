@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn.arguments import check_tensor, whole_numbers
 from lowtri.masks import POSITION_MAX
-from lowtri.nn.rotary import rotary_frequencies
+from lowtri.nn.positions import rotary_frequencies
 
 __all__ = [
     "RotaryEmbedding",

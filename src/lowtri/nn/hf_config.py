@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of Llama and related models; :mod:`lowtri.nn.layout_written` writes it.
+"""Reads and writes the layout of transformers: ``config.json`` of Llama and related models, and the names of GPT-2's weights.
 
     model_type  differences from Llama's decoder
     llama       scaled rotary frequencies (rope_scaling linear, llama3), biases
@@ -6,7 +6,7 @@
     qwen2       biases of queries, keys and values; a sliding window
     qwen3       RMSNorm of queries and keys; a sliding window
     smollm3     layers without rotary embedding
-    gpt2        other layers: :mod:`lowtri.nn.gpt2`
+    gpt2        other layers, and other names and layouts of weights
 
 Unsupported keys that change the computation raise an error that names them. :mod:`lowtri.nn.checkpoint` describes how a
 mask is stored.
@@ -19,13 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lowtri.errors import DataError
-from lowtri.masks import Mask, as_mask
+from lowtri.masks import Mask, as_mask, causal, window
 from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.files import brief
-from lowtri.nn.rotary import RopeScaling
+from lowtri.nn.positions import RopeScaling
 
-__all__ = ["GPT2_KEYS", "KINDS", "SIZES", "end_ids", "from_json"]
+__all__ = ["GPT2_KEYS", "KINDS", "SIZES", "end_ids", "from_conv1d", "from_json", "to_conv1d", "to_json"]
+
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
 
@@ -199,3 +203,135 @@ def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
         raise DataError(f"{path}: eos_token_id {value!r:.60} came, expected an id, or a list of ids")
     return tuple(ids) or None
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def to_json(config: DecoderConfig) -> dict[str, Any]:
+    """The content of config.json."""
+    kind = _kind_of(config)
+    content: dict[str, Any] = {"model_type": kind, "lowtri_mask": repr(as_mask(config.mask))}
+    content["architectures"] = [_ARCHITECTURES[kind]]
+    sizes = {name: getattr(config, name) for name in SIZES}
+    if isinstance(config, GPT2Config):
+        content |= {name: sizes[name] for name in ("vocab_size", "tie_word_embeddings")}
+        content |= {theirs: sizes[ours] for theirs, ours in GPT2_KEYS.items()}
+        return content | {"activation_function": "gelu_new"}
+    content |= {**sizes, "rope_theta": config.rope_theta, "rope_scaling": _scaling_as_json(config)}
+    content |= {"hidden_act": "silu", "mlp_bias": config.mlp_bias, "attention_bias": config.o_bias}
+    if config.rope_layers is not None:
+        content["pad_token_id"] = None  # or transformers defaults to SmolLM3's
+        content["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
+    n = _window_size(config)
+    if n is not None:
+        content |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
+    return content
+
+
+def _kind_of(config: DecoderConfig) -> str:
+    """The model_type with which transformers computes the same."""
+    if isinstance(config, GPT2Config):
+        return "gpt2"
+    features = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
+    windowed = _window_size(config) is not None
+    kinds = {
+        (False, False, False, False, False): "mistral" if windowed else "llama",
+        (False, False, True, False, False): "qwen2",
+        (True, False, False, False, False): "qwen3",
+        (True, False, True, True, False): "qwen3",
+    }
+    if features in kinds:
+        return kinds[features]
+    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
+        return "smollm3" if config.rope_layers is not None else "llama"
+    raise DataError(
+        "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
+        f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
+        f"mask {config.mask}, rope_layers {config.rope_layers}\n"
+        "Fix: qkv_bias and o_bias alike, without the rest."
+    )
+
+
+def _window_size(config: DecoderConfig) -> int | None:
+    """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
+    mask = as_mask(config.mask)
+    match = re.search(r"window\((\d+)\)", repr(mask))
+    n = int(match.group(1)) if match else 0
+    return n if match and mask in (window(n), causal() & window(n), window(n) & causal()) else None
+
+
+def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.linear:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        **bounds,
+        "original_max_position_embeddings": scaling.original,
+    }
+
+
+# GPT-2 checkpoints store projections as (in, out), and those of queries, keys and values as one fused tensor.
+
+_NAMES = {
+    "wte": "embed_tokens",
+    "wpe": "embed_positions",
+    "ln_f": "norm",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "up_proj",
+    "mlp.c_proj": "down_proj",
+}
+_MAPS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a GPT-2 checkpoint (old and new names), renamed and transposed for a :class:`Decoder` of GPT-2."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?([\w.]+)\.(weight|bias|masked_bias)", name)
+        layer, part, kind = match.groups() if match else (None, name, "")
+        if part == "attn":
+            continue  # old checkpoints store the causal table as a weight
+        if part in _MAPS and kind == "weight" and tensor.ndim == 2:
+            tensor = tensor.T
+        prefix = "model." if layer is None else f"model.layers.{layer}."
+        if part == "attn.c_attn" and tensor.ndim and tensor.shape[0] % 3 == 0:
+            renamed |= {f"{prefix}{own}.{kind}": x for own, x in zip(_QKV, tensor.chunk(3), strict=True)}
+        else:
+            renamed[f"{prefix}{_NAMES[part]}.{kind}" if part in _NAMES else name] = tensor
+    return renamed
+
+
+def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse: tensors of such a decoder in the checkpoint's names and layout."""
+    theirs = {ours: theirs for theirs, ours in _NAMES.items()}
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
+        if match is None:
+            renamed[name] = tensor
+            continue
+        layer, part, kind = match.groups()
+        if part == _QKV[0]:
+            tensor = torch.cat([tensors[name.replace(_QKV[0], other)] for other in _QKV])
+        elif part in _QKV:
+            continue
+        own = theirs.get(part, "attn.c_attn")
+        prefix = "transformer." if layer is None else f"transformer.h.{layer}."
+        renamed[f"{prefix}{own}.{kind}"] = tensor.T if own in _MAPS and kind == "weight" else tensor
+    return renamed

@@ -1,6 +1,14 @@
-"""Llama's layers, below the output projection; :mod:`lowtri.nn.gpt2` has those of GPT-2.
+"""The layers of a Decoder, below the output projection.
 
-ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm
+Llama   ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm
+GPT-2   ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm
+
+>>> from lowtri.nn import Decoder, GPT2Config
+>>> model = Decoder(GPT2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
+>>> model(torch.tensor([[3, 1, 4, 1, 5]])).shape
+torch.Size([1, 5, 50])
+
+Source: Touvron et al. 2023; Radford et al. 2019.
 """
 
 from __future__ import annotations
@@ -9,20 +17,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
+from lowtri.nn.attention import MultiHeadAttention
 from lowtri.nn.config import DecoderConfig
-from lowtri.nn.joined import joined
-from lowtri.nn.multi_head import MultiHeadAttention
-from lowtri.nn.rotary import rotary_tables
+from lowtri.nn.few_tokens import joined
+from lowtri.nn.positions import rotary_tables
 
 if TYPE_CHECKING:
-    from lowtri.nn.cache import Cache
+    from lowtri.nn.attention import Cache
 
-__all__ = ["Embedding", "LlamaBody", "embed"]
+__all__ = ["Embedding", "GPT2Body", "LlamaBody", "embed"]
 
 
 class Embedding(nn.Embedding):
@@ -40,7 +49,7 @@ class LlamaBody(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_LlamaLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -65,7 +74,7 @@ class LlamaBody(nn.Module):
         return self.norm(x)
 
 
-class _Layer(nn.Module):
+class _LlamaLayer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         rotary = config.rope_layers is None or config.rope_layers[index]
@@ -121,3 +130,50 @@ def embed(ids: Tensor, table: nn.Embedding) -> Tensor:
             f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
             f"0 .. {table.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
         ) from None
+
+
+class GPT2Body(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(_GPT2Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Mask,
+        positions: NDArray[np.int64] | None,
+        cache: Cache | None,
+        attend: Callable[..., Any] | None,
+    ) -> Tensor:
+        # Padding, position -1, may take any embedding.
+        index = np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
+        x = embed(ids, self.embed_tokens)  # (B, N, hidden)
+        x = x + self.embed_positions(torch.from_numpy(index).to(ids.device))
+        for number, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=number, attend=attend)
+        return self.norm(x)
+
+
+class _GPT2Layer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            mask=config.mask,
+            bias=True,
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **options)
+        y = self.up_proj(self.post_attention_layernorm(x))
+        return x + self.down_proj(nn.functional.gelu(y, approximate="tanh"))
