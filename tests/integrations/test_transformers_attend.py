@@ -406,3 +406,10 @@ def test_a_dense_mask_made_in_inference_mode() -> None:
         assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
         table[..., 0] = False
         assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask != full()
+
+
+def test_a_table_that_does_not_fit_is_named_as_its_caller_names_it() -> None:
+    with pytest.raises(CallError, match=r"^Attend: mask is \(3, 3\), but the layer has 2 queries and 4 keys"):
+        read_dense_mask(torch.ones(3, 3, dtype=torch.bool), 2, 4, torch.float32, name=("Attend", "mask"))
+    with pytest.raises(CallError, match=r"^transformers: attention_mask is torch.int64 \(2, 4\)"):
+        read_dense_mask(torch.ones(2, 4, dtype=torch.int64), 2, 4, torch.float32)

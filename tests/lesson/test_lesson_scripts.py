@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import lowtri
+from lowtri.explaining.example import ENCODINGS
 from lowtri.lesson.languages import assets
-from lowtri.lesson.numbers import ENCODINGS, example
+from lowtri.lesson.numbers import example
 from lowtri.pictures.labels import split
 
 NODE = shutil.which("node")

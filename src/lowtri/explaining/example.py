@@ -19,11 +19,11 @@ from lowtri.explaining.tables import printable
 from lowtri.masks import Mask
 from lowtri.pictures.labels import split
 
-__all__ = ["SEED", "SENTENCE", "tokens_of", "untrained", "worked"]
+__all__ = ["ENCODINGS", "SEED", "SENTENCE", "drawn", "tokens_of", "untrained", "worked"]
 
 SENTENCE = "Write a poem"
 SEED = 42
-_ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
+ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
 _NOTE = (
     "The worked example: weights drawn under seed 42, untrained. Its encodings are given; the embedding is what they are\n"
     "without the position."
@@ -38,9 +38,9 @@ def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = No
            [0.3606, 0.6394, 0.    ],
            [0.0722, 0.032 , 0.8959]])
     """
-    encodings = np.array(_ENCODINGS)
+    encodings = np.array(ENCODINGS)
     position = _positions(3, 2)
-    module, _ = _draw(2, 0, SEED)
+    module, _ = drawn(2, 0, SEED)
     explanation = explain(
         module,
         encodings - position,
@@ -82,7 +82,7 @@ def untrained(
         )
     width = 2 * heads if encodings is None else encodings.shape[1]
     known = list(dict.fromkeys(tokens))
-    module, rows = _draw(width, len(known), seed)
+    module, rows = drawn(width, len(known), seed)
     position = None
     if encodings is None:
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
@@ -99,7 +99,7 @@ def tokens_of(sentence: str) -> tuple[list[str], str]:
     return tokens, how
 
 
-def _draw(width: int, tokens: int, seed: int) -> tuple[Any, NDArray[np.float64]]:
+def drawn(width: int, tokens: int, seed: int) -> tuple[Any, NDArray[np.float64]]:
     """A module and as many embeddings (tokens, width), drawn under the seed; torch's own generator stays as it was."""
     import torch
 

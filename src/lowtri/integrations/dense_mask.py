@@ -28,7 +28,15 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
 from lowtri.ops.arguments import plain_array
 
-__all__ = ["LazyMask", "MaskAndBias", "join", "read_dense_mask", "read_table"]
+__all__ = [
+    "LazyMask",
+    "MaskAndBias",
+    "bottom_right_positions",
+    "join",
+    "read_dense_mask",
+    "read_table",
+    "top_left_positions",
+]
 
 _FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
 
@@ -109,6 +117,33 @@ class LazyMask:
             )
 
 
+# lowtri's default is that keys are at 0 .. Nk-1 and queries at the last of them. Other libraries align a table of another shape than a
+# square in one of two ways; negative positions would be padding.
+
+
+def top_left_positions(nq: int, nk: int, device: Any = None) -> dict[str, Any]:
+    """The positions to pass to ``attention`` where the first query stands at the first key, as torch's ``is_causal`` has it.
+
+    >>> top_left_positions(2, 4), top_left_positions(4, 4)
+    ({'q_positions': array([0, 1])}, {})
+
+    Args:
+        device: of tensors, which a traced program needs.
+    """
+    if nq == nk:
+        return {}
+    return {"q_positions": torch.arange(nq, device=device) if torch.compiler.is_compiling() else np.arange(nq)}
+
+
+def bottom_right_positions(nq: int, nk: int) -> dict[str, Any]:
+    """The positions to pass to ``attention`` where the last query stands at the last key, as flash-attn has it.
+
+    >>> bottom_right_positions(4, 2)
+    {'q_positions': array([0, 1, 2, 3]), 'k_positions': array([2, 3])}
+    """
+    return {} if nq <= nk else {"q_positions": np.arange(nq), "k_positions": np.arange(nq - nk, nq)}
+
+
 def _all_hidden(mask: Mask, q0: int, q1: int, k0: int, k1: int) -> bool:
     return bool(np.all(mask.tile(q0, q1, k0, k1) == EMPTY))
 
@@ -137,7 +172,14 @@ class MaskAndBias(NamedTuple):
 _read: Any = WeakTensorKeyDictionary()
 
 
-def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool = False) -> MaskAndBias:
+def read_dense_mask(
+    mask: Tensor,
+    nq: int,
+    nk: int,
+    dtype: torch.dtype,
+    true_hides: bool = False,
+    name: tuple[str, str] = ("transformers", "attention_mask"),
+) -> MaskAndBias:
     """Read a table for ``nq`` queries and ``nk`` keys, outside of torch.compile.
 
     >>> import torch
@@ -150,12 +192,13 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hid
         nq, nk: how many queries and keys the call has.
         dtype: of the queries; the smallest value of this dtype hides, too.
         true_hides: whether the mask is of ``nn.MultiheadAttention``: True = hidden, and of numbers only -inf hides.
+        name: of the library and the argument, for errors.
 
     Raises:
         CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
     """
-    mask = plain_array("attention_mask", mask, "transformers")
-    shape = _in_four(mask, nq, nk)
+    mask = plain_array(name[1], mask, name[0])
+    shape = _in_four(mask, nq, nk, name)
     version = version_of(mask)
     key = (version, nq, nk, dtype, true_hides)
     entry = None if version is None else _read.get(mask)
@@ -171,32 +214,38 @@ def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hid
 
 
 def read_table(
-    mask: Tensor, nq: int, nk: int, dtype: torch.dtype, true_hides: bool = False
+    mask: Tensor,
+    nq: int,
+    nk: int,
+    dtype: torch.dtype,
+    true_hides: bool = False,
+    name: tuple[str, str] = ("transformers", "attention_mask"),
 ) -> tuple[Mask, Tensor | None, dict[str, Any]]:
     """The mask, the bias and the positions of a table, as :func:`read_dense_mask`; also inside torch.compile and torch.export."""
     if not torch.compiler.is_compiling():
-        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides)
+        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides, name)
         return lazy.mask, bias, lazy.positions
-    mask = mask.reshape(_in_four(mask, nq, nk))
+    mask = mask.reshape(_in_four(mask, nq, nk, name))
     visible = _visible(mask, dtype, true_hides)
     visible = visible.expand(*visible.shape[:2], nq, nk)
     if visible.shape[1] == 1:
         visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
-    positions = {"q_positions": torch.arange(nq, device=mask.device)} if nq > nk else {}
+    positions = top_left_positions(nq, nk, mask.device) if nq > nk else {}
     return table(visible), None if mask.dtype == torch.bool else mask, positions
 
 
-def _in_four(mask: Tensor, nq: int, nk: int) -> tuple[int, ...]:
+def _in_four(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, ...]:
     """The mask's shape in four dimensions."""
+    library, argument = name
     shape = (*(1,) * (4 - mask.ndim), *mask.shape)
     if len(shape) != 4 or shape[2] not in (1, nq) or shape[3] not in (1, nk):
         raise CallError(
-            f"transformers: attention_mask is {tuple(mask.shape)}, but the layer has {nq} queries and {nk} keys: "
+            f"{library}: {argument} is {tuple(mask.shape)}, but the layer has {nq} queries and {nk} keys: "
             f"expected (B, H, {nq}, {nk}), each size or 1."
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise CallError(
-            f"transformers: attention_mask is {mask.dtype} {tuple(mask.shape)}; as numbers for each pair they could mean "
+            f"{library}: {argument} is {mask.dtype} {tuple(mask.shape)}; as numbers for each pair they could mean "
             "two things.\nFix: bools, True = may see, or floats that are added to the scores."
         )
     return shape

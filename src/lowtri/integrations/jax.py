@@ -287,7 +287,7 @@ def _mask_nn(
         if visible.shape[1] > 1 or visible.shape[2] > 1:  # a table, whose last row is the last key's
             pairs = np.asarray(mask(np.arange(nq)[:, None], np.arange(nk)))
             visible, mask, first = visible & torch.from_numpy(pairs), full(), max(nk - nq, 0)
-        mask = join(mask, read_dense_mask(visible, nq, nk, torch.float32).lazy.mask)
+        mask = join(mask, read_dense_mask(visible, nq, nk, torch.float32, name=(_NN, "mask")).lazy.mask)
     if k_lengths is not None:
         mask = mask & keys(lengths=k_lengths.clamp(0, nk).numpy())
     index = np.arange(nq)

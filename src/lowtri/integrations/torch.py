@@ -32,7 +32,7 @@ from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations import x_transformers
-from lowtri.integrations.dense_mask import join, read_table
+from lowtri.integrations.dense_mask import join, read_table, top_left_positions
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
 from lowtri.masks.array_masks import keys
 from lowtri.masks.formulas import causal, full
@@ -308,11 +308,9 @@ def _read_masks(
     positions: dict[str, Any] = {}
     nq, nk = q.shape[2], k.shape[2]
     if is_causal:
-        mask = causal()
-        if nq != nk:  # torch aligns query 0 with key 0
-            positions = {"q_positions": torch.arange(nq)}
+        mask, positions = causal(), top_left_positions(nq, nk)
     elif attn_mask is not None:
-        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, true_hides=True)
+        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, (_NAME, "attn_mask"))
     if padding is not None:
         visible = ~padding if padding.dtype == torch.bool else padding > -torch.inf
         traced = torch.compiler.is_compiling()

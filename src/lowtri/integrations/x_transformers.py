@@ -131,5 +131,5 @@ def _read_mask(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple
     formula = causal_mask() if causal else full()
     if mask is None:
         return formula, {}
-    shown, _, positions = read_table(mask, q.shape[2], k.shape[2], q.dtype)
+    shown, _, positions = read_table(mask, q.shape[2], k.shape[2], q.dtype, name=("Attend", "mask"))
     return join(shown, formula) if causal else shown, positions

@@ -10,10 +10,8 @@ from typing import Any
 from lowtri._version import __version__
 from lowtri.lesson.languages import assets
 
-__all__ = ["ENCODINGS", "PAIR_ENCODINGS", "computed", "example", "in_texts", "stored"]
+__all__ = ["PAIR_ENCODINGS", "computed", "example", "in_texts", "stored"]
 
-SENTENCE = "Write a poem"
-ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]  # of the notebooks that teach this example
 PAIR = "The black cat <end>"
 PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
 
@@ -42,9 +40,10 @@ def computed() -> dict[str, Any]:
 
 def example() -> dict[str, Any]:
     """The worked example, and one sentence under the full and the causal mask."""
+    from lowtri.explaining.example import ENCODINGS, SEED, SENTENCE, drawn
     from lowtri.explaining.steps import explain
 
-    module = _module()
+    module, _ = drawn(2, 0, SEED)
     steps = explain(module, ENCODINGS, tokens=SENTENCE.split(), mask="causal")
     pair = explain(module, PAIR_ENCODINGS, tokens=PAIR.split(), mask="causal")["weights"]
     assert pair.unmasked is not None
@@ -59,17 +58,6 @@ def example() -> dict[str, Any]:
         },
         "pair": {"tokens": PAIR.split(), "full": pair.unmasked.tolist(), "causal": pair.value.tolist()},
     }
-
-
-def _module() -> Any:
-    """The module of the worked example, with the weights of seed 42; torch's own generator stays as it was."""
-    import torch
-
-    from lowtri.plain import MaskedSelfAttention
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(42)
-        return MaskedSelfAttention(d_model=2)
 
 
 def _forms() -> dict[str, Any]:

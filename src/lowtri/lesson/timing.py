@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
+    from lowtri.benching.timing import in_turns, seconds_of
     from lowtri.dispatch.attend import attention
 
     generator = torch.Generator().manual_seed(0)
@@ -42,11 +43,6 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     }
     with torch.no_grad():
         outputs = [form() for form in forms.values()]  # the first call of lowtri may compile
-        measured: dict[str, list[float]] = {name: [] for name in forms}
-        for _ in range(rounds):
-            for name, form in forms.items():
-                start = time.perf_counter()
-                form()
-                measured[name].append(1000 * (time.perf_counter() - start))
+        seconds = in_turns({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
     difference = max(float((output - outputs[0]).abs().max()) for output in outputs[1:])
-    return {name: statistics.median(values) for name, values in measured.items()}, difference
+    return {name: 1000 * statistics.median(values) for name, values in seconds.items()}, difference

@@ -22,6 +22,7 @@ from torch import Tensor
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
+from lowtri.integrations.dense_mask import bottom_right_positions
 from lowtri.integrations.flash_attn.arguments import (
     check_numbers,
     check_shapes,
@@ -188,9 +189,7 @@ def flash_attn_func(
     check_slopes(name, alibi_slopes, q.shape[0], q.shape[2])
     options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     nq, nk = q.shape[1], k.shape[1]
-    # Negative positions would be padding, so more queries than keys begin at 0.
-    positions = {} if nq <= nk else {"q_positions": np.arange(nq), "k_positions": np.arange(nq - nk, nq)}
-    results = options.run((x.transpose(1, 2) for x in (q, k, v)), options.mask(), positions)
+    results = options.run((x.transpose(1, 2) for x in (q, k, v)), options.mask(), bottom_right_positions(nq, nk))
     return results if return_attn_probs else results[0]
 
 

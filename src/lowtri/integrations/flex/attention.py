@@ -16,6 +16,7 @@ from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.eager import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
+from lowtri.integrations.dense_mask import top_left_positions
 from lowtri.integrations.flex.masks import check_function, mask_of
 from lowtri.integrations.flex.scores import read_score_mod, tile_function
 from lowtri.masks.formulas import full
@@ -121,8 +122,7 @@ def _attend(
     scores = read_score_mod(score_mod, shape, q.device, dtype)
     if scores.mask is not None:
         mask = mask & scores.mask if blocks is not None else scores.mask
-    # FlexAttention's q and k are indices from 0.
-    positions: dict[str, Any] = {} if nq == nk else {"q_positions": range(nq), "k_positions": range(nk)}
+    positions = top_left_positions(nq, nk)  # FlexAttention's q and k are indices from 0
     if scores.in_kernel and not want_max:
         factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
         bias = None if scores.bias is None else scores.bias.argument

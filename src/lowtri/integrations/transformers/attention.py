@@ -17,7 +17,7 @@ from lowtri.compat.torch_private import outside_graph
 from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
-from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table
+from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table, top_left_positions
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
@@ -112,7 +112,7 @@ def attend(
         mask, bias, positions = read_table(attention_mask, nq, nk, query.dtype)
     else:
         mask = "causal" if causal_layer else "full"
-        positions = {} if nq == nk else {"q_positions": torch.arange(nq, device=query.device)}
+        positions = top_left_positions(nq, nk, query.device)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if dropout:
