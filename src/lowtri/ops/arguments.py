@@ -6,7 +6,9 @@ Small calls take microseconds, so valid arguments pass with few comparisons; mes
 from __future__ import annotations
 
 import math
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ __all__ = [
     "check_positions",
     "check_recorded",
     "check_sinks",
+    "check_weights",
     "dtype_name",
     "packed",
     "plain_array",
@@ -201,6 +204,31 @@ def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
         )
     if not 0 <= _number("dropout", dropout) <= 1:
         raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
+
+
+def check_weights(shape: tuple[int, int, int, int], itemsize: int, dtype: str) -> None:
+    """Raise a CallError if the weights (B, Hq, Nq, Nk) do not fit into this machine's memory."""
+    size, available = math.prod(shape) * itemsize, _memory_bytes()
+    if available is not None and size > available:
+        raise CallError(
+            f"attention: return_weights=True makes an array {shape} of {dtype}: {size / 2**30:,.0f} GiB, and this machine has "
+            f"{available / 2**30:,.0f} GiB.\n"
+            "Fix: a part of the queries at a time, attention(q[..., a:b, :], k, v, mask, q_positions=range(a, b), return_weights=True)."
+        )
+
+
+@cache
+def _memory_bytes() -> int | None:
+    """The memory that this process may use at most; None where the system does not say."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:  # no control groups
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:

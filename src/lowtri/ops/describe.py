@@ -20,13 +20,13 @@ from lowtri.ops.arguments import (
     check_positions,
     check_recorded,
     check_sinks,
+    check_weights,
     dtype_name,
     packed,
     plain_array,
 )
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs
 from lowtri.ops.distance_bias import DistanceBias, distances_of
-from lowtri.ops.memory_limit import check_weights
 from lowtri.ops.threads import thread_count
 
 __all__ = ["arrange", "describe"]

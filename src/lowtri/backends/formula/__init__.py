@@ -2,9 +2,6 @@
 
 It supports every option, any device, and gradients to any order. Each tile is recomputed for its gradient, so memory grows with
 the tile and not with Nq x Nk. It is the plain formula of the precision contract: float16 and bf16 round inputs, weights and output.
-
-tiles             the tiles of queries
-visible_products  two products over visible pairs, forward and backward
 """
 
 from __future__ import annotations
