@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lowtri
+from lowtri.backends import cpu
 from lowtri.backends.cpu import team
-from lowtri.backends.cpu.prepared import PreparedKernels
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
@@ -34,7 +34,7 @@ def prepared(nq: int, nk: int, mask: str = "causal", *, heads: int = 4, dtype=to
     q, k, v = (torch.zeros(1, h, n, 64, dtype=dtype) for h, n in ((heads, nq), (4, nk), (4, nk)))
     arrays = [x.numpy() for x in (q, k, v)] if numpy else [q, k, v]
     call, _ = describe(*arrays, mask, CallOptions())
-    return PreparedKernels(replace(call, threads=4))
+    return cpu.prepare(replace(call, threads=4))
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_a_window_counts_the_tiles_that_it_touches() -> None:
 def test_a_call_that_sees_nothing_runs_on_one_thread() -> None:
     x = torch.zeros(1, 4, 512, 64)
     none = np.zeros((512, 512), bool)
-    ready = PreparedKernels(describe(x, x, x, lowtri.table(none), CallOptions())[0])
+    ready = cpu.prepare(describe(x, x, x, lowtri.table(none), CallOptions())[0])
     assert ready.launch.threads == 1

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 import lowtri
 from attention_cases import is_contract_precise
+from lowtri.backends.cpu import launch
+from lowtri.kernels import abi
 from lowtri.system import memory_use
 
 COMPARED = """
@@ -142,20 +144,20 @@ def test_which_engine_gives_the_reasons() -> None:
 
 
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
-    prepared_file = importlib.import_module("lowtri.backends.cpu.prepared")
-    seen, real = [], prepared_file.PreparedLaunch
+    seen, real = [], launch.PreparedLaunch.run_at
 
-    def prepared(abi, spec, fields, *rest, **named):
-        seen.append(fields)
-        return real(abi, spec, fields, *rest, **named)
+    def run_at(prepared, *addresses):
+        fields = np.frombuffer(prepared._prepared, np.int64)
+        seen.append(tuple(int(fields[launch.word(abi.DECODE, name)]) for name in ("first_key", "nk", "visible")))
+        return real(prepared, *addresses)
 
-    monkeypatch.setattr(prepared_file, "PreparedLaunch", prepared)
+    monkeypatch.setattr(launch.PreparedLaunch, "run_at", run_at)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
         output = lowtri.attention(q, k, v, mask, engine="cpu")
         assert is_contract_precise(output, q, k, v, mask)
-    assert [(fields["first_key"], fields["nk"]) for fields in seen] == [(400, 100), (0, 500)]
-    assert not seen[0]["visible"] and seen[1]["visible"]
+    assert [x[:2] for x in seen] == [(400, 100), (0, 500)]
+    assert not seen[0][2] and seen[1][2]
 
 
 @pytest.mark.parametrize("d", [16, 80, 96, 100, 192, 256])

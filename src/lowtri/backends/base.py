@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.call import Call, Inputs, Keys, Result
 
 __all__ = ["Backend", "Prepared"]
 
@@ -28,6 +28,7 @@ class Prepared:
         from_output: ``gradients`` needs nothing of the forward but its output and log-sum-exp; ``recorded`` is small, and may be None.
         formula_dtype: all gradients are those of the formula in this dtype.
         is_selective: the mask is kept to for finite, moderate numbers only, and ``accepts`` inspects them under ``engine="auto"``.
+        any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
         is_plain: q, k and v are the only inputs and the output is the only result. There are also ``record_plain(q, k, v)`` and
             ``gradients_plain(q, k, v, output, recorded, d_output)``: without tuples, small calls are ten microseconds shorter.
     """
@@ -37,10 +38,15 @@ class Prepared:
     from_output: bool = False
     formula_dtype: str | None = None
     is_selective: bool = False
+    any_keys: bool = False
     is_plain: bool = False
 
     def run(self, inputs: Inputs) -> Result:
         """The result; torch differentiates it unless the prepared call ``computes_gradients`` or has a ``formula_dtype``."""
+        raise NotImplementedError
+
+    def at(self, keys: Keys) -> Prepared | None:
+        """The same call for other keys and positions; None where it cannot run them."""
         raise NotImplementedError
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
@@ -97,10 +98,8 @@ def dispatch_key_set(*names: str) -> int:
     return keys.raw_repr()
 
 
-def forward_level() -> int:
-    """The level of forward-mode differentiation, -1 outside of it; publicly only a dual tensor shows it."""
-    return getattr(forward_ad, "_current_level", -1)
-
+# () -> the level of forward-mode differentiation, -1 outside of it; publicly only a dual tensor shows it
+forward_level = partial(getattr, forward_ad, "_current_level", -1)
 
 is_zero_tensor = _private(
     "Tensor._is_zerotensor", lambda x: False

@@ -1,9 +1,7 @@
 """From the user's arguments to a backend: check, choose by rules, prepare, cache the prepared call, run.
 
 attend            attention() and which_engine()
-eager             attention() outside torch.compile and torch.export
-signature         everything about a call except the data of its arrays: the key of the cache
-prepared          the cache of prepared calls
+prepared          a call in eager mode: its signature, the cache of prepared calls, autocast
 autograd          gradients of prepared calls
 backward          attention_backward(): gradients from a known output and log-sum-exp
 choose            which backend runs a call

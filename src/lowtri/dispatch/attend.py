@@ -6,8 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lowtri.dispatch.choose import Choice, explain_choice
-from lowtri.dispatch.eager import cast_for_autocast, run_eagerly
-from lowtri.dispatch.prepared import prepare
+from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe

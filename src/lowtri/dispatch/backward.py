@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtri.compat.torch_private import recording_gradients
-from lowtri.dispatch.eager import autocast_device, without_autocast
-from lowtri.dispatch.prepared import PreparedCall, prepared_call
+from lowtri.dispatch.prepared import PreparedCall, autocast_device, prepared_call, without_autocast
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions, Inputs, Result

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lowtri.compat.torch_private import outside_graph, recording_gradients
 from lowtri.dispatch.backward import from_output, gradients_from_output, gradients_of_results
-from lowtri.dispatch.eager import autocast_device, run_eagerly, without_autocast
-from lowtri.dispatch.prepared import PreparedCall, prepared_call
+from lowtri.dispatch.prepared import PreparedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask, pack, unpack

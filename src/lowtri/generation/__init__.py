@@ -1,7 +1,5 @@
 """Generating text: a key/value cache that evicts keys that no later query can see, and the loop from logits to tokens.
 
-buffers        the arrays of each layer, NumPy or torch
-positions      positions and rows as users pass them
 missing        rejects appends that leave a query without a key that the mask shows it
 slots          SlotAllocator: which slot holds which position
 cache_picture  which positions a cache holds, as text and SVG

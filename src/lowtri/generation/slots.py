@@ -11,19 +11,22 @@ per token is small:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.generation.buffers import Slots, as_slots
 from lowtri.generation.missing import Missing, row_masks, seen
-from lowtri.generation.positions import as_positions, following, same
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
+from lowtri.masks.arrays import positions_in_numpy
 
-__all__ = ["SlotAllocator"]
+__all__ = ["SlotAllocator", "Slots", "as_slots", "ends_of", "rows_of"]
 
+Slots: TypeAlias = "slice | NDArray[np.int64]"
+
+_INT64 = np.dtype(np.int64)
+_UNKNOWN, _NEVER = -1, -2
 _AHEAD = 64  # number of future queries for which `shift` compares the mask before and after
 
 
@@ -46,6 +49,8 @@ class SlotAllocator:
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
         self.missing = missing  # None if queries may come before keys that the mask shows them
+        # How many slots were in use when each had the position of its own number; or that an eviction rules it out.
+        self._ordered = _UNKNOWN
         self._free = np.arange(capacity)
         self._taken = 0  # how many of _free are in use
         self._since_sweep = 0  # tokens appended since the last sweep
@@ -63,7 +68,20 @@ class SlotAllocator:
 
     def contiguous(self) -> bool:
         """Whether slot i holds position i in all rows: attention's default positions."""
-        return len(self.positions) == 1 and np.array_equal(self.positions[0, : self.top], np.arange(self.top))
+        slots, new = self.slots, self.newest
+        if len(self.positions) > 1:
+            return False
+        if new.size == 1 and isinstance(slots, slice):  # the usual case: a token after those that were in order
+            if new.item() != slots.start:
+                return False
+            if self._ordered == slots.start == self.top - 1:
+                self._ordered = self.top
+                return True
+            if self._ordered == _NEVER:
+                return False
+        ordered = np.array_equal(self.positions[0, : self.top], np.arange(self.top))
+        self._ordered = self.top if ordered else _NEVER
+        return ordered
 
     def upcoming(self, n: int) -> NDArray[np.int64]:
         """Default positions of the next ``n`` tokens, (R, n)."""
@@ -80,7 +98,8 @@ class SlotAllocator:
     def allocate(self, n: int, rows: int, positions: Any = None) -> None:
         """Allocate slots for ``n`` new tokens, evicting keys and resizing as needed."""
         new = self.upcoming(n)
-        if positions is not None and not same(positions, new):
+        follows = positions is None or same(positions, new)
+        if not follows:
             new = following(positions, self.next, n, rows)
         if self.missing is not None:
             self.missing.check(new, self.next)
@@ -95,7 +114,7 @@ class SlotAllocator:
         self.positions[:, self.slots] = new
         self.newest = new
         if n:
-            self.next = np.maximum(self.next, new.max(1) + 1)
+            self.next = new[:, -1] + 1 if follows else np.maximum(self.next, new.max(1) + 1)
         self._since_sweep += n
         self.appends += 1
 
@@ -230,6 +249,7 @@ class SlotAllocator:
 
     def _list_free(self) -> None:
         """List free slots in order of use: after the newest token, then from the front, so that runs stay long."""
+        self._ordered = _UNKNOWN
         taken = (self.positions >= 0).any(0)
         used = np.flatnonzero(taken)
         self.top = int(used[-1]) + 1 if len(used) else 0
@@ -245,3 +265,81 @@ class SlotAllocator:
         if n and end > self.top:
             self.top = end
         return slots
+
+
+def as_slots(slots: NDArray[np.int64]) -> Slots:
+    """The slots as a slice where they are consecutive: slices are copied without an index."""
+    n = len(slots)
+    if n == 0:
+        return slice(0, 0)
+    start = int(slots[0])
+    # Free slots ascend in at most two runs, so comparing the ends nearly suffices; moved ones may be in any order.
+    if int(slots[-1]) - start == n - 1 and (n <= 2 or bool(np.all(np.diff(slots) == 1))):
+        return slice(start, start + n)
+    return slots
+
+
+# Positions as users pass them (lists, NumPy arrays or tensors), checked and converted to int64.
+
+
+def as_positions(positions: Any, name: str = "append: positions") -> NDArray[np.int64]:
+    """Integers below POSITION_MAX; negative ones mean "no token here"."""
+    return positions_in_numpy(name, positions, "(N,) or (B, N)")
+
+
+def same(positions: Any, known: NDArray[np.int64]) -> bool:
+    """Whether positions equal the known ones (R, N) in value and shape: by content, since the array may have been changed."""
+    if type(positions) is np.ndarray and positions.dtype == _INT64:
+        shape = positions.shape
+        if shape in (known.shape, known.shape[1:]) and positions.tobytes() == known.tobytes():
+            return True  # several times faster than array_equal
+    rows = np.atleast_2d(as_positions(positions))
+    return rows.shape == known.shape and bool(np.all(np.maximum(rows, -1) == known))
+
+
+def following(positions: Any, start: NDArray[np.int64], n: int, rows: int) -> NDArray[np.int64]:
+    """Positions of ``n`` new tokens, (n,) or (rows, n), as (R, n); they must increase in each row, from ``start`` (R,) on."""
+    positions = as_positions(positions)
+    new = np.maximum(np.atleast_2d(positions), -1)
+    if new.shape not in ((1, n), (rows, n)):
+        raise CallError(
+            f"append: positions {positions.shape} do not fit {n} new tokens in {rows} rows: expected ({n},) or ({rows}, {n})."
+        )
+    if len(new) < len(start):
+        new = np.broadcast_to(new, (len(start), n))
+    last = np.broadcast_to(start[:, None] - 1, (len(new), 1))
+    before = np.maximum.accumulate(np.concatenate([last, new], 1), 1)[:, :-1]
+    if np.any((new <= before) & (new >= 0)):
+        raise CallError(
+            f"append: positions {positions.tolist() if positions.size <= 16 else positions.shape} go back: "
+            f"the next position is {start.tolist()}, and positions must increase.\nFix: crop(n) first, to remove tokens."
+        )
+    return new
+
+
+def rows_of(index: Any, size: int, mask: Mask) -> NDArray[np.int64]:
+    """Rows of a batch of this size; each must get a row with the same mask as its own."""
+    rows = as_positions(index, "reorder: index")
+    if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
+        raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
+    masks, heads = (*mask.batch, 1, 1)[:2]
+    if masks > 1 and (
+        len(rows) != size
+        or any(mask.at(i, h) != mask.at(int(row), h) for i, row in enumerate(rows) for h in range(heads))
+    ):
+        raise CallError(
+            f"reorder: index is {rows.tolist()}, but {mask!r} differs from row to row, and masks are not reordered.\n"
+            "Fix: reorder only among rows that have the same mask."
+        )
+    return rows
+
+
+def ends_of(n: Any, rows: int) -> NDArray[np.int64]:
+    """The next position after a crop: one for all rows, (1,), or one for each, (rows,)."""
+    ends = np.atleast_1d(as_positions(n, "crop: n"))
+    if ends.ndim != 1 or len(ends) not in (1, rows) or np.any(ends < 0):
+        raise CallError(
+            f"crop: n is {ends.tolist()}; it is the position of the next token, at least 0, "
+            f"one for all or one for each of {rows} rows."
+        )
+    return ends

@@ -20,7 +20,10 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.tile import FULL
 
-__all__ = ["ArrayInfo", "Call", "CallOptions", "Inputs", "Result", "seen_keys"]
+__all__ = ["FEW_QUERIES", "ArrayInfo", "Call", "CallOptions", "Inputs", "Keys", "Result", "positions_of", "seen_keys"]
+
+FEW_QUERIES = 16  # a call of fewer is prepared for any number of keys where its kernel reads a cache
+_PAIRS_AT_ONCE = 2**18  # of a table whose rows differ: 2 MB of distances
 
 
 class ArrayInfo(NamedTuple):
@@ -63,6 +66,17 @@ class Result(NamedTuple):
     output: Any  # (B, Hq, Nq, Dv), the dtype of q
     weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
     lse: Any = None  # (B, Hq, Nq), at least float32
+
+
+class Keys(NamedTuple):
+    """What changes from token to token where few queries read a cache: how many keys, where they lie, and all positions."""
+
+    nk: int
+    k_strides: tuple[int, ...]  # (B, Hkv, Nk, D), in elements
+    v_strides: tuple[int, ...]
+    q_positions: NDArray[np.int64] | None  # (B|1, Nq); None: the default
+    k_positions: NDArray[np.int64] | None  # (B|1, Nk)
+    bounds: tuple[int, int, int, int]  # the least and the greatest position of the queries, and of the keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +128,23 @@ class Call:
     @cached_property
     def shows_all(self) -> bool:
         """Whether every query sees every key; decided from the bounds of the positions, so it may be False without need."""
+        return self._shows(self.bounds)
+
+    @property
+    def bounds(self) -> tuple[int, int, int, int]:
+        """The least and the greatest position of the queries, and of the keys; of none, -1."""
         q, k = self.q_positions, self.k_positions
-        if self.mask.batch or 0 in (q.size, k.size):
+        if 0 in (q.size, k.size):
+            return -1, -1, -1, -1
+        if not self.positions_given:  # consecutive
+            return int(q[0, 0]), int(q[0, -1]), 0, k.shape[1] - 1
+        return int(q.min()), int(q.max()), int(k.min()), int(k.max())
+
+    def _shows(self, bounds: tuple[int, int, int, int]) -> bool:
+        q_low, q_high, k_low, k_high = bounds
+        if self.mask.batch or q_low < 0 or k_low < 0:
             return False
-        if not self.positions_given:  # consecutive: the first and the last are the bounds
-            return self.mask.tile(int(q[0, 0]), int(q[0, -1]) + 1, 0, k.shape[1]) is FULL
-        if q.min() < 0 or k.min() < 0:
-            return False
-        return bool(self.mask.tile(int(q.min()), int(q.max()) + 1, int(k.min()), int(k.max()) + 1) == FULL)
+        return self.mask.tile(q_low, q_high + 1, k_low, k_high + 1) is FULL
 
     def plan(self, tile_k: int = 128) -> Plan:
         """The plan of the mask at these positions."""
@@ -129,14 +152,14 @@ class Call:
 
     def visible(self, start: int = 0, stop: int | None = None, k0: int = 0, k1: int | None = None) -> NDArray[np.bool_]:
         """The table of visible pairs among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
-        q, k, mask = self.q_positions[:, start:stop], self.k_positions[:, k0:k1], self.mask
-        if len(q) == len(k) == 1 and not mask.batch:
-            return np.asarray(mask(q[0][:, None], k[0][None, :]))[None, None]
-        rows, heads = max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1]
-        out = np.empty((rows, heads, q.shape[1], k.shape[1]), bool)
-        for b, h in np.ndindex(rows, heads):
-            out[b, h] = mask.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
-        return out
+        return _table(self.mask, self.q_positions[:, start:stop], self.k_positions[:, k0:k1])
+
+    def visible_of(self, keys: Keys) -> NDArray[np.bool_] | None:
+        """The table of visible pairs at other keys, (B|1, Hq|1, Nq, Nk); None where every query sees every key."""
+        if self._shows(keys.bounds):
+            return None
+        q, k = positions_of(self.mask, self.q.shape[2], keys.nk, keys.q_positions, keys.k_positions)
+        return _table(self.mask, q, k)
 
     def restore(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank of the user's q."""
@@ -150,6 +173,39 @@ class Call:
         shapes = f"q {tuple(self.q.shape)}   k {tuple(self.k.shape)}   {self.dtype}   {self.device}"
         text = repr(self.mask)
         return f"{shapes}   mask {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _table(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The visible pairs of queries and keys at these positions, (B|1, N) each: (B|1, Hq|1, nq, nk)."""
+    if not mask.batch and len(q) == len(k) == 1:
+        return np.asarray(mask(q[0][:, None], k[0][None, :]))[None, None]
+    if not mask.batch and max(len(q), len(k)) * q.shape[1] * k.shape[1] <= _PAIRS_AT_ONCE:
+        return np.asarray(mask(q[:, :, None], k[:, None, :]))[:, None]
+    rows, heads = max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1]
+    out = np.empty((rows, heads, q.shape[1], k.shape[1]), bool)
+    for b, h in np.ndindex(rows, heads):
+        out[b, h] = mask.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
+    return out
+
+
+def positions_of(
+    mask: Mask, nq: int, nk: int, q_positions: NDArray[np.int64] | None, k_positions: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The positions of the queries and of the keys, (B|1, N) each, where None stands for the default."""
+    start = max(nk - nq, 0)
+    keys = _consecutive(0, nk) if k_positions is None else k_positions
+    if q_positions is not None:
+        return q_positions, keys
+    if k_positions is not None and mask.depends_on_query:
+        return keys[:, start:], keys  # those of the last keys, also where they are shifted, padded or differ by row
+    return _consecutive(start, start + nq), keys
+
+
+def _consecutive(start: int, stop: int) -> NDArray[np.int64]:
+    """start .. stop - 1 as positions, (1, N)."""
+    positions = np.arange(start, stop)[None]
+    positions.setflags(write=False)
+    return positions
 
 
 def seen_keys(visible: NDArray[np.bool_]) -> slice | None:

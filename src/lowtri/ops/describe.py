@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.mask import default_positions
@@ -25,7 +24,7 @@ from lowtri.ops.arguments import (
     packed,
     plain_array,
 )
-from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs
+from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.ops.threads import thread_count
 
@@ -58,18 +57,13 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     if return_weights and (isinstance(q, np.ndarray) or q.is_cpu):
         check_weights((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
     given = q_positions is not None or k_positions is not None
-    keys = _consecutive(0, nk) if k_positions is None else check_positions("k_positions", k_positions, rows, nk)
-    start = max(nk - nq, 0)
+    if k_positions is not None:
+        k_positions = check_positions("k_positions", k_positions, rows, nk)
     if q_positions is not None:
-        queries = check_positions("q_positions", q_positions, rows, nq)
+        q_positions = check_positions("q_positions", q_positions, rows, nq)
     elif nq > nk and mask.depends_on_query:
         default_positions(mask, nq, nk)  # raises with the fix
-    elif k_positions is not None and mask.depends_on_query:
-        queries = keys[
-            :, start:
-        ]  # the positions of the last nq keys, also where they are shifted, padded or differ by row
-    else:
-        queries = _consecutive(start, start + nq)
+    queries, keys = positions_of(mask, nq, nk, q_positions, k_positions)
     if mask.row_lengths:
         end = 1 + max((int(x.max()) for x in (queries, keys) if x.size), default=-1)
         check_row_lengths("attention", mask, end, whole=not given)
@@ -158,10 +152,3 @@ def _opaque(inputs: Inputs) -> str | None:
         if x is not None and not is_plain(x):
             return f"{name} is a {type(x).__name__} or a view whose data does not lie in memory as it is"
     return active_mode()
-
-
-def _consecutive(start: int, stop: int) -> NDArray[np.int64]:
-    """start .. stop - 1 as positions, (1, N)."""
-    positions = np.arange(start, stop)[None]
-    positions.setflags(write=False)
-    return positions

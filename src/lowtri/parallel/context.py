@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lowtri.dispatch.eager import autocast_device, cast_for_autocast, without_autocast
+from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask, as_mask
 from lowtri.parallel import collectives

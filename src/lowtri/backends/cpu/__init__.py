@@ -6,7 +6,9 @@ Where there is no library of kernels for this machine, ``supports`` gives the re
 from __future__ import annotations
 
 from lowtri.backends.base import Prepared
+from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.backends.cpu.specs import is_decoded
 from lowtri.kernels import library
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
@@ -35,4 +37,4 @@ def supports(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Prepared:
-    return PreparedKernels(call)
+    return CpuDecode(call) if not call.needs_grad and is_decoded(call) else PreparedKernels(call)

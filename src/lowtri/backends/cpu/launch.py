@@ -6,6 +6,8 @@ A launch is prepared from everything about a call except its addresses. It can r
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +19,7 @@ from lowtri.kernels.library import code
 from lowtri.kernels.threads import run_team
 from lowtri.kernels.variants import symbol
 
-__all__ = ["PreparedLaunch"]
+__all__ = ["PreparedLaunch", "word"]
 
 
 class PreparedLaunch:
@@ -47,12 +49,24 @@ class PreparedLaunch:
         self._bytes = layout.pop("bytes")
         self._zeros = (layout["offsets"][zeros], shared[zeros]) if zeros else None
         self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
+        self._format = struct.Struct(f"{len(self._prepared) // 8}q")
+        self._values = list(self._format.unpack(self._prepared))
         self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
         self._code = code(symbol(abi.name, spec))
         self._call = self._code.call
-        self._records: list[
-            tuple[Any, int]
-        ] = []  # a pool of records and their addresses; a record is used by one run at a time
+        # A pool of records and their addresses; a record is used by one run at a time.
+        self._records: list[tuple[Any, int]] = []
+
+    def changed(self, words: Sequence[int], numbers: Sequence[int], keep: Any) -> PreparedLaunch:
+        """The same with other numbers in some words of the record (:func:`word`), none of which changes threads or scratch memory."""
+        other: PreparedLaunch = object.__new__(PreparedLaunch)
+        other.__dict__.update(self.__dict__)
+        values = self._values.copy()
+        for place, number in zip(words, numbers, strict=True):
+            values[place] = number
+        other._values, other._prepared = values, self._format.pack(*values)
+        other._keep, other._records = keep, []
+        return other
 
     def run(self, **addresses: int) -> None:
         """Run the kernel on arrays at these addresses, one for each name of the ABI; 0 for an absent array.
@@ -84,6 +98,14 @@ class PreparedLaunch:
         self._records.append((record, where))
         if scratch.size <= _POOLED_BYTES:
             _scratch.append(scratch)
+
+
+def word(abi: Abi, name: str, part: str = "") -> int:
+    """Which word of the prepared fields is a field, or a part of one."""
+    fields: Any = abi.dtype.fields
+    kind, start = fields[name][:2]
+    start += kind.fields[part][1] if part else 0
+    return int(start - abi.run_format.size) // 8
 
 
 class _Scratch:

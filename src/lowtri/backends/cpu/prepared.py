@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
@@ -14,11 +12,8 @@ from lowtri.backends.cpu.gradients import PreparedGradients
 from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
 from lowtri.backends.cpu.launch import PreparedLaunch
 from lowtri.backends.cpu.reading import Reading
-from lowtri.backends.cpu.specs import is_decoded, pack, spec_for
-from lowtri.backends.cpu.team import decode_threads
-from lowtri.kernels import abi
-from lowtri.kernels.scratch import CACHE_KEYS, KEYS, decode_scratch, decode_shared_scratch
-from lowtri.ops.call import Call, Inputs, Result, seen_keys
+from lowtri.kernels.scratch import KEYS
+from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["PreparedKernels"]
 
@@ -31,8 +26,8 @@ Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides |
 class PreparedKernels(Prepared):
     """One launch for the output, and one for the gradients in each layout of what they read.
 
-    Few queries need no plan: all keys are visible, or a table of few rows says which. The output of other calls has the memory
-    layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is needed on either side.
+    The output has the memory layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is
+    needed on either side.
     """
 
     computes_gradients = True
@@ -40,24 +35,21 @@ class PreparedKernels(Prepared):
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.decodes = not call.needs_grad and is_decoded(call)
-        self.reading = Reading(call, self.decodes)
-        self.plan = None if self.decodes else call.plan(KEYS)
+        self.reading = Reading(call, decodes=False)
+        self.plan = call.plan(KEYS)
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
-        plain = self.decodes or call.is_numpy
-        self.output_strides = (
-            packed(self.output_shape) if plain else like_array(self.reading.arrays[0], call.v.shape[3])
-        )
+        like_q = like_array(self.reading.arrays[0], call.v.shape[3])
+        self.output_strides = packed(self.output_shape) if call.is_numpy else like_q
         # The log-sum-exp and what it loses to rounding, if gradients need them; the former alone if it is only returned.
-        self.rows = 2 if call.needs_grad else 1 if call.return_lse else 0
-        self.sums_shape = (self.rows, *call.q.shape[:3])
+        self.lse_planes = 2 if call.needs_grad else 1 if call.return_lse else 0
+        self.sums_shape = (self.lse_planes, *call.q.shape[:3])
         self.sums_strides = packed(self.sums_shape)
         self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
-        self.launch = self._prepare_decode() if self.plan is None else self._prepare_forward(self.plan)
+        self.launch = self._prepare_forward(self.plan)
         self.sums_in_dtype = call.dtype == self.reading.compute_dtype  # so are the gradients
-        self.is_plain = self.reading.unchanged and self.rows == 2 and not call.return_lse
+        self.is_plain = self.reading.unchanged and self.lse_planes == 2 and not call.return_lse
         self._gradients: dict[Layout, PreparedGradients] = {}
-        self.nbytes = 8192 + (0 if self.plan is None else self.plan.nbytes)
+        self.nbytes = 8192 + self.plan.nbytes
 
     def run(self, inputs: Inputs) -> Result:
         output, sums = self._forward(inputs)
@@ -78,11 +70,11 @@ class PreparedKernels(Prepared):
         output = empty(q, self.output_shape, self.output_strides, reading.dtype)
         if output.nbytes >= LARGE:
             ask_for_large_pages(address(output), output.nbytes)
-        sums: Any = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype) if self.rows else None
+        sums: Any = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype) if self.lse_planes else None
         lse = address(sums)
-        addresses = (lse,) if self.decodes else (lse, lse + sums.nbytes // 2 if self.rows == 2 else 0)
+        lse_low = lse + sums.nbytes // 2 if self.lse_planes == 2 else 0
         first = reading.first_pair(bias, reading.bias_strides)
-        self.launch.run_at(*map(address, (q, k, v, output)), *addresses, first, address(sinks))
+        self.launch.run_at(*map(address, (q, k, v, output)), lse, lse_low, first, address(sinks))
         return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
 
     def record_plain(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -91,15 +83,12 @@ class PreparedKernels(Prepared):
         where, sums, lse, lse_low = output.data_ptr(), None, 0, 0
         if output.nbytes >= LARGE:
             ask_for_large_pages(where, output.nbytes)
-        if self.rows:
+        if self.lse_planes:
             sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
             lse = sums.data_ptr()
-            if self.rows == 2:
+            if self.lse_planes == 2:
                 lse_low = lse + sums.nbytes // 2
-        if self.decodes:
-            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, 0, 0)
-        else:
-            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, lse_low, 0, 0)
+        self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, lse_low, 0, 0)
         return output, sums
 
     def gradients_plain(
@@ -131,8 +120,7 @@ class PreparedKernels(Prepared):
         q, k, v, output, d_output, bias = layout
         call, reading = self.call, self.reading
         given = call.q.strides, call.k.strides, call.v.strides, None if call.bias is None else call.bias.strides
-        # Hooks of saved tensors (offloading, compression) may return other strides; and few queries are read as all others here.
-        if given != (q, k, v, bias) or self.decodes:
+        if given != (q, k, v, bias):  # hooks of saved tensors (offloading, compression) may return other strides
             moved = replace(
                 call,
                 q=call.q._replace(strides=q),
@@ -141,37 +129,12 @@ class PreparedKernels(Prepared):
                 bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
             )
             reading = Reading(moved, decodes=False)
-        plan = self.plan or call.plan(KEYS)
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
-        prepared = self._gradients[layout] = PreparedGradients(reading, plan, output, d_output)
+        prepared = self._gradients[layout] = PreparedGradients(reading, self.plan, output, d_output)
         return prepared
 
     def _prepare_forward(self, plan: Any) -> PreparedLaunch:
         batch, heads, *_ = self.call.sizes
         fields = self.reading.fields() | {"plan": of_plan(plan), "o_strides": strides(self.output_strides)}
         return self.reading.launch("forward", fields | {"tasks": batch * heads * plan.rows}, plan)
-
-    def _prepare_decode(self) -> PreparedLaunch:
-        call, reading = self.call, self.reading
-        batch, _, kv_heads, nq, nk, d, dv = call.sizes
-        reading.arrays[0] = pack(reading.arrays[0])  # the few queries are made contiguous in each run
-        spec = spec_for("decode", reading.dtype, reading.arrays)
-        visible, first_key = None, 0
-        if not call.shows_all:
-            visible = call.visible()  # (B|1, Hq|1, Nq, Nk)
-            seen = seen_keys(visible)  # a window: only the keys from the first to the last visible one
-            if seen is not None:
-                visible, first_key, nk = visible[..., seen], seen.start, seen.stop - seen.start
-            visible = None if visible.all() else np.ascontiguousarray(visible)
-        groups, queries = batch * kv_heads, call.group * nq
-        threads = decode_threads(call, nk, spec.input_bytes)
-        parts = max(1, min(2 * threads // groups, -(-nk // CACHE_KEYS)))
-        fields = reading.fields()
-        fields |= {"nk": nk, "first_key": first_key, "tasks": groups * parts, "parts": parts}
-        fields |= {"visible": address(visible), "visible_strides": {"b": 0, "h": 0}}
-        if visible is not None:
-            by_row, by_head, *_ = (step if n > 1 else 0 for n, step in zip(visible.shape, visible.strides, strict=True))
-            fields["visible_strides"] = {"b": by_row, "h": by_head}
-        scratch, shared = decode_scratch(spec, queries, d, dv), decode_shared_scratch(groups, parts, queries, dv)
-        return PreparedLaunch(abi.DECODE, spec, fields, threads, scratch, shared, zeros="parts_done", keep=visible)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.backends.formula.tiles import Tile, Tiles
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
-from lowtri.dispatch.eager import cast_for_autocast, without_autocast
+from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import top_left_positions
 from lowtri.integrations.flex.masks import check_function, mask_of
