@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtri.errors import EngineError
 from lowtri.kernels import library
 from lowtri.nn import Decoder, DecoderConfig, few_tokens
-from lowtri.nn.few_tokens import FewTokensNorm, passes
+from lowtri.nn.few_tokens import FewTokensNorm, compiled_row_ops
 from lowtri.nn.quantized import QuantizedLinear
 
 SPECIAL = (0.0, -0.0, 1e-38, -1e-42, 3e38, float("inf"), float("-inf"), float("nan"))
@@ -37,7 +37,7 @@ def test_int8_gives_the_same_bits(rows: int, size: int, width: int, special: flo
     x = torch.randn(2, rows, size, generator=source) * torch.logspace(-20, 20, rows)[:, None]
     if special is not None:
         x[0, 0, seed % size] = special
-    assert passes(x) is not None
+    assert compiled_row_ops(x) is not None
     torch.testing.assert_close(layer(x), with_torch(layer, x), rtol=0, atol=0, equal_nan=True)
 
 
@@ -66,7 +66,7 @@ def test_the_norm_of_a_token_does_not_depend_on_how_many_come_with_it() -> None:
     for size in (1e-30, 1e-3, 1e18, 5e18, 1e20, 3e38):
         x = size * torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
         many = x.repeat(tokens, 1)
-        assert passes(x) is not None and passes(many) is None
+        assert compiled_row_ops(x) is not None and compiled_row_ops(many) is None
         torch.testing.assert_close(norm(x), norm(many)[:1], rtol=SUM_OF_64, atol=0)
 
 
@@ -93,7 +93,7 @@ REFUSED: dict[str, Callable[[], torch.Tensor]] = {
 def test_what_cannot_be_read_takes_torchs_operators(case: str) -> None:
     x, plain = REFUSED[case](), nn.RMSNorm(8, 1e-5).requires_grad_(False)
     plain.to(x.dtype)
-    assert passes(x) is None
+    assert compiled_row_ops(x) is None
     expected = plain.to(x.device)(x)
     output = FewTokensNorm(plain)(x)
     assert output.device == x.device
@@ -126,7 +126,7 @@ def test_without_kernels_torchs_operators_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(library, "code", missing)
     few_tokens._compiled.cache_clear()
     try:
-        assert passes(x) is None
+        assert compiled_row_ops(x) is None
         assert torch.equal(layer(x), expected)
     finally:
         few_tokens._compiled.cache_clear()

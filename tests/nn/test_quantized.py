@@ -222,8 +222,8 @@ def test_arguments_that_do_not_fit():
         with pytest.raises(CallError, match=words):
             model.quantize("float16")
     joined = MultiHeadAttention(16, 2)
-    joined.join_projections()
-    joined.join_projections()  # once is enough
+    joined.fuse_projections()
+    joined.fuse_projections()  # once is enough
     with pytest.raises(CallError, match="a context came"):
         joined(torch.randn(2, 16), torch.randn(3, 16))
 

@@ -179,7 +179,7 @@ def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Cap
         return x[0].unflatten(1, (-1, module.head_dim)).transpose(0, 1)  # (1, N, H * D) -> (H, N, D)
 
     q, k, v = (heads(seen[name]) for name in "qkv")
-    q, k = module.compared(q, k, module.tables(np.arange(q.shape[1]), q.device))
+    q, k = module.normalize_and_rotate(q, k, module.tables(np.arange(q.shape[1]), q.device))
     arrays = {"encoding": _array(seen["encoding"][0])}  # (N, d)
     for name, part in parts.items():
         rows = part.weight.unflatten(0, (-1, module.head_dim))  # (H, D, d)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.few_tokens import joined
+from lowtri.nn.few_tokens import fuse_linears
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
 __all__ = ["Cache", "MaskedSelfAttention", "MultiHeadAttention"]
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.context_size, width, bias=bias)
         self.v_proj = nn.Linear(self.context_size, width, bias=bias)
-        self.qkv_proj: nn.Linear | None = None  # the three in one, after join_projections
+        self.qkv_proj: nn.Linear | None = None  # the three in one, after fuse_projections
         self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
         self.q_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
         self.k_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
@@ -233,7 +233,7 @@ class MultiHeadAttention(nn.Module):
             q_positions = cache.next_positions(x.shape[1], layer)
         if rotary is None and self.rope_theta is not None:
             rotary = self.tables(np.arange(x.shape[1]) if q_positions is None else q_positions, x.device)
-        q, k = self.compared(q, k, rotary)
+        q, k = self.normalize_and_rotate(q, k, rotary)
         if cache is not None:
             k, v, k_positions = cache.append(k, v, q_positions, layer)
             if getattr(cache, "contiguous", False):
@@ -253,7 +253,7 @@ class MultiHeadAttention(nn.Module):
             return None
         return rotary_tables(positions, self.head_dim, self.rope_theta, self.rope_scaling, device=device)
 
-    def compared(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def normalize_and_rotate(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Queries and keys (..., H, N, D) after the module's norm and rotary embedding, if any."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -261,10 +261,10 @@ class MultiHeadAttention(nn.Module):
             return q, k
         return apply_rotary(q, *rotary), apply_rotary(k, *rotary)
 
-    def join_projections(self) -> None:
+    def fuse_projections(self) -> None:
         """Replace the projections of queries, keys and values by one: fewer calls for a single token. For self-attention only."""
         if self.qkv_proj is None:
-            self.qkv_proj = joined(self.q_proj, self.k_proj, self.v_proj)
+            self.qkv_proj = fuse_linears(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
 
     def _projected(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,14 +18,14 @@ from lowtri.ops.guards import active_mode, is_plain
 if TYPE_CHECKING:
     from lowtri.kernels.token_rows import TokenRows
 
-__all__ = ["FewTokensNorm", "joined", "passes"]
+__all__ = ["FewTokensNorm", "fuse_linears", "compiled_row_ops"]
 
 
 _MOST = 2**15  # numbers: the grain size of torch's operators, which compute larger arrays on several threads
 
 
-def passes(x: Tensor) -> TokenRows | None:
-    """The passes, if they can read x (..., columns), in float32; None if torch's operators have to run."""
+def compiled_row_ops(x: Tensor) -> TokenRows | None:
+    """The compiled operations on rows, if they can read x (..., columns), in float32; None if torch's operators have to run."""
     if torch.compiler.is_compiling() or not 0 < x.numel() <= _MOST or x.dtype is not torch.float32:
         return None
     if not x.is_contiguous() or not is_plain(x) or active_mode() is not None:
@@ -41,10 +41,10 @@ class FewTokensNorm(nn.RMSNorm):
         self.weight = norm.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        few, weight, epsilon = passes(x), self.weight, self.eps
+        few, weight, epsilon = compiled_row_ops(x), self.weight, self.eps
         if few is None or weight is None or epsilon is None or x.requires_grad or weight.requires_grad:
             return super().forward(x)
-        if passes(weight) is None or weight.shape != x.shape[-1:]:
+        if compiled_row_ops(weight) is None or weight.shape != x.shape[-1:]:
             return super().forward(x)
         y, columns = torch.empty_like(x), x.shape[-1]
         few.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, epsilon)
@@ -62,7 +62,7 @@ def _compiled() -> TokenRows | None:
         return None
 
 
-def joined(*layers: nn.Linear) -> nn.Linear:
+def fuse_linears(*layers: nn.Linear) -> nn.Linear:
     """One layer whose outputs are those of the layers, one after the other."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     weight = torch.cat([layer.weight.detach() for layer in layers])  # (sum of out, in)

@@ -25,7 +25,7 @@ from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.nn.attention import MultiHeadAttention
 from lowtri.nn.config import DecoderConfig
-from lowtri.nn.few_tokens import joined
+from lowtri.nn.few_tokens import fuse_linears
 from lowtri.nn.positions import rotary_tables
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(size, width, bias=bias)
         self.up_proj = nn.Linear(size, width, bias=bias)
         self.down_proj = nn.Linear(width, size, bias=bias)
-        self.gate_up_proj: nn.Linear | None = None  # the first two in one, after join_projections
+        self.gate_up_proj: nn.Linear | None = None  # the first two in one, after fuse_projections
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_up_proj is None:
@@ -114,10 +114,10 @@ class _SwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(nn.functional.silu(gate) * up)
 
-    def join_projections(self) -> None:
+    def fuse_projections(self) -> None:
         """Replace the two projections of the input by one: fewer calls for a single token."""
         if self.gate_up_proj is None:
-            self.gate_up_proj = joined(self.gate_proj, self.up_proj)
+            self.gate_up_proj = fuse_linears(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
 
 

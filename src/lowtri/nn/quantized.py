@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lowtri.compat import torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError
-from lowtri.nn.few_tokens import FewTokensNorm, passes
+from lowtri.nn.few_tokens import FewTokensNorm, compiled_row_ops
 
 __all__ = ["Choices", "MEASURED", "Product", "QuantizedLinear", "WEIGHTS", "quantize", "rows_index", "seconds"]
 
@@ -206,7 +206,7 @@ def _int8(weight: Tensor) -> Product:
     packed = torch_quantized.pack_int8(weight, scales)
 
     def product(x: Tensor) -> Tensor:
-        few = passes(x)
+        few = compiled_row_ops(x)
         if few is not None:
             parts, unit, rows = x.new_empty(2, *x.shape), x.new_empty(*x.shape[:-1], 1), x.shape[:-1].numel()
             x_at, unit_at = x.data_ptr(), unit.data_ptr()
@@ -354,7 +354,7 @@ def quantize(model: nn.Module, weights: str, choices: Choices = MEASURED) -> Non
                 )
             _check(module.weight.detach(), weights)
     for module in list(model.modules()):
-        join: Callable[[], None] | None = getattr(module, "join_projections", None)
+        join: Callable[[], None] | None = getattr(module, "fuse_projections", None)
         if join is not None:
             join()
     choices.learn(weights, [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)])
