@@ -184,6 +184,10 @@ def test_unprintable_tokens_are_written_out() -> None:
             "weights have shape (2, 3), but the picture has (2, 2) pairs",
         ),
         (lambda: svg(causal(), 2, weights=[[1, 2], [0, 1]]), "weights lie between 0 and 1, but some of these do not"),
+        (
+            lambda: svg(causal(), 1, weights=[["a"]]),
+            "draw: weights are <U1, but expected real numbers, (1, 1). Fix: pass",
+        ),
         (lambda: svg(causal(), 65, weights=np.ones((65, 65))), "weights of 65 x 65 pairs: a picture has at most 64"),
         (lambda: svg(keys(lengths=[1, 1, 1]), 1, weights=np.ones((2, 1, 1))), "weights have no batch row or head 2"),
     ],
