@@ -17,7 +17,7 @@ from lowtri.compat.torch_private import apply_function, is_batched, saved_tensor
 from lowtri.dispatch.choose import load
 from lowtri.errors import CallError
 from lowtri.ops.call import Call, Inputs, Result
-from lowtri.ops.gradient_batches import one_by_one
+from lowtri.ops.gradient_batches import loop_over_vmapped_grads
 from lowtri.ops.guards import active_mode, is_plain, plain_keys
 
 __all__ = ["differentiable"]
@@ -26,7 +26,7 @@ __all__ = ["differentiable"]
 def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
     if prepared.is_plain:
-        return Result(_apply_to_three(prepared, call, inputs.q, inputs.k, inputs.v))
+        return Result(_apply_to_qkv(prepared, call, inputs.q, inputs.k, inputs.v))
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
     apply = _apply_to_plain if call.opaque is None else _Differentiable.apply
@@ -50,7 +50,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    @one_by_one
+    @loop_over_vmapped_grads
     def backward(ctx: Any, *d_results: Tensor | None) -> Any:
         saved, prepared = ctx.saved_tensors, ctx.prepared
         count = len(saved) - len(d_results)  # of inputs
@@ -68,7 +68,7 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *prepared.gradients(inputs, result, recorded, d_result)[:count]
 
 
-class _OfThree(_Differentiable):
+class _QKVFunction(_Differentiable):
     """The same for a plain call, whose first gradients take a shorter way: small calls take microseconds."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class _OfThree(_Differentiable):
 
 
 # Plain tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
-_apply_to_plain, _apply_to_three = apply_function(_Differentiable), apply_function(_OfThree)
+_apply_to_plain, _apply_to_qkv = apply_function(_Differentiable), apply_function(_QKVFunction)
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:

@@ -13,12 +13,12 @@ import torch
 
 from lowtri.compat.torch_private import in_batch, is_batched, out_of_batch, vmap_level
 
-__all__ = ["one_by_one"]
+__all__ = ["loop_over_vmapped_grads"]
 
 Backward = Callable[..., Any]
 
 
-def one_by_one(backward: Backward) -> Backward:
+def loop_over_vmapped_grads(backward: Backward) -> Backward:
     """The backward of an autograd.Function, run for each gradient of a batch."""
 
     @wraps(backward)

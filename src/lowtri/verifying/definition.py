@@ -147,10 +147,7 @@ class Call:
 
     def _reduce_groups(self, gradient: Tensor) -> Tensor:
         """(B, Hq, N, D), of the copies of each key/value head, to (B, Hkv, N, D)."""
-        reduce = {
-            "sum": lambda x: x.sum(1),
-            "mean": lambda x: x.mean(1),
-            "first": lambda x: x[:, 0],
-            "last": lambda x: x[:, -1],
-        }
-        return torch.stack([reduce[self.group](gradient[:, self.kv_heads == h]) for h in range(self.k.shape[1])], 1)
+        groups = [gradient[:, self.kv_heads == h] for h in range(self.k.shape[1])]  # (B, group, N, D) each
+        if self.group in ("first", "last"):
+            return torch.stack([x[:, 0 if self.group == "first" else -1] for x in groups], 1)
+        return torch.stack([x.sum(1) if self.group == "sum" else x.mean(1) for x in groups], 1)

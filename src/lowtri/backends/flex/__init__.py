@@ -3,8 +3,7 @@
 It skips the blocks that the mask hides, which torch's own attention with a table does not. The first call of a shape compiles for
 seconds, so short calls are left to other backends.
 
-mask_mods   a plan as a ``mask_mod`` that reads tensors only
-block_mask  torch's BlockMask from a plan
+block_mask  torch's BlockMask from a plan, with a ``mask_mod`` that reads tensors only
 compiled    a prepared call of compiled FlexAttention
 """
 

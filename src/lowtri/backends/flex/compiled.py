@@ -33,17 +33,21 @@ class Compiled(Prepared):
         plan = call.plan(_BLOCK)
         device = call.device
         self.block_mask = None if call.shows_all else block_mask_of(plan, _BLOCK, device)
-        blind, unseen = (None, None) if call.shows_all else _unused(plan, call.group)
-        self.blind, self.unseen = (None if x is None else torch.from_numpy(x).to(device) for x in (blind, unseen))
+        fully_masked_queries, fully_masked_keys = (None, None) if call.shows_all else _unused(plan, call.group)
+        self.fully_masked_queries, self.fully_masked_keys = (
+            None if x is None else torch.from_numpy(x).to(device) for x in (fully_masked_queries, fully_masked_keys)
+        )
         lists = () if self.block_mask is None else self.block_mask.as_tuple()
-        self.nbytes = 4096 + sum(x.nbytes for x in (*lists, self.blind, self.unseen) if isinstance(x, Tensor))
+        self.nbytes = 4096 + sum(
+            x.nbytes for x in (*lists, self.fully_masked_queries, self.fully_masked_keys) if isinstance(x, Tensor)
+        )
 
     def run(self, inputs: Inputs) -> Result:
         call, (q, k, v, bias, sinks) = self.call, inputs
-        if self.blind is not None:
-            q = q.masked_fill(self.blind, 0)
-        if self.unseen is not None:
-            k, v = k.masked_fill(self.unseen, 0), v.masked_fill(self.unseen, 0)
+        if self.fully_masked_queries is not None:
+            q = q.masked_fill(self.fully_masked_queries, 0)
+        if self.fully_masked_keys is not None:
+            k, v = k.masked_fill(self.fully_masked_keys, 0), v.masked_fill(self.fully_masked_keys, 0)
         output, lse = attend(
             q,
             k,

@@ -22,7 +22,7 @@ from lowtri.backends.base import Prepared
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.distance_bias import of_pairs
-from lowtri.ops.gradient_batches import one_by_one
+from lowtri.ops.gradient_batches import loop_over_vmapped_grads
 from lowtri.ops.guards import transformation
 
 __all__ = ["Tile", "Tiles"]
@@ -180,7 +180,7 @@ class VisibleScores(torch.autograd.Function):
         _save(ctx, (q, k, visible))
 
     @staticmethod
-    @one_by_one
+    @loop_over_vmapped_grads
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, visible = ctx.saved_tensors
         grad = grad.masked_fill(~visible, 0)
@@ -218,7 +218,7 @@ class VisibleSum(torch.autograd.Function):
         _save(ctx, inputs)
 
     @staticmethod
-    @one_by_one
+    @loop_over_vmapped_grads
     def backward(ctx: Any, grad: Tensor) -> Any:
         w, x, visible = ctx.saved_tensors
         return (

@@ -32,7 +32,7 @@ class _Arguments(NamedTuple):
     k: Tensor
     v: Tensor
     table: Tensor | None  # bools, or the bias with -inf where hidden
-    blind: Tensor | None  # the queries that see nothing
+    fully_masked_queries: Tensor | None  # the queries that see nothing
 
 
 class Fused(Prepared):
@@ -54,15 +54,15 @@ class Fused(Prepared):
         if call.group > 1:
             self.options["enable_gqa"] = True
         self.keys: slice | None = None
-        self.blind: Tensor | None = None
-        self.unseen: Tensor | None = None
+        self.fully_masked_queries: Tensor | None = None
+        self.fully_masked_keys: Tensor | None = None
         self.table: Tensor | None = None
         if with_table:
             self._prepare_table(call)
         # Without mask arrays the inputs go to torch unchanged.
         self.direct = not with_table and call.bias is None
         self.flash = self.direct and has_flash_attention and _takes_flash(call)
-        kept: list[Any] = [self.blind, self.unseen, self.table]
+        kept: list[Any] = [self.fully_masked_queries, self.fully_masked_keys, self.table]
         self.nbytes = 512 + sum(x.nbytes for x in kept if x is not None)
 
     def _prepare_table(self, call: Call) -> None:
@@ -71,17 +71,17 @@ class Fused(Prepared):
         visible = visible if self.keys is None else visible[..., self.keys]
         sees = visible.any(axis=3, keepdims=True)  # (B|1, Hq|1, Nq, 1)
         seen = _by_kv_head(visible.any(axis=2), call.group)[..., None]  # (B|1, Hkv|1, keys, 1)
-        blind = np.logical_not(sees)
-        self.blind = None if sees.all() else _tensor(blind, call)
-        self.unseen = None if seen.all() else _tensor(np.logical_not(seen), call)
-        self.table = None if visible.all() else _tensor(np.logical_or(visible, blind), call)
+        fully_masked_queries = np.logical_not(sees)
+        self.fully_masked_queries = None if sees.all() else _tensor(fully_masked_queries, call)
+        self.fully_masked_keys = None if seen.all() else _tensor(np.logical_not(seen), call)
+        self.table = None if visible.all() else _tensor(np.logical_or(visible, fully_masked_queries), call)
 
     def run(self, inputs: Inputs) -> Result:
         if self.direct:
             return Result(scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, **self.options))
-        q, k, v, table, blind = self._arguments(inputs)
+        q, k, v, table, fully_masked_queries = self._arguments(inputs)
         output = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
-        return Result(output if blind is None else output.masked_fill(blind, 0))
+        return Result(output if fully_masked_queries is None else output.masked_fill(fully_masked_queries, 0))
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:
         """The output, and what the gradients need: the log-sum-exp, or the graph that torch records with its leaves."""
@@ -135,18 +135,18 @@ class Fused(Prepared):
         if self.keys is not None:  # a new token under a window, the tail of a cache
             k, v = k[:, :, self.keys], v[:, :, self.keys]
             bias = bias[..., self.keys] if bias is not None and bias.shape[3] > 1 else bias
-        blind, table = self.blind, self.table
-        if blind is not None:
-            q = q.masked_fill(blind, 0)
-        if self.unseen is not None:
-            k, v = k.masked_fill(self.unseen, 0), v.masked_fill(self.unseen, 0)
+        fully_masked_queries, table = self.fully_masked_queries, self.table
+        if fully_masked_queries is not None:
+            q = q.masked_fill(fully_masked_queries, 0)
+        if self.fully_masked_keys is not None:
+            k, v = k.masked_fill(self.fully_masked_keys, 0), v.masked_fill(self.fully_masked_keys, 0)
         if bias is not None:
             bias = bias.to(torch.promote_types(q.dtype, torch.float32))  # torch takes a float32 mask for half types too
             table = bias if table is None else torch.where(table, bias, -torch.inf)
             hidden = (table == -torch.inf).all(dim=3, keepdim=True)
-            blind = hidden if blind is None else hidden | blind
-            table = table.masked_fill(blind, 0)
-        return _Arguments(q, k, v, table, blind)
+            fully_masked_queries = hidden if fully_masked_queries is None else hidden | fully_masked_queries
+            table = table.masked_fill(fully_masked_queries, 0)
+        return _Arguments(q, k, v, table, fully_masked_queries)
 
 
 def _takes_flash(call: Call) -> bool:
