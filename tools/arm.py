@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import urllib.request
 import xml.etree.ElementTree as ET
@@ -45,6 +46,9 @@ PYTHON = "python3.11"  # of Debian 12
 PACKAGES = (PYTHON, "libgomp1", "libstdc++6", "libatomic1")
 QEMU = 8  # the first version with neoverse-v1
 PLATFORMS = ("manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
+
+
+STOP = threading.Event()
 
 
 class Cpu(NamedTuple):
@@ -107,7 +111,9 @@ JOBS = (
     Job("masks", ("tests/masks",)),
     Job("ops", ("tests/ops",)),
     Job("backends", ("tests/backends",)),
-    Job("dispatch", ("tests/dispatch",)),
+    Job(
+        "dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")
+    ),  # onnx is not among the wheels
     Job("generation", ("tests/generation",)),
     Job("plain", ("tests/test_plain.py", "src/lowtri/plain.py")),
     Job("decoder", python=("-c", DECODER), expected="continues its sequence"),
@@ -368,7 +374,7 @@ def run_job(
         ended: tuple[int, int, Any] = (0, 0, None)
         told = start
         try:
-            while not ended[0] and time.monotonic() - start < job.limit:
+            while not ended[0] and time.monotonic() - start < job.limit and not STOP.is_set():
                 time.sleep(0.5)
                 ended = os.wait4(process.pid, os.WNOHANG)
                 if time.monotonic() - told > 20:
@@ -439,7 +445,12 @@ def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, whole: b
             pending.append((name, isa, job, log, partial(unless_passed, work, log.with_suffix(".json"), sources)))
     start = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
-        results = list(pool.map(lambda one: one[-1](), pending))
+        try:
+            results = list(pool.map(lambda one: one[-1](), pending))
+        except BaseException:  # Ctrl-C ends the jobs, too
+            STOP.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     print(f"{'CPU':14}{'kernels':12}{'job':12}{'passed':>8}{'failed':>8}{'left out':>10}{'CPU s':>9}")
     for (name, isa, job, log, _), result in zip(pending, results, strict=True):
         remark = "" if result["good"] else f"   see {log} {result['remark']}"

@@ -23,6 +23,8 @@ from lowtri.masks import band, causal, documents, first, full, heads, keys, stri
 from lowtri.ops.call import Call, CallOptions, Inputs
 from lowtri.ops.describe import describe
 
+pytestmark = pytest.mark.not_emulated  # no kernel runs, and the choices depend on the version of torch
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

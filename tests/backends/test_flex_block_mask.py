@@ -18,6 +18,8 @@ from lowtri.masks import band, causal, chunks, documents, first, full, heads, ke
 from lowtri.masks.mask import Mask
 from random_masks import SIZE, Case, cases
 
+pytestmark = pytest.mark.not_emulated  # choices and block masks: no kernel runs
+
 LISTS = ("kv", "full_kv", "q", "full_q")
 
 

@@ -365,6 +365,7 @@ def test_beam_search_over_ragged_prompts(mask):
     assert cache.dropped == dropped and (dropped > 0 or mask == "causal")
 
 
+@pytest.mark.not_emulated
 def test_beams_are_those_of_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -229,6 +229,7 @@ def llama():
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.not_emulated
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_model_of_transformers(cached):
     model, rows = llama(), prompts(7, 2, 11)
@@ -323,6 +324,7 @@ def test_stop_as_text():
         generate(counts, [1], 5, stop="a")
 
 
+@pytest.mark.not_emulated
 def test_a_tokenizer_of_transformers():
     from transformers import PreTrainedTokenizerFast
 
