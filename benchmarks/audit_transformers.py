@@ -145,11 +145,15 @@ UNDERSTOOD = {
     "recurrent_gemma": "its recurrent blocks take the padding mask and do not use it: the convolution sees the pads",
     "reformer": "by design of LSH: tokens are sorted into buckets over the whole row, so later ones decide who meets whom",
     "rwkv": "takes a padding mask and does not use it, as its documentation says",
+    "xlstm": "accepts a padding mask among other keywords and does not use it",
     "xlm": "by design: its config is not causal unless it says so",
     "xlnet": "by design: without a permutation mask everyone sees everyone",
     "moshi": "the cache keeps a window that the whole forward does not have",
-    "nemotron_h": "the chunked scan keeps dt above time_step_min, the cached single step does not; too small for brute force in "
-    "float32, and in float64 decoding one by one differs by 5.6e-06, where rounding is 6e-15",
+    **dict.fromkeys(
+        ("nemotron_h", "zamba2"),
+        "the chunked scan keeps dt above time_step_min, the cached single step does not; often too small for brute force in "
+        "float32, and in float64 decoding one by one differs by 5.6e-06, where rounding is 6e-15",
+    ),
     "prophetnet": "the predicting stream flattens its relative positions in one order and reads them back in another, so that "
     "queries get the ones of other positions",
 }

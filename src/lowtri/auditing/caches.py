@@ -465,14 +465,15 @@ def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
         yield "a call with a longer input", extended(context, max(256, 2 * n)).inputs
 
 
-def _no_copy(context: Context) -> str | None:
-    return None if context.pristine is not None else "the model cannot be copied before its first call"
-
-
 STATE = Trial(
     name="state",
     does="calls copies of the model with other, longer and shorter inputs first",
     finds="state that one call leaves to the next",
     function=_state,
-    needs=(Need("a torch module", _no_copy),),
+    needs=(
+        Need(
+            "a torch module",
+            lambda c: "the model cannot be copied before its first call" if c.pristine is None else None,
+        ),
+    ),
 )

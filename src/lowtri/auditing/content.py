@@ -143,11 +143,6 @@ def _poison(context: Context) -> Finding:
     return Finding("clean", "hidden NaN and inf reach no visible output", (), {"spread": spread})
 
 
-def _no_vectors(context: Context) -> str | None:
-    known = context.system.in_torch or not context.inputs.discrete
-    return None if known else "token ids cannot be NaN, and the model does not compute in torch"
-
-
 def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
     """The rows with `value` in the vectors of the positions `where`; None if the vectors of the ids are not found."""
     inputs = context.inputs
@@ -189,10 +184,6 @@ def _sensitivity(context: Context) -> Finding:
     return Finding("warning", message, (), {**measured, "first": [query, key]})
 
 
-def _discrete(context: Context) -> str | None:
-    return "integer outputs move too rarely to say what is never seen" if context.discrete_output else None
-
-
 CHANGE = Trial(
     name="change",
     does="changes each input alone, then all inputs hidden from a query at once, token ids also to other ids "
@@ -214,14 +205,28 @@ POISON = Trial(
     does="puts NaN and inf into hidden inputs",
     finds="NaN that spreads; a warning only, since 0 * NaN is NaN in most correct models",
     function=_poison,
-    needs=(Need("vectors, or torch", _no_vectors),),
+    needs=(
+        Need(
+            "vectors, or torch",
+            lambda c: (
+                None
+                if c.system.in_torch or not c.inputs.discrete
+                else "token ids cannot be NaN, and the model does not compute in torch"
+            ),
+        ),
+    ),
 )
 SENSITIVITY = Trial(
     name="sensitivity",
     does="searches the recordings of the earlier trials for visible inputs that no output reacts to",
     finds="the opposite fault, as a warning: an input that the mask shows and no output uses",
     function=_sensitivity,
-    needs=(Need("float outputs", _discrete),),
+    needs=(
+        Need(
+            "float outputs",
+            lambda c: "integer outputs move too rarely to say what is never seen" if c.discrete_output else None,
+        ),
+    ),
 )
 
 

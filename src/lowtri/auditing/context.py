@@ -439,18 +439,9 @@ class Need(NamedTuple):
     why_not: Callable[[Context], str | None]  # the reason why it is missing; None where it is not
 
 
-def _batch(context: Context) -> str | None:
-    return None if context.system.signature.batch_axis is not None else "the example has no batch"
-
-
-def _torch(context: Context) -> str | None:
-    return None if context.system.in_torch else "the model does not compute in torch"
-
-
-def _repeatable(context: Context) -> str | None:
-    return "the model draws random numbers, and another length draws others" if context.noise.random else None
-
-
-BATCH = Need("a batch", _batch)
-TORCH = Need("gradients", _torch)
-REPEATABLE = Need("no random numbers", _repeatable)
+BATCH = Need("a batch", lambda c: "the example has no batch" if c.system.signature.batch_axis is None else None)
+TORCH = Need("gradients", lambda c: None if c.system.in_torch else "the model does not compute in torch")
+REPEATABLE = Need(
+    "no random numbers",
+    lambda c: "the model draws random numbers, and another length draws others" if c.noise.random else None,
+)

@@ -35,35 +35,26 @@ def declared_mask(config: Any) -> tuple[str, int | None]:
         config: a config of transformers; one with parts for several modalities is read for its text model.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = max(1, int(getattr(text, "num_hidden_layers", None) or 1))
-    masks = {_mask_of(kind, text) for kind in _kinds(text, layers)}
-    if len(masks) != 1 or masks == {"causal"}:
+
+    def size(*names: str) -> int:
+        values = [getattr(text, name, None) for name in names]
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+    # The kind of attention of each layer, in transformers' words; GPT-Neo names the attribute differently.
+    kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    if not kinds:
+        slides = size("sliding_window") and getattr(text, "use_sliding_window", True) is not False
+        kinds = ["sliding_attention" if slides else "full_attention"]
+    sizes = {
+        **dict.fromkeys(("sliding_attention", "local"), ("window", size("sliding_window", "window_size"))),
+        "chunked_attention": ("chunks", size("attention_chunk_size")),
+    }
+    # Layers of other kinds have full attention, or read the whole past without attention.
+    declared = {sizes.get(str(kind), ("", 0)) for kind in kinds}
+    name, n = declared.pop()
+    if declared or not n:
         return "causal", None
-    return masks.pop(), layers
-
-
-def _kinds(text: Any, layers: int) -> list[str]:
-    """The kind of attention of each layer, in transformers' words."""
-    kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)  # the latter: GPT-Neo
-    if kinds:
-        return [str(kind) for kind in kinds]
-    if getattr(text, "use_sliding_window", True) is False:
-        return ["full_attention"] * layers
-    return ["sliding_attention" if _whole(getattr(text, "sliding_window", None)) else "full_attention"] * layers
-
-
-def _mask_of(kind: str, text: Any) -> str:
-    if kind in ("sliding_attention", "local"):
-        n = _whole(getattr(text, "sliding_window", None)) or _whole(getattr(text, "window_size", None))
-        return f"causal & window({n})" if n else "causal"
-    if kind == "chunked_attention":
-        n = _whole(getattr(text, "attention_chunk_size", None))
-        return f"causal & chunks({n})" if n else "causal"
-    return "causal"  # full attention, and layers that read the whole past without attention
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return f"causal & {name}({n})", max(1, size("num_hidden_layers"))
 
 
 @dataclass
