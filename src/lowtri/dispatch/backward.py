@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lowtri.ops.types import Options
 
-__all__ = ["Gradients", "attention_backward", "from_output", "gradients_from_output", "gradients_of_results"]
+__all__ = ["Gradients", "attention_backward", "gradients_from_output", "gradients_of_results"]
 
 
 class Gradients(NamedTuple):
@@ -94,7 +94,7 @@ def attention_backward(
     )
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = prepared_call(leaves[0], leaves[1], leaves[2], mask, call)
-        if from_output(ready):
+        if ready.prepared.from_output:
             gradients = gradients_from_output(ready, rows, leaves, output, lse, d_output, d_lse, wide=wide)
         else:
             if wide:  # torch's own gradients have the dtypes of the inputs
@@ -109,11 +109,6 @@ def attention_backward(
             gradients = gradients_of_results([part, part_lse], [d_part, d_part_lse], leaves)
     grads: list[Any] = [None if x is None or not x.requires_grad else d for d, x in zip(gradients, leaves, strict=True)]
     return Gradients(*grads)
-
-
-def from_output(ready: PreparedCall) -> bool:
-    """Whether the gradients of a prepared call need nothing of the forward but its output and log-sum-exp."""
-    return ready.prepared.from_output
 
 
 def gradients_from_output(

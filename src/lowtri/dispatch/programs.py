@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtri.compat.torch_private import outside_graph, recording_gradients
-from lowtri.dispatch.backward import from_output, gradients_from_output, gradients_of_results
+from lowtri.dispatch.backward import gradients_from_output, gradients_of_results
 from lowtri.dispatch.prepared import PreparedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
@@ -96,7 +96,7 @@ def _tensor(array: Any) -> Any:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where neither the caller nor the backward needs it."""
     ready, inputs = _prepared(q, k, v, *rest)
-    if from_output(ready) and not ready.call.return_lse:  # the gradients need it
+    if ready.prepared.from_output and not ready.call.return_lse:  # the gradients need it
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
@@ -126,7 +126,7 @@ def _backward(
     with recording_gradients(), without_autocast(autocast_device(output)):
         ready, rows = _prepared(*inputs, *arguments[5:])
         call = ready.call
-        if from_output(ready):
+        if ready.prepared.from_output:
             grads = gradients_from_output(ready, rows, inputs, output, lse, d_output, d_lse)
         else:
             result = ready.run(rows)

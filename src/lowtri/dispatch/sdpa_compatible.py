@@ -114,9 +114,7 @@ def scaled_dot_product_attention(
     if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
         q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
     positions = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
-    if type(attn_mask).__name__ == "CausalBias" and hasattr(
-        attn_mask, "variant"
-    ):  # results computed from one have no variant
+    if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
         mask, bias, positions = causal(), None, _positions_of(attn_mask, nq, nk)
     else:
         mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
