@@ -45,10 +45,10 @@ def test_nothing_past_the_last_key_is_read(dtype: torch.dtype, layout: str) -> N
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 8, 13])
 def test_every_number_of_query_heads(group: int) -> None:
-    """Blocks of one, four and eight queries, and what is left of them; a query's result does not depend on the others."""
+    """Blocks of one, four and eight queries, and what is left of them, over one block of keys and over several."""
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        for d in (16, 80, 128):
-            q, cache = torch.randn(1, group, 1, d).to(dtype), torch.randn(2, 1, 1, 300, d).to(dtype)
+        for d, n in ((16, 300), (80, 300), (128, 300), (32, 2100)):
+            q, cache = torch.randn(1, group, 1, d).to(dtype), torch.randn(2, 1, 1, n, d).to(dtype)
             output = lowtri.attention(q, *cache, lowtri.full(), engine="cpu")
             exact = torch.softmax(q.double() @ cache[0].double().mT / d**0.5, -1) @ cache[1].double()
             assert (output.double() - exact).abs().max() <= limit * exact.abs().max().clamp(min=1)

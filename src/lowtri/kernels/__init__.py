@@ -13,30 +13,20 @@ scratch          the scratch memory of each kernel
 The files above need no compiler: a call is prepared with them alone. Those below are compiled.
 
 operations       the operations of the instruction sets, as LLVM code
-spec_type        the spec as a Numba type
-record           the record as a Numba type
+record           the spec and the record as Numba types
 device_function  decorators of functions that only kernels call
-simd             the operations that kernels are written in, on vectors of 64 bytes
-lanes            operations across lanes
-bf16             pairs of bf16
+simd             the operations that kernels are written in, on vectors of 64 bytes, their lanes, and pairs of bf16
 exponent         2 ** x of a vector
-product          the register-tiled matrix product
+product          the register-tiled matrix product, and the ceilings of a CPU
 tiles            the product of bf16 on AMX's tile registers
-cache_rows       rows of the cache, for few queries
-dot_products     few queries times keys
-gemv             weights times values, for few queries
 plan_walk        the key tiles of a query tile
 rows             rows of arrays and tiles, filled, transposed, widened, rounded
-tile_operands    rows of arrays as the operands of a product on tiles
-tile_output      the sums of a tile of queries: the output before its division, or dQ
-operands         rows of arrays as the operands of a product, for each spec
-shared_pack      transposed tiles of keys and values that all threads share
-kept_tiles       operands of key tiles, converted once for several tiles of queries
+gemv             few queries times the rows of a cache: dot products, and weighted sums
+tile_output      the sums of a tile of queries: the output before its division, or dQ; the path for NaN and inf
+operands         rows of arrays as the operands of a product, for each spec; converted once where several tiles use them
 tile_products    the products of one tile, each for the keys that its queries see
 scores           passes over a tile: softcap, bias, mask
 softmax          online softmax
-tile_softmax     the softmax of a unit of work, in place or as pairs of bf16
-non_finite       the path for NaN and inf
 ds               passes of the backward
 forward          attention, tile by tile of the plan
 backward         the gradients of attention

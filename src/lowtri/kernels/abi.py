@@ -187,6 +187,6 @@ DECODE = Abi(
     ("parts_done", "results"),
 )
 
-# The limits of a CPU, which measured rates are compared with; see ceilings.
+# The limits of a CPU, which measured rates are compared with.
 MULTIPLY = Abi("multiply", (), {"repeats": np.int64})
 READ = Abi("read", ("source", "sums"), {"block": np.int64})

@@ -30,28 +30,36 @@ from lowtri.kernels.ds import (
     weights_and_ds_operands,
     zero_rows,
 )
-from lowtri.kernels.non_finite import (
-    add_non_finite_keys,
-    add_non_finite_queries,
-    input_rows_finite,
-    zero_non_finite_rows,
+from lowtri.kernels.operands import (
+    finite_rows_operand,
+    head_operand,
+    key_operand,
+    row_operand,
+    transposed_queries,
+    transposed_tile,
 )
-from lowtri.kernels.operands import finite_rows_operand, head_operand, key_operand, row_operand, transposed_queries
 from lowtri.kernels.plan_walk import visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
     multiply_by,
+    padded,
     round_up,
     transpose_in,
     word_count,
 )
 from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
 from lowtri.kernels.scratch import KEYS
-from lowtri.kernels.shared_pack import transposed_tile
 from lowtri.kernels.simd import as_number
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_output import fill_output, padded, store_scaled
+from lowtri.kernels.tile_output import (
+    add_non_finite_keys,
+    add_non_finite_queries,
+    fill_output,
+    input_rows_finite,
+    store_scaled,
+    zero_non_finite_rows,
+)
 from lowtri.kernels.tile_products import add_to_rows, product_keys, pv_rows, score_tile, tile_spans
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 

@@ -33,7 +33,7 @@ _IN_C = {
     "size": types.int64,
     "number": types.float32,
 }
-_MODULES = {"multiply": "ceilings", "read": "ceilings"}  # the file of a kernel that is not in one of its own name
+_MODULES = {"multiply": "product", "read": "product"}  # the file of a kernel that is not in one of its own name
 
 
 class Job(NamedTuple):

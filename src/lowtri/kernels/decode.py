@@ -13,15 +13,13 @@ import numpy as np
 
 from lowtri.kernels import scratch
 from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.dot_products import dot_products, lay_out_query
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.gemv import pv
-from lowtri.kernels.lanes import reduce_rows_max, reduce_rows_sum
+from lowtri.kernels.gemv import dot_products, lay_out_query, pv
 from lowtri.kernels.plan_walk import ALL_QUERIES
 from lowtri.kernels.record import take
-from lowtri.kernels.rows import fill, multiply_by, round_row, round_up, word_count
+from lowtri.kernels.rows import fill, multiply_by, prefetch_rows, round_row, round_up, word_count
 from lowtri.kernels.scores import LN2, LOG2E, apply_softcap, to_log2
-from lowtri.kernels.scratch import CACHE_KEYS as KEYS
+from lowtri.kernels.scratch import CACHE_BLOCK, CACHE_KEYS, CACHE_SCORES
 from lowtri.kernels.scratch import CACHE_ROWS as ROWS
 from lowtri.kernels.simd import (
     add,
@@ -35,6 +33,8 @@ from lowtri.kernels.simd import (
     read,
     read_byte,
     read_input,
+    reduce_rows_max,
+    reduce_rows_sum,
     select_bits,
     select_greater,
     splat,
@@ -45,6 +45,9 @@ from lowtri.kernels.simd import (
 from lowtri.kernels.tile_output import all_finite
 
 __all__ = ["decode"]
+
+# Bytes of the next rows, where keys and values change places: the CPU's own prefetcher begins anew there.
+PREFETCHED = 2**13
 
 header_size, place_of_row = device_function(scratch.header_size), device_function(scratch.place_of_row)
 
@@ -58,7 +61,7 @@ def is_visible(call, b, h, i, j):
 
 @device_function
 def score_block(call, b, kv, key0, keys, queries, scores, spec):
-    """Scores (rows, KEYS) of one block in units of log 2. Rows are (head of the group, query).
+    """Scores (rows, CACHE_SCORES) of one block in units of log 2. Rows are (head of the group, query).
 
     Scores are -inf where hidden, and past the last key up to a multiple of 16; later ones are not set.
     """
@@ -70,18 +73,21 @@ def score_block(call, b, kv, key0, keys, queries, scores, spec):
         keys_16, last_key = k + row_bytes * j, min(keys - j, 16) - 1
         exists = ALL_QUERIES >> np.uint64(63 - last_key)
         last_row = call.nk - key0 - j - 1
-        dot_products(keys_16, row_bytes, last_key, last_row, queries, rows, d // 16, scores + 4 * j, 4 * KEYS, spec)
+        if spec.in_order and k_step.n != call.d:  # rows lie apart, and the CPU's own prefetcher does not follow
+            prefetch_rows(keys_16, k_step.n, 32, 48, call.d, spec)
+        target, target_step = scores + 4 * j, 4 * CACHE_SCORES
+        dot_products(keys_16, row_bytes, last_key, last_row, queries, rows, d // 16, target, target_step, spec)
         for row in range(rows):
-            score = scores + 4 * (row * KEYS + j)
+            score = scores + 4 * (row * CACHE_SCORES + j)
             store(score, select_bits(exists, np.uint64(0), mul(load(score, spec), splat(scale, spec)), hidden))
     whole = round_up(keys, 16)
     if call.bias or call.visible or softcap > 0:
         for row in range(rows):
             h, i = kv * group + row // nq, row % nq
             if softcap > 0:
-                apply_softcap(scores + 4 * row * KEYS, whole, softcap, spec)
+                apply_softcap(scores + 4 * row * CACHE_SCORES, whole, softcap, spec)
             for j in range(whole):
-                score = scores + 4 * (row * KEYS + j)
+                score = scores + 4 * (row * CACHE_SCORES + j)
                 if j >= keys or not is_visible(call, b, h, i, key0 + j):
                     write(score, -np.inf, spec)
                 elif call.bias:
@@ -95,17 +101,17 @@ def softmax_block(scores, keys, rows, m, l, output, dv, partial, spec):
     """One block of online softmax, eight rows at once: scores become weights, and the output so far is rescaled to the new shift.
 
     Args:
-        scores: address of (rows, KEYS), of which ``keys`` (whole vectors) are set.
+        scores: address of (rows, CACHE_SCORES), of which ``keys`` (whole vectors) are set.
         m, l: addresses of the shifts and sums, a vector for every eight rows; lanes 8 .. 15 are those of 0 .. 7.
         output: address of (rows, dv).  partial: scratch for nine vectors.
     """
     hidden, zero, one = splat(-np.inf, spec), splat(0.0, spec), splat(1.0, spec)
     for row in range(0, rows, ROWS):
-        block, count = scores + 4 * KEYS * row, min(ROWS, rows - row)
+        block, count = scores + 4 * CACHE_SCORES * row, min(ROWS, rows - row)
         of_rows, block_m, block_l = partial + 64, m + 64 * (row // ROWS), l + 64 * (row // ROWS)
         for i in range(count):
             greatest = hidden
-            for address in range(block + 4 * KEYS * i, block + 4 * (KEYS * i + keys), 64):
+            for address in range(block + 4 * CACHE_SCORES * i, block + 4 * (CACHE_SCORES * i + keys), 64):
                 greatest = maximum(load(address, spec), greatest)
             store(of_rows + 64 * i, greatest)
         old = load(block_m, spec)
@@ -121,7 +127,7 @@ def softmax_block(scores, keys, rows, m, l, output, dv, partial, spec):
         store(partial, shift)
         for i in range(count):
             row_shift, total = splat(read(partial + 4 * i, spec), spec), zero
-            for address in range(block + 4 * KEYS * i, block + 4 * (KEYS * i + keys), 64):
+            for address in range(block + 4 * CACHE_SCORES * i, block + 4 * (CACHE_SCORES * i + keys), 64):
                 weights = exp2(fma(load(address, spec), one, row_shift, spec), spec)
                 store(address, weights)
                 total = add(total, weights)
@@ -131,14 +137,18 @@ def softmax_block(scores, keys, rows, m, l, output, dv, partial, spec):
 
 @by_spec
 def weight_operand(spec):
-    """Weights (rows, KEYS) as an operand with words along the keys: its address, and the bytes of a weight. ``pairs`` is scratch."""
+    """Weights (rows, CACHE_SCORES) as an operand with words along the keys: its address, and the bytes of a weight.
+
+    ``pairs`` is scratch.
+    """
 
     def numbers(weights, keys, rows, pairs, spec):
         return weights, 4
 
     def rounded(weights, keys, rows, pairs, spec):
         for row in range(rows):
-            round_row(weights + 4 * KEYS * row, keys, as_number(1.0, spec), pairs + 2 * KEYS * row, spec)
+            first = CACHE_SCORES * row
+            round_row(weights + 4 * first, keys, as_number(1.0, spec), pairs + 2 * first, spec)
         return pairs, 2
 
     return rounded if spec.operand == "pairs" else numbers
@@ -151,7 +161,7 @@ def add_visible_pairs(call, b, kv, key0, keys, v, weights, output, spec):
     for row in range(call.group * nq):
         for j in range(keys):
             if is_visible(call, b, kv * call.group + row // nq, row % nq, key0 + j):
-                weight = read(weights + 4 * (row * KEYS + j), spec)
+                weight = read(weights + 4 * (row * CACHE_SCORES + j), spec)
                 for d in range(dv):
                     x = read_input(v + input_bytes * (j * call.v_strides.n + d), spec)
                     address = output + 4 * (row * dv + d)
@@ -162,7 +172,8 @@ def add_visible_pairs(call, b, kv, key0, keys, v, weights, output, spec):
 def attend_part(call, memory, b, kv, part, non_finite, spec):
     """One part of the cache for all queries of a group: shifts m, sums l and outputs, in the results of this part."""
     nq, nk, dv, input_bytes = call.nq, call.nk, call.dv, spec.input_bytes
-    q_step, v_step, offsets, rows = call.q_strides, call.v_strides, call.offsets, call.group * call.nq
+    q_step, k_step, v_step = call.q_strides, call.k_strides, call.v_strides
+    offsets, rows = call.offsets, call.group * call.nq
     scores, pairs = memory + offsets.scores, memory + offsets.weights
     zeros, queries = memory + offsets.zeros, memory + offsets.queries
     header, index = header_size(rows), (b * (call.heads // call.group) + kv) * call.parts + part
@@ -176,17 +187,24 @@ def attend_part(call, memory, b, kv, part, non_finite, spec):
     for row in range(rows):
         q = call.q + input_bytes * (b * q_step.b + (kv * call.group + row // nq) * q_step.h + row % nq * q_step.n)
         lay_out_query(q, row, rows, word_count(call.d, spec), queries, spec)
-    blocks = -(-nk // KEYS)
-    for block in range(blocks * part // call.parts, blocks * (part + 1) // call.parts):
-        key0, keys = block * KEYS, min(KEYS, nk - block * KEYS)
+    blocks = -(-nk // CACHE_KEYS)
+    key0, end = blocks * part // call.parts * CACHE_KEYS, min(nk, blocks * (part + 1) // call.parts * CACHE_KEYS)
+    # Every change from keys to values costs the time of some reads: blocks are as long as their scores stay in the first caches.
+    most = max(CACHE_BLOCK * ROWS // max(rows, ROWS) // CACHE_KEYS, 1) * CACHE_KEYS
+    while key0 < end:
+        keys = min(most, end - key0)
         score_block(call, b, kv, key0, keys, queries, scores, spec)
-        softmax_block(scores, round_up(keys, 16), rows, m, l, output, dv, partial, spec)
         v = call.v + input_bytes * (b * v_step.b + kv * v_step.h + (call.first_key + key0) * v_step.n)
+        prefetch_rows(v, v_step.n, 0, PREFETCHED // (input_bytes * dv), dv, spec)
+        softmax_block(scores, round_up(keys, 16), rows, m, l, output, dv, partial, spec)
+        k = call.k + input_bytes * (b * k_step.b + kv * k_step.h + (call.first_key + key0 + keys) * k_step.n)
+        prefetch_rows(k, k_step.n, 0, PREFETCHED // (input_bytes * call.d), call.d, spec)
         if non_finite:
             add_visible_pairs(call, b, kv, key0, keys, v, scores, output, spec)
         else:
             weights, weight_bytes = weight_operand(scores, round_up(keys, 16), rows, pairs, spec)
-            pv(weights, weight_bytes * KEYS, rows, v, input_bytes * v_step.n, keys, zeros, output, dv, spec)
+            pv(weights, weight_bytes * CACHE_SCORES, rows, v, input_bytes * v_step.n, keys, zeros, output, dv, spec)
+        key0 += keys
     return output, rows * dv
 
 

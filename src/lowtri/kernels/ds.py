@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.bf16 import interleave
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.exponent import exp2
-from lowtri.kernels.lanes import reduce_sum
 from lowtri.kernels.plan_walk import ALL_QUERIES, FIRST_16
 from lowtri.kernels.rows import fill, interleave_rows, multiply_by
 from lowtri.kernels.scores import LOG2E, times_log2e
@@ -18,12 +16,14 @@ from lowtri.kernels.simd import (
     all_lanes_finite,
     as_number,
     fma,
+    interleave,
     load,
     load_input,
     mul,
     read,
     read_input,
     read_word,
+    reduce_sum,
     select_bits,
     select_greater,
     splat,

@@ -21,15 +21,21 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.kept_tiles import clear_pack_cache, packed_keys, packed_values
-from lowtri.kernels.non_finite import add_non_finite_keys
-from lowtri.kernels.operands import finite_rows_operand, transposed_queries
+from lowtri.kernels.operands import (
+    clear_pack_cache,
+    finite_rows_operand,
+    packed_keys,
+    packed_values,
+    store_rounded_block,
+    transposed_queries,
+)
 from lowtri.kernels.plan_walk import tile_count, visible_tiles
 from lowtri.kernels.record import take
 from lowtri.kernels.rows import (
     fill,
     fill_columns,
     multiply_by,
+    padded,
     prefetch_rows,
     round_row,
     round_up,
@@ -39,11 +45,10 @@ from lowtri.kernels.rows import (
 from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
+from lowtri.kernels.softmax import softmax_unit, weights_operand, wide_weights
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_operands import store_rounded_block
-from lowtri.kernels.tile_output import fill_output, output_finite, padded
+from lowtri.kernels.tile_output import add_non_finite_keys, fill_output, output_finite
 from lowtri.kernels.tile_products import finish_pv, passes_over_keys, product_keys, pv_unit, score_tile, unit_spans
-from lowtri.kernels.tile_softmax import softmax_unit, weights_operand, wide_weights
 from lowtri.kernels.tiles import configure_tiles, restore_tiles
 
 __all__ = ["forward"]

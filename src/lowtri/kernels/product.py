@@ -1,8 +1,9 @@
 """The matrix product of all kernels: C = A B or C += A B, with a tile of C in registers.
 
 A is read one word at a time and may have any strides; rows of B and C are packed. In S^T = K Q^T keys are the operand A, with queries
-in the columns; in O = P V values are the operand B, so both are read without a copy. A word is a number or a pair of bf16. Source of
-the register tile: Goto and van de Geijn 2008.
+in the columns; in O = P V values are the operand B, so both are read without a copy. A word is a number or a pair of bf16. Two kernels
+measure the limits of a CPU: the product alone, and a loop that sums what it reads. Source of the register tile: Goto and van de Geijn
+2008.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from numba.extending import intrinsic
 
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.simd import I64, broadcast, clamped, prefetch
+from lowtri.kernels.record import take
+from lowtri.kernels.scratch import MULTIPLY_DEPTH, MULTIPLY_ROWS
+from lowtri.kernels.simd import I64, add, broadcast, clamped, load, prefetch, splat, store
+from lowtri.kernels.spec import QUERIES
 
 __all__ = ["multiply_add", "product", "product_add"]
 
@@ -144,3 +148,32 @@ def _product(accumulate: bool) -> Any:
 # ``b_row`` and ``c_row`` words apart. ``ahead`` bytes from A's rows (C = A B) or from B's (C += A B) lines are prefetched. Addresses in
 # bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
 product, product_add = _product(accumulate=False), _product(accumulate=True)
+
+
+# The limits of a CPU.
+
+_A, _B, _C = 4 * MULTIPLY_ROWS * MULTIPLY_DEPTH, 4 * MULTIPLY_DEPTH * QUERIES, 4 * MULTIPLY_ROWS * QUERIES
+
+
+def multiply(call):
+    """Every thread repeats one product, in its own scratch memory."""
+    a, depth = call.scratch + (_A + _B + _C) * take(call.next_thread), MULTIPLY_DEPTH
+    for _ in range(call.repeats):
+        product(a, depth, 1, a + _A, QUERIES, a + _A + _B, QUERIES, MULTIPLY_ROWS, depth, 0, QUERIES, call.spec)
+
+
+def read(call):
+    """Every thread takes blocks and adds each up, in four sums of 16 floats; the total is stored, or LLVM would drop the loop."""
+    spec = call.spec
+    while True:
+        task = take(call.next_task)
+        if task >= call.tasks:
+            return
+        sum0 = sum1 = sum2 = sum3 = splat(0.0, spec)
+        start = call.source + task * call.block
+        for address in range(start, start + call.block, 256):
+            sum0 = add(sum0, load(address, spec))
+            sum1 = add(sum1, load(address + 64, spec))
+            sum2 = add(sum2, load(address + 128, spec))
+            sum3 = add(sum3, load(address + 192, spec))
+        store(call.sums + 64 * task, add(add(sum0, sum1), add(sum2, sum3)))

@@ -1,7 +1,8 @@
-"""A record in memory as a Numba type: ``call.nq`` loads the field ``nq``, with the offset and type that the ABI defines.
+"""The spec and the record of a call as Numba types.
 
-A field that is a record itself (``call.q_strides``) is a record at its own address. The type of a call's record also carries the spec
-that the kernel is compiled for: ``call.spec``.
+A spec is a constant that is part of its own type. ``call.nq`` loads the field ``nq`` of a record in memory, with the offset and type
+that the ABI defines; a field that is a record itself (``call.q_strides``) is a record at its own address. The type of a call's record
+also carries the spec that the kernel is compiled for: ``call.spec``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,100 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, models, register_model, typeof_impl
 
-from lowtri.compat.numba_private import AttributeTemplate, from_dtype, infer_getattr, lower_getattr_generic
+from lowtri.compat.numba_private import (
+    AttributeTemplate,
+    from_dtype,
+    infer_getattr,
+    lower_constant,
+    lower_getattr_generic,
+)
 from lowtri.kernels.abi import COUNTER
-from lowtri.kernels.spec import KernelSpec
-from lowtri.kernels.spec_type import SpecType
+from lowtri.kernels.operations import operations_of
+from lowtri.kernels.operations.baseline import Operations
+from lowtri.kernels.spec import BYTES, KernelSpec
 
 __all__ = ["RecordType", "take"]
+
+
+class TypedSpec(KernelSpec):
+    """A spec with what emits code for it: its operations, and its types in Numba."""
+
+    @property
+    def operations(self) -> Operations:
+        return operations_of(self.isa)
+
+    @property
+    def number(self) -> Any:
+        """The Numba type of the compute dtype."""
+        return getattr(types, self.compute_dtype)
+
+    @property
+    def vector(self) -> VectorType:
+        return VectorType(self.compute_dtype)
+
+
+# The properties of a spec that kernels read, as constants.
+_CONSTANTS = (
+    "input_bytes",
+    "number_bytes",
+    "row_bytes",
+    "lanes",
+    "per_word",
+    "on_tiles",
+    "unit_queries",
+    "unit_row",
+    "edge_queries",
+    "edge_columns",
+    "query_group",
+    "in_order",
+)
+
+
+class SpecType(types.Type):
+    """The type of a spec; ``value`` is the spec."""
+
+    def __init__(self, value: KernelSpec) -> None:
+        self.value = TypedSpec(value.dtype, value.operand, value.isa)
+        super().__init__(name=f"spec({value.name})")
+
+
+class VectorType(types.Type):
+    """64 bytes of numbers in registers."""
+
+    def __init__(self, number: str) -> None:
+        self.number, self.bits = getattr(types, number), 8 * BYTES[number]
+        self.lanes = 512 // self.bits
+        super().__init__(name=f"{number}x{self.lanes}")
+
+    @property
+    def ir(self) -> Any:
+        return ir.VectorType(ir.DoubleType() if self.bits == 64 else ir.FloatType(), self.lanes)
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: VectorType) -> None:
+        super().__init__(manager, kind, kind.ir)
+
+
+typeof_impl.register(KernelSpec)(lambda value, context: SpecType(value))
+register_model(SpecType)(models.OpaqueModel)
+lower_constant(SpecType)(lambda context, builder, kind, value: context.get_dummy_value())
+
+
+@infer_getattr
+class _Constants(AttributeTemplate):
+    key = SpecType
+
+    def generic_resolve(self, spec: SpecType, name: str) -> Any:  # type: ignore[override]
+        return types.int64 if name in _CONSTANTS else None
+
+
+@lower_getattr_generic(SpecType)  # type: ignore[untyped-decorator]
+def _constant(context: Any, builder: Any, spec: SpecType, value: Any, name: str) -> Any:
+    return ir.Constant(ir.IntType(64), getattr(spec.value, name))
 
 
 class RecordType(types.Type):

@@ -6,10 +6,10 @@ A tile consists of rows of 64 numbers, one for each query.
 from __future__ import annotations
 
 from lowtri.kernels import scratch
-from lowtri.kernels.bf16 import interleave, interleave_loaded
 from lowtri.kernels.device_function import device_function
-from lowtri.kernels.lanes import transpose
 from lowtri.kernels.simd import (
+    interleave,
+    interleave_loaded,
     load,
     load_input,
     mul,
@@ -19,6 +19,7 @@ from lowtri.kernels.simd import (
     splat,
     store,
     store_input,
+    transpose,
     write,
     write_input,
 )
@@ -30,7 +31,9 @@ __all__ = [
     "interleave_rows",
     "multiply_by",
     "multiply_columns",
+    "padded",
     "prefetch_rows",
+    "product_rows",
     "round_row",
     "round_up",
     "transpose_in",
@@ -40,6 +43,8 @@ __all__ = [
 ]
 
 round_up = device_function(scratch.round_up)
+padded = device_function(scratch.padded)
+product_rows = device_function(scratch.product_rows)
 
 
 @device_function

@@ -10,13 +10,18 @@ from collections.abc import Callable, Mapping
 from lowtri.kernels.spec import QUERIES, KernelSpec
 
 __all__ = [
-    *("CACHE_KEYS", "CACHE_ROWS", "KEYS", "MOST_SLOTS", "MULTIPLY_DEPTH", "MULTIPLY_ROWS", "SCRATCH"),
+    *("CACHE_BLOCK", "CACHE_KEYS", "CACHE_ROWS", "CACHE_SCORES", "KEYS", "MOST_SLOTS"),
+    *("MULTIPLY_DEPTH", "MULTIPLY_ROWS", "SCRATCH"),
     *("decode_scratch", "decode_shared_scratch", "header_size", "key_bytes", "key_rows", "padded", "place_of_row"),
     *("packed_shared_scratch", "product_rows", "round_up", "slot_count"),
 ]
 
 KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
-CACHE_KEYS = 256  # keys in a block of online softmax, for few queries
+CACHE_KEYS = 256  # the cache is split between threads in multiples of these keys
+CACHE_BLOCK = 1024  # keys in a block of online softmax, for few queries: at most
+CACHE_SCORES = (
+    CACHE_BLOCK + 16
+)  # numbers in a row of its scores: no power of two, so that rows do not evict one another
 CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
 MOST_SLOTS = 64  # of tiles that a thread keeps, see kept_tiles
 # The product that measures the ceiling: with 64 columns A takes 6 KB, B 16 KB and C 6 KB, which fit into 32 KB together.
@@ -133,8 +138,8 @@ def decode_scratch(spec: KernelSpec, rows: int, d: int, dv: int) -> dict[str, in
     """Bytes of each part of the memory that one thread works in, for ``rows`` queries of a group's heads."""
     pairs = spec.operand == "pairs"
     return {
-        "scores": 4 * rows * CACHE_KEYS,
-        "weights": 2 * rows * CACHE_KEYS if pairs else 0,
+        "scores": 4 * rows * CACHE_SCORES,
+        "weights": 2 * rows * CACHE_SCORES if pairs else 0,
         "zeros": 4 * dv if pairs else 0,
         "queries": 4 * -(-rows // 4) * 4 * d // spec.per_word,  # in blocks of four
         "partial": 64 * (CACHE_ROWS + 1),

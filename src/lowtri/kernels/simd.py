@@ -1,7 +1,8 @@
-"""The operations that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes.
+"""The operations that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes, across their lanes, and
+on pairs of bf16.
 
 Addresses are integers, in bytes. The spec sets the dtype in memory: the compute dtype, or, for the functions ``*_input``, the dtype of
-the arrays.
+the arrays. A pair of bf16 is two numbers interleaved in a 32-bit word; a vector of 16 pairs has the type of a vector of floats.
 """
 
 from __future__ import annotations
@@ -12,25 +13,16 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowtri.kernels.operations.baseline import constant, integers
+from lowtri.kernels.operations.baseline import constant, integers, interleaved
 
 __all__ = [
-    *("F32", "I16", "I32", "I64", "broadcast", "clamped", "input_vector", "pointer", "prefetch"),  # for intrinsics
-    *("load", "load_input", "read", "read_byte", "read_input", "read_int32", "read_int64", "read_word"),
-    *(
-        "store",
-        "store_input",
-        "write",
-        "write_input",
-        "write_int64",
-        "fetch_add",
-        "prefetch_line",
-        "element",
-        "lane",
-        "as_number",
-        "splat",
-    ),
-    *("add", "sub", "mul", "div", "fma", "maximum", "select_bits", "select_greater", "any_greater", "all_lanes_finite"),
+    *("F32", "I16", "I32", "I64", "add", "all_lanes_finite", "any_greater", "as_number", "broadcast"),
+    *("clamped", "div", "element", "fetch_add", "fma", "input_vector", "interleave"),
+    *("interleave_loaded", "interleaved_rows", "lane", "load", "load_input", "maximum", "mul"),
+    *("pointer", "prefetch", "prefetch_line", "read", "read_byte", "read_input", "read_int32"),
+    *("read_int64", "read_word", "reduce_rows_max", "reduce_rows_sum", "reduce_sum", "reduced_in_pairs"),
+    *("select_bits", "select_greater", "shuffled", "splat", "store", "store_input", "sub", "transpose"),
+    *("transposed", "write", "write_input", "write_int64"),
 ]
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -298,3 +290,134 @@ def fetch_add(typing, address, n):
     return types.int64(types.intp, types.int64), lambda c, b, s, a: b.atomic_rmw(
         "add", pointer(b, a[0], I64), a[1], "seq_cst"
     )
+
+
+# Across lanes: transposing square blocks, sums and maxima of vectors.
+
+
+def shuffled(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
+    """A vector of lanes of two vectors; the second one's are counted from the first one's end."""
+    return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The transposed square block of these rows: halves, quarters, eighths change places."""
+    lanes = len(rows)
+    step = lanes // 2
+    while step:
+        for i in range(lanes):
+            if not i & step:
+                one, two = rows[i], rows[i + step]
+                low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+                high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+                rows[i], rows[i + step] = shuffled(builder, one, two, low), shuffled(builder, one, two, high)
+        step //= 2
+    return rows
+
+
+@intrinsic
+def transpose(typing, source, source_row, last, target, target_row, spec):
+    """Transpose a square block: row i of the source becomes column i. Rows past ``last`` repeat it; row steps in bytes."""
+    kind = spec.value.vector
+
+    def emit(c, b, s, a):
+        source, source_row, last, target, target_row, _ = a
+        rows = []
+        for i in range(kind.lanes):
+            row = clamped(b, i, last)
+            rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind.ir), align=4))
+        for i, column in enumerate(transposed(b, rows)):
+            b.store(column, pointer(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), kind.ir), align=4)
+        return c.get_dummy_value()
+
+    return types.void(*[types.intp] * 5, spec), emit
+
+
+def reduced_in_pairs(builder: Any, vectors: list[Any], distance: int, combine: Any) -> list[Any]:
+    """Lanes ``distance`` apart combined, of two vectors in one: lanes whose index has the bit ``distance`` are those of the second.
+
+    After the distances 1, 2, .. of all lanes, lane n is the whole vector n reduced to a number.
+    """
+    lanes, reduced = range(vectors[0].type.count), []
+    source = [lane + (len(lanes) if lane & distance else 0) for lane in lanes]
+    for one, two in zip(vectors[::2], vectors[1::2], strict=True):
+        here = shuffled(builder, one, two, source)
+        there = shuffled(builder, one, two, [lane ^ distance for lane in source])
+        reduced.append(combine(builder, here, there))
+    return reduced
+
+
+def _reduce_rows(combine: Any) -> Any:
+    @intrinsic
+    def reduce_rows(typing, address, spec):
+        kind = spec.value.vector
+
+        def emit(c, b, s, a):
+            places = [b.add(a[0], ir.Constant(I64, 64 * row)) for row in range(8)]
+            vectors = [b.load(pointer(b, place, kind.ir), align=4) for place in places]
+            for distance in (1, 2, 4):
+                vectors = reduced_in_pairs(b, vectors, distance, combine)
+            turned = shuffled(b, vectors[0], vectors[0], [lane ^ 8 for lane in range(16)])
+            return combine(b, vectors[0], turned)
+
+        return kind(types.intp, spec), emit
+
+    return reduce_rows
+
+
+# Eight vectors of 16 floats, 64 bytes apart: lanes n and n + 8 are the greatest number, or the sum, of vector n.
+reduce_rows_max = _reduce_rows(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+reduce_rows_sum = _reduce_rows(lambda b, x, y: b.fadd(x, y))
+
+
+@intrinsic
+def reduce_sum(typing, x):
+    """The sum of a vector."""
+
+    def emit(c, b, s, a):
+        step, total = x.lanes // 2, a[0]
+        while step:
+            turned = [(lane + step) % x.lanes for lane in range(x.lanes)]
+            total = b.fadd(total, shuffled(b, total, total, turned))
+            step //= 2
+        return b.extract_element(total, ir.Constant(I32, 0))
+
+    return x.number(x), emit
+
+
+# Pairs of bf16.
+
+
+def interleaved_rows(builder: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
+    """Two rows of bf16 in memory, 32 numbers ``count`` times, as vectors of pairs."""
+    lanes = kind.count
+    row = ir.VectorType(I16, 2 * lanes)
+    pairs = []
+    for offset in (ir.Constant(I64, 64 * n) for n in range(count)):
+        both = [builder.load(pointer(builder, builder.add(address, offset), row), align=2) for address in (low, high)]
+        for first in (0, lanes):
+            order = [n for lane in range(first, first + lanes) for n in (lane, lane + 2 * lanes)]
+            pairs.append(builder.bitcast(shuffled(builder, *both, order), kind))
+    return pairs
+
+
+@intrinsic
+def interleave(typing, low, high, spec):
+    """16 pairs from two vectors of floats, rounded."""
+
+    def emit(c, b, s, a):
+        return spec.value.operations.pair(b, *a[:2])
+
+    return low(low, high, spec), emit
+
+
+@intrinsic
+def interleave_loaded(typing, low, high, spec):
+    """16 pairs from two rows of bf16 in memory."""
+    kind = spec.value.vector
+
+    def emit(c, b, s, a):
+        row = ir.VectorType(I16, kind.lanes)
+        return interleaved(b, *(b.load(pointer(b, address, row), align=2) for address in a[:2]), kind.ir)
+
+    return kind(types.intp, types.intp, spec), emit

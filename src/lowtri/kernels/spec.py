@@ -1,7 +1,7 @@
 """What a kernel is compiled for: a dtype, how its rows are read, and an instruction set.
 
 A kernel family (forward, backward, decode) is written once. Where its code depends on the spec, an intrinsic or a ``@by_spec``
-function chooses during type inference, so that machine code has no branch for it (:mod:`lowtri.kernels.spec_type`).
+function chooses during type inference, so that machine code has no branch for it (:mod:`lowtri.kernels.record`).
 
     operand     how the rows of Q, K and V enter a product
     direct      read from the array
@@ -97,6 +97,11 @@ class KernelSpec:
     def tile(self) -> tuple[int, int, int]:
         """The register tile: rows and vectors of the wide one, rows of the narrow one, which is one vector wide."""
         return self.isa.pairs_tile if self.operand == "pairs" else self.isa.tile
+
+    @property
+    def in_order(self) -> int:
+        """1 if few queries read a cache in memory's order, which the CPU's own prefetcher follows, 0 if they prefetch every line."""
+        return int(self.isa.whole_vectors)
 
     def cache_tile(self, queries: int) -> CacheTile | None:
         """How a block of so many queries reads a cache; None if there are no such blocks."""

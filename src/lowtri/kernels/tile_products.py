@@ -12,12 +12,10 @@ import numpy as np
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.plan_walk import ALL_QUERIES, key_spans, visible_range
 from lowtri.kernels.product import product, product_add
-from lowtri.kernels.rows import fill, round_up, word_count
+from lowtri.kernels.rows import fill, padded, product_rows, round_up, word_count
 from lowtri.kernels.scratch import KEYS
 from lowtri.kernels.simd import element
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_operands import product_rows
-from lowtri.kernels.tile_output import padded
 from lowtri.kernels.tiles import held_product, held_product_add, tile_product, tile_product_add
 
 __all__ = [
