@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _UNCHANGED = nullcontext()
+_KINDS: set[type] = {np.ndarray}  # of arrays whose attributes may be read without a check; torch's tensors join them
 _NUMBERS = (float, int, type(None))
 
 
@@ -103,12 +104,6 @@ class PreparedCall:
         None  # where any keys are served: those of the last run, and the call at these
     )
 
-    def arrange(self, q: Any, k: Any, v: Any, options: CallOptions) -> Inputs:
-        """The arrays in four dimensions."""
-        if self.is_four:
-            return Inputs(q, k, v, None, None)
-        return arrange(self.call, q, k, v, options.bias, options.sinks)
-
     def fallback(self, inputs: Inputs) -> PreparedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
         if self.by_name or not self.selective or self.prepared.accepts(inputs):
@@ -145,9 +140,18 @@ def _differentiable() -> Callable[..., Result]:
 
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[PreparedCall, Inputs]:
     """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
-    few = _signature_of_few_queries(q, k, v, mask, options)
+    few = None
+    try:
+        has_few = (type(q) in _KINDS or _is_ordinary(q)) and len(shape := q.shape) > 2 and shape[-2] < FEW_QUERIES
+    except RuntimeError:  # a nested tensor has no shape
+        has_few = False
+    if has_few:
+        few = _signature_of_few_queries(q, k, v, mask, options)
     if few is not None:
-        ready = _search(few)
+        try:
+            ready = PREPARED.get(few)
+        except TypeError:
+            ready = None
         if ready is not None:
             inputs = Inputs(q, k, v, None, options.sinks)
             if q.ndim == 3:
@@ -156,21 +160,19 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
             if same is not None:
                 return same, inputs
     key = _signature(q, k, v, mask, options)
-    ready = None if key is None else _search(key)
+    try:
+        ready = None if key is None else PREPARED.get(key)
+    except TypeError:  # an unhashable argument, which the checks of the call reject
+        ready = None
     if ready is not None:
-        return ready, ready.arrange(q, k, v, options)
+        if ready.is_four:
+            return ready, Inputs(q, k, v, None, None)
+        return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
     call, inputs = describe(q, k, v, mask, options)
     ready = prepare(call, options.engine)
     if key is not None and may_be_cached(mask, options):
         PREPARED.put(few if few is not None and ready.prepared.any_keys else key, ready)
     return ready, inputs
-
-
-def _search(key: Hashable) -> PreparedCall | None:
-    try:
-        return PREPARED.get(key)
-    except TypeError:  # an unhashable argument, which the checks of the call reject
-        return None
 
 
 # Calls that are prepared for any number of keys.
@@ -305,6 +307,12 @@ def _numpy_key(*arrays: Any) -> Hashable | None:
     return thread_count(is_numpy=True), *(None if x is None else (x.shape, x.strides, x.dtype) for x in arrays)
 
 
+def _is_ordinary(q: Any) -> bool:
+    """Whether q is of a kind whose attributes may be read; once torch is loaded, its tensors are."""
+    _tensors_keys()
+    return type(q) in _KINDS
+
+
 def _tensors_keys() -> tuple[Callable[..., Hashable | None], Callable[..., Hashable | None]]:
     return _loaded_tensors_keys() if "torch" in sys.modules else (_no_key, _no_key)
 
@@ -313,6 +321,7 @@ def _tensors_keys() -> tuple[Callable[..., Hashable | None], Callable[..., Hasha
 def _loaded_tensors_keys() -> tuple[Callable[..., Hashable | None], Callable[..., Hashable | None]]:
     from lowtri.ops.guards import tensors_key, tensors_key_of_few_queries
 
+    _KINDS.add(sys.modules["torch"].Tensor)
     return tensors_key, tensors_key_of_few_queries
 
 
