@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
+START = [str(TESTS / "kernels" / "amx_at_start"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+EMULATED = {"LOWTRI_ISA": "amx-emulated", "PYTHONPATH": os.pathsep.join(START)}
 FLAGS = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16,+amx-tile,+amx-bf16"
 COMPILED = """
     import sys
@@ -85,12 +88,13 @@ def test_amx_code_keeps_its_tiles_in_registers(family: str) -> None:
 def test_the_other_tests_of_bf16_hold_on_the_emulation(file: str) -> None:
     here = str(Path(__file__).parent / file)
     names = "bfloat16 or threads or huge or keys_of_other" if file != "test_kernels_robust.py" else "threads or loader"
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, here, LOWTRI_ISA="amx-emulated")
+    early = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # lowtri is imported before pytest starts
+    run("-m", "pytest", "-q", *early, "-p", "no:cacheprovider", "-k", names, here, **EMULATED)
 
 
 pytestmark = [pytest.mark.x86, pytest.mark.compiler]
 GUARDED = """
-    import amx_emulated, ctypes, mmap, torch, lowtri
+    import ctypes, mmap, torch, lowtri
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE
     kept = []
 
@@ -120,5 +124,4 @@ GUARDED = """
 @pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
 def test_nothing_is_read_behind_an_array() -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    assert "nothing was read" in run("-c", textwrap.dedent(GUARDED), LOWTRI_ISA="amx-emulated", PYTHONPATH=path)
+    assert "nothing was read" in run("-c", textwrap.dedent(GUARDED), **EMULATED)
