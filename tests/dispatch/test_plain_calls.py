@@ -58,7 +58,7 @@ def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_of_the_gradients_is_recorded() -> None:
     inputs = leaves(torch.float64, (4, 4))
     output = lowtri.attention(*inputs, "causal & window(9)", engine="cpu")
-    assert output.grad_fn is not None and "OfThree" in output.grad_fn.name()
+    assert output.grad_fn is not None and "QKVFunction" in output.grad_fn.name()
     (d_q,) = torch.autograd.grad(output.square().sum(), inputs[:1], create_graph=True)
     (second,) = torch.autograd.grad(d_q.square().sum(), inputs[2:])
     formula = lowtri.attention(*inputs, "causal & window(9)", engine="formula")

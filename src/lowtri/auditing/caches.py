@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.conditions import extended
-from lowtri.auditing.context import Bools, Context, Need
+from lowtri.auditing.context import Bools, Context, Requirement
 from lowtri.auditing.finding import Difference, Finding, Leak, by, compare, movement, moves
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.rows import pad_keyword
@@ -373,7 +373,7 @@ CACHE = Trial(
     "(`step=` and `prefill=` for your own decoding); compares positions whose visible inputs have all been appended",
     finds="caches whose outputs differ from the full forward pass",
     function=_cache,
-    needs=(Need("a cache", _no_decoder),),
+    needs=(Requirement("a cache", _no_decoder),),
     reshapes=True,
     argument="step",
 )
@@ -471,7 +471,7 @@ STATE = Trial(
     finds="state that one call leaves to the next",
     function=_state,
     needs=(
-        Need(
+        Requirement(
             "a torch module",
             lambda c: "the model cannot be copied before its first call" if c.pristine is None else None,
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.content import CHANGE, GRADIENT, PREFIX
-from lowtri.auditing.context import Bools, Condition, Context, Need
+from lowtri.auditing.context import Bools, Condition, Context, Requirement
 from lowtri.auditing.finding import Finding, by
 from lowtri.auditing.inputs import Array, Inputs, first_line
 from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, pad, pad_keyword
@@ -142,7 +142,7 @@ def _same_in_training(context: Context) -> bool:
     if context.system.module is not context.system.model:
         return False  # no float64 copy of what a function closes over
     inputs, n = context.inputs, context.n
-    same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.echoed(n - 1)]
+    same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.repeated_token(n - 1)]
     other = [inputs.span(0, t) for t in context.chosen or context.sample(16) if 0 < t < n] + [inputs.span(n // 2, n)]
     other += [inputs.rows([0])] if context.system.signature.batch_axis is not None else []
     keyword = pad_keyword(context)
@@ -313,7 +313,7 @@ TRAINING = Trial(
     does="runs change, gradient, prefix, batch, padding and packing in training mode",
     finds="leaks that occur in training mode only",
     function=_training,
-    needs=(Need("a training mode", _no_training),),
+    needs=(Requirement("a training mode", _no_training),),
     skipped_after=("change", "gradient", "prefix"),
 )
 LONGER = Trial(

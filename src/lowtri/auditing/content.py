@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.context import REPEATABLE, TORCH, Bools, Context, Need
+from lowtri.auditing.context import REPEATABLE, TORCH, Bools, Context, Requirement
 from lowtri.auditing.finding import Finding, Leak, moves
 from lowtri.auditing.inputs import Inputs, first_line, positions_first
 from lowtri.auditing.system import Rows
@@ -29,7 +29,7 @@ def _change(context: Context) -> Cases:
     keys = queries if context.by_pair else []
     draws = context.options.draws * (4 if context.discrete_output else 1)
     sparse = len(queries) < n  # a query that is not looked at may be found through one that is
-    kinds = [(100, "random"), (101, "extreme"), *([(102, "echoed")] if inputs.discrete else [])]
+    kinds = [(100, "random"), (101, "extreme"), *([(102, "repeated")] if inputs.discrete else [])]
     if not context.by_pair and context.discrete_output:  # discrete answers move rarely
         kinds += [(103 + more, "random") for more in range(draws - 1)]
     for salt in range(draws):
@@ -39,10 +39,12 @@ def _change(context: Context) -> Cases:
             if difference is not None:
                 context.see(difference.moved.max(axis=0), key)
     for salt, kind in kinds:
-        fresh = inputs if kind == "echoed" else context.fresh(salt, kind)
+        fresh = inputs if kind == "repeated" else context.fresh(salt, kind)
         for query in queries:
             if not context.allowed[:, query].all():
-                yield _of_hidden(context, query, context.echoed(query) if kind == "echoed" else fresh, kind, sparse)
+                yield _of_hidden(
+                    context, query, context.repeated_token(query) if kind == "repeated" else fresh, kind, sparse
+                )
     looked = "every pair" if len(keys) == n else f"{len(keys)} keys and {len(queries)} queries of {n}"
     own = ", one of its own ids" if inputs.discrete else ""
     extent = f"{looked}, {draws * inputs.batch} draws and one extreme{own}"
@@ -206,7 +208,7 @@ POISON = Trial(
     finds="NaN that spreads; a warning only, since 0 * NaN is NaN in most correct models",
     function=_poison,
     needs=(
-        Need(
+        Requirement(
             "vectors, or torch",
             lambda c: (
                 None
@@ -222,7 +224,7 @@ SENSITIVITY = Trial(
     finds="the opposite fault, as a warning: an input that the mask shows and no output uses",
     function=_sensitivity,
     needs=(
-        Need(
+        Requirement(
             "float outputs",
             lambda c: "integer outputs move too rarely to say what is never seen" if c.discrete_output else None,
         ),

@@ -28,7 +28,7 @@ __all__ = [
     "Bools",
     "Condition",
     "Context",
-    "Need",
+    "Requirement",
     "Options",
     "REPEATABLE",
     "TORCH",
@@ -373,7 +373,7 @@ class Context:
             inputs, sequences=tuple(_drawn(values, self.vocabulary, rng, kind) for values in inputs.sequences)
         )
 
-    def echoed(self, query: int) -> Inputs:
+    def repeated_token(self, query: int) -> Inputs:
         """Every position holding a token that the query has before it: row b takes the one b places back.
 
         Random draws from a large vocabulary never repeat a token, so a leak of equality would not show.
@@ -432,16 +432,16 @@ def _drawn(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Gene
     return np.asarray(other.astype(values.dtype))
 
 
-class Need(NamedTuple):
+class Requirement(NamedTuple):
     """What a trial requires; where it is missing, the trial is skipped."""
 
     what: str  # as the documentation lists it
     why_not: Callable[[Context], str | None]  # the reason why it is missing; None where it is not
 
 
-BATCH = Need("a batch", lambda c: "the example has no batch" if c.system.signature.batch_axis is None else None)
-TORCH = Need("gradients", lambda c: None if c.system.in_torch else "the model does not compute in torch")
-REPEATABLE = Need(
+BATCH = Requirement("a batch", lambda c: "the example has no batch" if c.system.signature.batch_axis is None else None)
+TORCH = Requirement("gradients", lambda c: None if c.system.in_torch else "the model does not compute in torch")
+REPEATABLE = Requirement(
     "no random numbers",
     lambda c: "the model draws random numbers, and another length draws others" if c.noise.random else None,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import BATCH, REPEATABLE, Bools, Context, Need
+from lowtri.auditing.context import BATCH, REPEATABLE, Bools, Context, Requirement
 from lowtri.auditing.finding import Leak, by, compare, moves
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
@@ -177,7 +177,7 @@ PACKING = Trial(
     does="runs each document of a packed row alone (`alone=`)",
     finds="outputs that differ in a packed row, from wrong boundaries or positions",
     function=_packing,
-    needs=(Need("packed documents", _no_documents), REPEATABLE),
+    needs=(Requirement("packed documents", _no_documents), REPEATABLE),
     reshapes=True,
     argument="alone",
 )
@@ -351,7 +351,7 @@ PADDING = Trial(
     does="adds pads on either side, with different contents and amounts",
     finds="pads that change outputs at real positions",
     function=_padding,
-    needs=(Need("a padding mask", _no_padding), REPEATABLE, Need("", _pads_in_mask)),
+    needs=(Requirement("a padding mask", _no_padding), REPEATABLE, Requirement("", _pads_in_mask)),
     reshapes=True,
     argument="pad_mask",
 )

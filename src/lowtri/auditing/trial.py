@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.auditing.context import Bools, Context, Need, Options
+from lowtri.auditing.context import Bools, Context, Options, Requirement
 from lowtri.auditing.finding import Difference, Finding, Leak, by, compare, moves
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
@@ -86,7 +86,7 @@ class Trial:
     does: str
     finds: str
     function: Callable[[Context], Cases | Finding]
-    needs: tuple[Need, ...] = ()
+    needs: tuple[Requirement, ...] = ()
     pairs: bool = False  # its leaks are pairs of positions of its input; others are about lengths, pads, rows or caches
     reshapes: bool = False  # it compares runs of different shapes, where rounding can flip a discrete choice
     skipped_after: tuple[str, ...] = ()  # a leak of one of these would only be found again

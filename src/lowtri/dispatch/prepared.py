@@ -99,7 +99,7 @@ class PreparedCall:
     by_name: bool  # requested by name: inputs with NaN, inf or huge numbers are then not sent to another backend
     selective: bool
     differentiates: bool
-    is_four: bool  # the user's q, k and v have four dimensions, and there is no other array
+    is_4d_qkv: bool  # the user's q, k and v have four dimensions, and there is no other array
     newest: tuple[Hashable, PreparedCall] | None = (
         None  # where any keys are served: those of the last run, and the call at these
     )
@@ -126,8 +126,8 @@ def prepare(call: Call, engine: str) -> PreparedCall:
     prepared = load(name).prepare(call)
     selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
     differentiates = call.needs_grad and (prepared.computes_gradients or prepared.formula_dtype is not None)
-    is_four = call.rank == 4 and call.bias is None and call.sinks is None
-    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates, is_four)
+    is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
+    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
 
 
 @cache
@@ -165,7 +165,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
     except TypeError:  # an unhashable argument, which the checks of the call reject
         ready = None
     if ready is not None:
-        if ready.is_four:
+        if ready.is_4d_qkv:
             return ready, Inputs(q, k, v, None, None)
         return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
     call, inputs = describe(q, k, v, mask, options)

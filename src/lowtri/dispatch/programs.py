@@ -51,7 +51,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     bias, bias_kind = packed_bias(options.bias)
     tensors = all(isinstance(x, Tensor) for x in (q, k, v)) and (bias is None or isinstance(bias, Tensor))
     if text is None or options.dropout or options.return_weights or not tensors:
-        return _outside(q, k, v, mask, options)
+        return _eager(q, k, v, mask, options)
     output, lse = _attention(
         q,
         k,
@@ -71,7 +71,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     return (output, lse) if options.return_lse else output
 
 
-_outside = outside_graph(
+_eager = outside_graph(
     run_eagerly, "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"
 )
 

@@ -302,7 +302,7 @@ class RemappedMask(Mask):
         return max(rows, self.inner.batch[:1]) + self.inner.batch[1:]  # one row broadcasts
 
     @cached_property
-    def _extremes(self) -> RangeMinMax:
+    def _range_min_max(self) -> RangeMinMax:
         return RangeMinMax(self.positions.array)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
@@ -310,7 +310,7 @@ class RemappedMask(Mask):
         return self.inner._sees(positions[within(q, len(positions))], positions[within(k, len(positions))])
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        (q_low, q_high), (k_low, k_high) = self._extremes(q0, q1), self._extremes(k0, k1)
+        (q_low, q_high), (k_low, k_high) = self._range_min_max(q0, q1), self._range_min_max(k0, k1)
         # The bounding box holds positions that do not occur; EMPTY and FULL of the whole box are still true of those that do.
         return self.inner._tile(q_low, q_high + 1, k_low, k_high + 1)
 
