@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -14,12 +15,17 @@ __all__ = ["write_atomically", "write_text"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary path in the same folder, then rename that file to ``path``.
+    """Call ``write`` with a temporary path in the same folder, then rename that file to ``path``, or to what ``path`` links to.
 
     Raises:
-        OSError: names ``path``, whatever exception the writing library raises for a full disk.
+        OSError: names ``path``, whatever exception the writing library raises for a full disk; also where ``path`` is a device,
+            a pipe or a folder, which a rename would replace.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if path.exists() and not path.is_file():
+        kind = (errno.EISDIR, "is a folder") if path.is_dir() else (errno.EINVAL, "is a device or a pipe")
+        raise OSError(kind[0], f"{kind[1]}, and only a file can be written", str(path))
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode  # that of any new file; some libraries make theirs unreadable for others
@@ -27,7 +33,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.chmod(mode)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the new name
-        replace(temporary, path)
+        replace(temporary, target)
     except Exception as error:
         reason = _os_error(error)
         if reason is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,9 +103,9 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
         (["--out", "OUT"], "FILES: none were given. Fix: name text files"),
         (["FOLDER", "--out", "OUT"], "is a folder.\nFix: name the files in it"),
         (["TEXT", "--out", "OUT", "--mask", "causl"], "causl"),
-        (["TEXT", "--out", "OUT", "--steps", "0"], "steps: 0 came, at least 1 is needed"),
+        (["TEXT", "--out", "OUT", "--steps", "0"], "steps: got 0; at least 1 is needed"),
         (["TEXT", "--out", "OUT", "--heads", "7"], "hidden_size 256 is not a multiple of num_attention_heads 7"),
-        (["TEXT", "--out", "OUT", "--vocabulary", "9"], "vocabulary: 9 came, at least 258 are needed"),
+        (["TEXT", "--out", "OUT", "--vocabulary", "9"], "vocabulary: got 9; at least 258 are needed"),
         (["TEXT", "--out", "OUT", "--context", "99999"], "one row takes 100000.\nFix: more text, or a smaller context"),
         (["TEXT", "--out", "OUT", "--device", "abacus"], "--device: 'abacus' cannot be used: "),
         (["TEXT", "--out", "FOLDER"], "is not empty. Fix: another folder, or --resume to go on with the run in it"),
@@ -343,6 +344,18 @@ def test_eval_prints_a_table(folder: Path, text: Path, capsys: Any) -> None:
     assert lines[5].startswith("greatest difference of one position: ")
     short = says(capsys, "eval", folder, text, "--limit", 60, "--at-once")[0]
     assert "step by step" not in short and "difference" not in short
+
+
+def test_eval_of_weights_that_are_not_numbers_says_so(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    next(weights[name] for name in weights if "q_proj" in name).fill_(math.nan)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    for options in ((), ("--json",)):
+        out, error = says(capsys, "eval", broken, text, "--limit", 60, *options, code=2)
+        assert out == "" and "the loss is nan" in error and "Fix:" in error
 
 
 def test_eval_rejects_in_a_line(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -102,8 +102,8 @@ def test_errors():
     with pytest.raises(CallError, match=r"merge: an output is \(4, 1\) and its lse \(4,\)"):
         merge([out, out[:, :1]], [lse, lse])
     with pytest.raises(
-        CallError, match="merge: Tensor and ndarray came, but it takes NumPy arrays or torch tensors, all of one"
+        CallError, match="merge: got Tensor and ndarray, but it takes NumPy arrays or torch tensors, all of one"
     ):
         merge([out, torch.zeros(4, 2)], [lse, torch.zeros(4)])
-    with pytest.raises(CallError, match="merge: list came, but it takes NumPy arrays or torch tensors"):
+    with pytest.raises(CallError, match="merge: got list, but it takes NumPy arrays or torch tensors"):
         merge([[1.0]], [[1.0]])

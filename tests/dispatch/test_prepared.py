@@ -165,6 +165,24 @@ def test_one_call_of_few_queries_serves_any_number_of_keys(made, mask: str, kind
     assert len([key for key in PREPARED._calls]) < 2 + len(KEYS)  # one, and those of the reference
 
 
+def test_what_the_one_call_cannot_serve_is_prepared_once(made) -> None:
+    q, k, v = cache()
+    lowtri.attention(q, k, v, CAUSAL, q_positions=np.array([299]), k_positions=np.arange(300))
+    made.clear()
+    at = {"q_positions": np.array([299], np.int32), "k_positions": np.arange(300, dtype=np.int32)}
+    for _ in range(4):
+        lowtri.attention(q, k, v, CAUSAL, **at)
+        lowtri.attention(q, k, v, lowtri.documents(lengths=[300]), engine="cpu")
+    assert len(made) <= 3  # of the lengths, the first is the one call's
+
+
+def test_a_table_of_visible_keys_counts_as_memory(made) -> None:
+    q, k, v = cache(nk=4000)
+    lowtri.attention(q, k, v, lowtri.keys(np.arange(4000) % 3 > 0), engine="cpu")
+    (ready,) = PREPARED._calls.values()
+    assert ready.prepared.table_bytes >= 3998 and ready.prepared.nbytes >= 3 * 3998
+
+
 def test_positions_of_any_keys_are_checked_as_those_of_the_first(made) -> None:
     q, k, v = cache(nq=2)
     at = {"q_positions": [298, 299], "k_positions": np.arange(300)}

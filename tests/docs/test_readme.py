@@ -77,6 +77,7 @@ def test_the_table_of_packages_is_complete() -> None:
         "files",
         "plain",
         "showing",
+        "system",
     }
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", contributing, re.M)) == packages

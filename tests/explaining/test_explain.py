@@ -587,7 +587,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
     ("call", "kind", "words"),
     [
         (lambda: lowtri.explain(qkv()), MaskError, "a mask is required"),
-        (lambda: lowtri.explain((1, 2), mask="full"), CallError, "2 arrays came, but (q, k, v) are three"),
+        (lambda: lowtri.explain((1, 2), mask="full"), CallError, "got 2 arrays, but (q, k, v) are three"),
         (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
         (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but expected (N, D)"),

@@ -154,9 +154,9 @@ def broken(folder: Path, **changes: Any) -> None:
         ),
         (
             lambda f: (f / "config.json").write_text("{}"),
-            "model_type None came, lowtri's Decoder reads llama, mistral, qwen2, qwen3, smollm3, gpt2",
+            "model_type None; lowtri's Decoder reads llama, mistral, qwen2, qwen3, smollm3, gpt2",
         ),
-        (lambda f: broken(f, model_type="bert"), "model_type 'bert' came, lowtri's Decoder reads llama, mistral"),
+        (lambda f: broken(f, model_type="bert"), "model_type 'bert'; lowtri's Decoder reads llama, mistral"),
         (lambda f: broken(f, vocab_size="gone"), "does not describe a decoder: .*vocab_size"),
         (lambda f: broken(f, hidden_size=-4), "does not describe a decoder: DecoderConfig: hidden_size is -4"),
         (lambda f: broken(f, lowtri_mask="causl"), "does not describe a decoder: .*causl"),

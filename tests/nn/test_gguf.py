@@ -314,8 +314,8 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model 'bert' came, lowtri reads gpt2 and llama"),
-        ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer\.ggml\.pre 'deepseek-llm' came, lowtri knows gpt-2"),
+        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model 'bert'; lowtri reads gpt2 and llama"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer\.ggml\.pre 'deepseek-llm'; lowtri knows gpt-2"),
     ],
 )
 def test_unknown_tokenizers_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -339,16 +339,16 @@ def test_the_chat_template_is_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("falcon", {}, r"general\.architecture 'falcon' came, lowtri reads llama, qwen2, qwen3, gpt2"),
+        ("falcon", {}, r"general\.architecture 'falcon'; lowtri reads llama, qwen2, qwen3, gpt2"),
         (
             "llama",
             {"llama.expert_count": 8},
-            r"llama\.expert_count 8 came, which lowtri's Decoder does not support",
+            r"llama\.expert_count 8, which lowtri's Decoder does not support",
         ),
-        ("llama", {"llama.logit_scale": 0.5}, r"llama\.logit_scale 0\.5 came"),
-        ("llama", {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' came, .* has none and linear"),
-        ("llama", {"llama.rope.dimension_count": 8}, r"rope\.dimension_count 8 came, .* the head size 16 only"),
-        ("llama", {"llama.attention.value_length": 32}, r"attention\.value_length 32 came, .* the head size 16 only"),
+        ("llama", {"llama.logit_scale": 0.5}, r"llama\.logit_scale 0\.5"),
+        ("llama", {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn'; .* has none and linear"),
+        ("llama", {"llama.rope.dimension_count": 8}, r"rope\.dimension_count 8; .* the head size 16 only"),
+        ("llama", {"llama.attention.value_length": 32}, r"attention\.value_length 32; .* the head size 16 only"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(kind: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"num_hidden_layers": 100_000}, "num_hidden_layers 100000 came, at most 10000 are read"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers 100000; at most 10000 are read"),
         (
             {"num_hidden_layers": 9_999},
             "do not fit together: num_hidden_layers is 9999,\n  and the weights are 21 tensors",
@@ -75,9 +75,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"vocab_size": 10**30}, "do not fit together: vocab_size is 1000000"),
         ({"intermediate_size": 10**18}, "do not fit together: intermediate_size is"),
         ({"head_dim": 2**62}, "do not fit together: head_dim is"),
-        ({"eos_token_id": "x"}, "eos_token_id 'x' came, expected an id, or a list of ids"),
-        ({"eos_token_id": [[1]]}, r"eos_token_id \[\[1\]\] came"),
-        ({"eos_token_id": True}, "eos_token_id True came"),
+        ({"eos_token_id": "x"}, "eos_token_id 'x'; expected an id, or a list of ids"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id \[\[1\]\]"),
+        ({"eos_token_id": True}, "eos_token_id True"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it is True or False"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it is a number"),
         ({"rope_theta": 10**400}, "rope_theta is 1000.*; it is a number"),
@@ -87,7 +87,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ),
         ({"rope_parameters": 3}, "does not describe a decoder: "),
         ({"rope_scaling": {"rope_type": "llama3", "factor": {}}}, "does not describe a decoder: "),
-        ({"hidden_act": ["x" * 10**6]}, r"hidden_act \['xxx.* came, lowtri's Decoder has 'silu' or 'swish' only"),
+        ({"hidden_act": ["x" * 10**6]}, r"hidden_act \['xxx.*; lowtri's Decoder has 'silu' or 'swish' only"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "does not describe a decoder: "),
         (
             {
@@ -97,7 +97,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
                 "use_sliding_window": True,
                 "sliding_window": 4,
             },
-            "num_hidden_layers 10000000000 came, at most",
+            "num_hidden_layers 10000000000; at most",
         ),
     ],
 )
@@ -155,14 +155,14 @@ def test_a_recurrent_model_is_saved_and_loaded(tmp_path: Path) -> None:
             {"lowtri_mask": "keys(lengths=[3])"},
             "lowtri_mask names keys, which describes one text.*\nFix: give the mask yourself",
         ),
-        ({"lowtri_mask": "a" * 65_536}, "lowtri_mask: 65536 characters came, .* of at most 4096 characters"),
+        ({"lowtri_mask": "a" * 65_536}, "lowtri_mask: got 65536 characters; .* of at most 4096 characters"),
         ({"lowtri_mask": "~" * 4_000 + "causal"}, "does not describe a decoder: mask: "),
-        ({"lowtri_mask": ["causal"]}, r"lowtri_mask: \['causal'\] came, expected a mask as text"),
-        ({"lowtri_mask": 0}, "lowtri_mask: 0 came"),
+        ({"lowtri_mask": ["causal"]}, r"lowtri_mask: got \['causal'\]; expected a mask as text"),
+        ({"lowtri_mask": 0}, "lowtri_mask: got 0"),
         ({"lowtri_mask": ""}, "does not describe a decoder: mask: "),
         (
             {"model_type": "mistral", "lowtri_mask": None, "sliding_window": "1) | full("},
-            "sliding_window '1.*' came, expected a whole",
+            "sliding_window '1.*'; expected a whole",
         ),
         (
             {"model_type": "mistral", "lowtri_mask": None, "sliding_window": -1},

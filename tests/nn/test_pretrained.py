@@ -288,23 +288,23 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_slidin
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' came, lowtri's Decoder has 'silu' or 'swish' only"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'; lowtri's Decoder has 'silu' or 'swish' only"),
         (
             "llama",
             {"model_type": "mixtral"},
-            "model_type 'mixtral' came, .* reads llama, mistral, qwen2, qwen3, smollm3",
+            "model_type 'mixtral'; .* reads llama, mistral, qwen2, qwen3, smollm3",
         ),
-        ("llama", {"num_local_experts": 8}, "num_local_experts 8 came, lowtri's Decoder has 0 only"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} came, .* has none only"),
-        ("llama", {"rope_parameters": YARN}, "rope_type 'yarn' came, lowtri's Decoder has default, linear and llama3"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts 8; lowtri's Decoder has 0 only"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}; .* has none only"),
+        ("llama", {"rope_parameters": YARN}, "rope_type 'yarn'; lowtri's Decoder has default, linear and llama3"),
         (
             "llama",
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": "gone"},
-            "rope_type 'dynamic' came",
+            "rope_type 'dynamic'",
         ),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 came, lowtri's Decoder has 1.0 only"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 came"),
-        ("llama", {"rope_interleaved": True}, "rope_interleaved True came, lowtri's Decoder has False only"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; lowtri's Decoder has 1.0 only"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved True; lowtri's Decoder has False only"),
         (
             "llama 3",
             {"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}},
@@ -316,11 +316,11 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_slidin
         (
             "gpt2",
             {"activation_function": "relu"},
-            "activation_function 'relu' came, .* has 'gelu_new' or 'gelu_pytorch",
+            "activation_function 'relu'; .* has 'gelu_new' or 'gelu_pytorch",
         ),
-        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False came, lowtri's Decoder has True only"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True came"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention True came"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False; lowtri's Decoder has True only"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention True"),
         ("gpt2", {"n_layer": 2}, "do not fit together at model.layers.2"),
     ],
 )

@@ -135,7 +135,7 @@ def test_learning_is_deterministic_and_documents_are_framed(python: list[Documen
 def test_bytes_are_the_smallest_vocabulary() -> None:
     assert TOKENIZERS[0].get_vocab_size() == BYTES
     assert len(TOKENIZERS[0].encode("你好", add_special_tokens=False).ids) == 6
-    with pytest.raises(DataError, match="vocabulary: 100 came, at least 258 are needed"):
+    with pytest.raises(DataError, match="vocabulary: got 100; at least 258 are needed"):
         learn(["abc"], 100)
 
 
@@ -185,11 +185,11 @@ def test_the_learning_rate_rises_falls_and_ends_on_its_floor(steps: int) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"steps": 0}, "steps: 0 came, at least 1 is needed"),
-        ({"batch": -1}, "batch: -1 came, at least 1 is needed"),
-        ({"lr": 0.0}, "lr: 0.0 came, a number above 0 is needed"),
-        ({"lr": float("nan")}, "lr: nan came, a number above 0 is needed"),
-        ({"held_out": 1.0}, "held_out: 1.0 came, a share of the rows from 0 to below 1 is needed"),
+        ({"steps": 0}, "steps: got 0; at least 1 is needed"),
+        ({"batch": -1}, "batch: got -1; at least 1 is needed"),
+        ({"lr": 0.0}, "lr: got 0.0; a number above 0 is needed"),
+        ({"lr": float("nan")}, "lr: got nan; a number above 0 is needed"),
+        ({"held_out": 1.0}, "held_out: got 1.0; a share of the rows from 0 to below 1 is needed"),
     ],
 )
 def test_an_invalid_recipe_is_rejected(options: dict[str, float], words: str) -> None:

@@ -29,6 +29,7 @@ class Prepared:
         formula_dtype: all gradients are those of the formula in this dtype.
         is_selective: the mask is kept to for finite, moderate numbers only, and ``accepts`` inspects them under ``engine="auto"``.
         any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
+        table_bytes: of the table of visible keys, where ``any_keys`` has one.
         is_plain: q, k and v are the only inputs and the output is the only result. There are also ``record_plain(q, k, v)`` and
             ``gradients_plain(q, k, v, output, recorded, d_output)``: without tuples, small calls are ten microseconds shorter.
     """
@@ -39,6 +40,7 @@ class Prepared:
     formula_dtype: str | None = None
     is_selective: bool = False
     any_keys: bool = False
+    table_bytes: int = 0
     is_plain: bool = False
 
     def run(self, inputs: Inputs) -> Result:

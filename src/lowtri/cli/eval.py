@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +50,11 @@ def command(
     with _watched(sum(max(0, len(text) - 1) for text in texts)) as watch:
         result = evaluate(
             network, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, watch=watch
+        )
+    if not math.isfinite(result.at_once.loss):
+        raise DataError(
+            f"{model}: the loss is {result.at_once.loss}, so a weight or a logit is not a finite number.\n"
+            "Fix: a model whose training did not diverge; with lowtri train, a smaller --lr."
         )
     if json:
         print_json(_as_dict(result, network.config.mask))

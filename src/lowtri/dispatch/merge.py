@@ -48,7 +48,7 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
     if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
         kinds = sorted({type(x).__name__ for x in whole})
         raise CallError(
-            f"merge: {' and '.join(kinds)} came, but it takes NumPy arrays or torch tensors, all of one kind."
+            f"merge: got {' and '.join(kinds)}, but it takes NumPy arrays or torch tensors, all of one kind."
         )
     for out, lse in zip(outputs, lses, strict=True):
         if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:

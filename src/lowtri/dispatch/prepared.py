@@ -35,6 +35,7 @@ __all__ = [
 _UNCHANGED = nullcontext()
 _KINDS: set[type] = {np.ndarray}  # of arrays whose attributes may be read without a check; torch's tensors join them
 _NUMBERS = (float, int, type(None))
+_MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
 
 
 def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
@@ -159,6 +160,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
             same = _at_these_keys(ready, inputs, options)
             if same is not None:
                 return same, inputs
+            few = None  # that call serves other keys than these, which are stored with all of their signature
     key = _signature(q, k, v, mask, options)
     try:
         ready = None if key is None else PREPARED.get(key)
@@ -218,7 +220,8 @@ def _at_these_keys(ready: PreparedCall, inputs: Inputs, options: CallOptions) ->
         return None
     now: PreparedCall = object.__new__(PreparedCall)  # a copy; dataclasses.replace takes several times as long
     now.__dict__.update(ready.__dict__, prepared=prepared)
-    ready.newest = keys, now
+    if prepared.table_bytes <= _MOST_KEPT:  # a larger table of visible keys is made again
+        ready.newest = keys, now
     return now
 
 

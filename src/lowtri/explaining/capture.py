@@ -51,7 +51,7 @@ class Captured:
 def capture_arrays(qkv: Any, batch: int | None = None) -> Captured:
     """(q, k, v), each (N, D), (H, N, D) or (B, H, N, D), as they come."""
     if len(qkv) != 3:
-        raise CallError(f"explain: {len(qkv)} arrays came, but (q, k, v) are three. Fix: explain((q, k, v), mask=...).")
+        raise CallError(f"explain: got {len(qkv)} arrays, but (q, k, v) are three. Fix: explain((q, k, v), mask=...).")
     arrays = {name: _with_heads(name, x) for name, x in zip("qkv", qkv, strict=True)}
     shapes = ", ".join(f"{name} {x.shape[x.ndim - 3 :]}" for name, x in arrays.items())
     (q, k, v), rows = _row(arrays, 3, batch)

@@ -184,7 +184,8 @@ class KVCache(CachePicture):
             the output, (..., Hq, N, Dv).
 
         Raises:
-            CallError: as in :meth:`append` and :func:`lowtri.attention`.
+            CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
+                shape, say) the tokens are in the cache: ``crop`` removes them.
         """
         check_query(q, k)
         keys, values, k_positions = self.append(k, v, positions, layer)

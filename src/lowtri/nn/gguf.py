@@ -192,14 +192,14 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     """
     kind = fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise DataError(f"{path}: general.architecture {kind!r:.60} came, lowtri reads {', '.join(_ARCHITECTURES)}")
+        raise DataError(f"{path}: got general.architecture {kind!r:.60}; lowtri reads {', '.join(_ARCHITECTURES)}")
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     for key, value in own.items():
         if key not in _SIZES and key not in _ALSO and value:
-            raise DataError(f"{path}: {kind}.{brief(key)} {value!r:.60} came, which lowtri's Decoder does not support")
+            raise DataError(f"{path}: got {kind}.{brief(key)} {value!r:.60}, which lowtri's Decoder does not support")
         # Some architectures have lists, one entry for each layer.
         if key in _SIZES and not key.endswith(("epsilon", "freq_base")) and not isinstance(value, int):
-            raise DataError(f"{path}: {kind}.{key} {value!r:.60} came, expected a whole number")
+            raise DataError(f"{path}: got {kind}.{key} {value!r:.60}; expected a whole number")
     if "token_embd.weight" not in shapes:
         raise DataError(f"{path}: it has no token_embd.weight, so it is not a language model")
     config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
@@ -226,13 +226,13 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, config["head_dim"]) != config["head_dim"]:
             raise DataError(
-                f"{path}: {kind}.{key} {own[key]} came, lowtri's Decoder has the head size {config['head_dim']} only"
+                f"{path}: got {kind}.{key} {own[key]}; lowtri's Decoder has the head size {config['head_dim']} only"
             )
     scaling = own.get("rope.scaling.type", "none")
     if scaling == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
     elif scaling != "none":
-        raise DataError(f"{path}: {kind}.rope.scaling.type {scaling!r} came, lowtri's Decoder has none and linear")
+        raise DataError(f"{path}: got {kind}.rope.scaling.type {scaling!r}; lowtri's Decoder has none and linear")
     window = own.get("attention.sliding_window")
     if window and kind == "llama":
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -289,7 +289,7 @@ def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | Non
     if kind == "none":
         return None, {}
     if kind not in ("gpt2", "llama"):
-        raise DataError(f"{path}: tokenizer.ggml.model {kind!r:.60} came, lowtri reads gpt2 and llama")
+        raise DataError(f"{path}: got tokenizer.ggml.model {kind!r:.60}; lowtri reads gpt2 and llama")
     return guarded(f"{path}: its tokenizer is damaged", lambda: _build(fields, kind, path))
 
 
@@ -321,7 +321,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) ->
 
     pre = fields.get("tokenizer.ggml.pre", "gpt-2")
     if not isinstance(pre, str) or pre not in _PATTERNS:
-        raise DataError(f"{path}: tokenizer.ggml.pre {pre!r:.60} came, lowtri knows {', '.join(_PATTERNS)}")
+        raise DataError(f"{path}: got tokenizer.ggml.pre {pre!r:.60}; lowtri knows {', '.join(_PATTERNS)}")
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(fields, "merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "llama3")))

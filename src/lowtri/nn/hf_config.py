@@ -87,16 +87,16 @@ def from_json(content: Mapping[str, Any], path: Path, mask: Mask | str | None = 
 def _from_json(content: Mapping[str, Any], path: Path, mask_text: str | None) -> DecoderConfig:
     kind = content.get("model_type")
     if kind not in KINDS:
-        raise DataError(f"{path}: model_type {kind!r:.60} came, lowtri's Decoder reads {', '.join(KINDS)}")
+        raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(KINDS)}")
     for key, supported in _SUPPORTED.items():
         value = content.get(key)
         if value is not None and value not in supported:
             only = " or ".join(map(repr, supported)) or "none"
-            raise DataError(f"{path}: {key} {value!r:.60} came, lowtri's Decoder has {only} only")
+            raise DataError(f"{path}: got {key} {value!r:.60}; lowtri's Decoder has {only} only")
     sizes = {key: value for key, value in content.items() if key in SIZES and value is not None}
     layers = sizes.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists with an entry per layer are built below
-        raise DataError(f"{path}: num_hidden_layers {layers!r:.30} came, at most {_MOST_LAYERS} are read")
+        raise DataError(f"{path}: got num_hidden_layers {layers!r:.30}; at most {_MOST_LAYERS} are read")
     sizes |= {
         "eos_token_id": end_ids(content.get("eos_token_id"), path),
         "mask": mask_text or _declared_mask(content, path),
@@ -130,7 +130,7 @@ def _declared_mask(content: Mapping[str, Any], path: Path) -> str:
     if not isinstance(text, str) or len(text) > _LONGEST_MASK:
         came = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
         raise DataError(
-            f"{path}: lowtri_mask: {came} came, expected a mask as text, of at most {_LONGEST_MASK} characters"
+            f"{path}: lowtri_mask: got {came}; expected a mask as text, of at most {_LONGEST_MASK} characters"
         )
     match = re.search(r"\b(documents|keys)\b", text)
     if match:
@@ -161,7 +161,7 @@ def _window_mask(content: Mapping[str, Any], path: Path) -> str:
         if set(types) != {"sliding_attention"}:
             raise DataError(f"{path}: layer_types differ from layer to layer, lowtri's Decoder has one mask for all")
     if not isinstance(n, int) or isinstance(n, bool):  # it becomes a part of the mask's text
-        raise DataError(f"{path}: sliding_window {n!r:.60} came, expected a whole number")
+        raise DataError(f"{path}: got sliding_window {n!r:.60}; expected a whole number")
     return f"causal & window({n})"
 
 
@@ -179,7 +179,7 @@ def _rotary_of(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScali
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise DataError(
-            f"{path}: partial_rotary_factor {rope['partial_rotary_factor']} came, lowtri's Decoder has 1.0 only"
+            f"{path}: got partial_rotary_factor {rope['partial_rotary_factor']}; lowtri's Decoder has 1.0 only"
         )
     if kind == "default":
         return theta, None
@@ -189,7 +189,7 @@ def _rotary_of(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScali
         original = rope.get("original_max_position_embeddings") or content["max_position_embeddings"]
         return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
     raise DataError(
-        f"{path}: rope_scaling of rope_type {kind!r:.60} came, lowtri's Decoder has default, linear and llama3"
+        f"{path}: got rope_scaling of rope_type {kind!r:.60}; lowtri's Decoder has default, linear and llama3"
     )
 
 
@@ -201,7 +201,7 @@ def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
-        raise DataError(f"{path}: eos_token_id {value!r:.60} came, expected an id, or a list of ids")
+        raise DataError(f"{path}: got eos_token_id {value!r:.60}; expected an id, or a list of ids")
     return tuple(ids) or None
 
 

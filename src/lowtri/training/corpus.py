@@ -143,7 +143,7 @@ def learn(texts: Iterable[str], vocabulary: int = BYTES) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocabulary < BYTES:
-        raise DataError(f"vocabulary: {vocabulary} came, at least {BYTES} are needed (256 bytes, begin and end)")
+        raise DataError(f"vocabulary: got {vocabulary}; at least {BYTES} are needed (256 bytes, begin and end)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -212,7 +212,7 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
     """
     for name, value in (("dp", dp), ("sp", sp)):
         if value is not None and value < 1:
-            raise CallError(f"--{name}: {value} came, at least 1 is needed")
+            raise CallError(f"--{name}: got {value}; at least 1 is needed")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if (dp or 1) * (sp or 1) > 1:
             count = (dp or 1) * (sp or 1)

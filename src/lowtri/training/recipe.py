@@ -42,14 +42,14 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "validate_every", "save_every", "accumulate"):
             if getattr(self, name) < 1:
-                raise CallError(f"{name}: {getattr(self, name)} came, at least 1 is needed")
+                raise CallError(f"{name}: got {getattr(self, name)}; at least 1 is needed")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
-                raise CallError(f"{name}: {getattr(self, name)} came, a number above 0 is needed")
+                raise CallError(f"{name}: got {getattr(self, name)}; a number above 0 is needed")
         if self.dtype not in ("float32", "bfloat16"):
-            raise CallError(f"dtype: {self.dtype!r} came, float32 or bfloat16 is needed")
+            raise CallError(f"dtype: got {self.dtype!r}; float32 or bfloat16 is needed")
         if not 0 <= self.held_out < 1:
-            raise CallError(f"held_out: {self.held_out} came, a share of the rows from 0 to below 1 is needed")
+            raise CallError(f"held_out: got {self.held_out}; a share of the rows from 0 to below 1 is needed")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: a straight line up, then half a cosine down to the floor.

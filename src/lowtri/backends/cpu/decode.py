@@ -57,6 +57,9 @@ class CpuDecode(Prepared):
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
         self._prepare(Keys(nk, call.k.strides, call.v.strides, q_positions, k_positions, call.bounds))
+        # With the table and the positions: those of this call, and of the newest run.
+        positions = sum(x.nbytes for x in (q_positions, k_positions) if x is not None)
+        self.nbytes += 3 * (self.table_bytes + positions)
 
     def at(self, keys: Keys) -> CpuDecode | None:
         """The same for other keys and positions; None where the strides of the keys are for another kernel."""
@@ -98,6 +101,7 @@ class CpuDecode(Prepared):
         if visible is not None:
             (rows, heads, *_), (by_row, by_head, *_) = visible.shape, visible.strides
             by_row, by_head = by_row if rows > 1 else 0, by_head if heads > 1 else 0
+        self.table_bytes = 0 if visible is None else visible.nbytes
         threads = decode_threads(call, nk, self.input_bytes)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         k_strides, v_strides = keys.k_strides, keys.v_strides

@@ -82,13 +82,13 @@ def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments:
     for name in ("past_key_values", "use_cache"):
         if arguments.get(name):
             raise CallError(
-                f"context_parallel: {name} came, but the keys of a cache would lie on one process.\nFix: use_cache=False."
+                f"context_parallel: got {name}, but the keys of a cache would lie on one process.\nFix: use_cache=False."
             )
     for name in ("logits_to_keep", "num_logits_to_keep"):
         kept = arguments.get(name)
         if kept is not None and (isinstance(kept, Tensor) or kept != 0):
             raise CallError(
-                f"context_parallel: {name} came, but the last tokens of a process are not those of the sequence.\n"
+                f"context_parallel: got {name}, but the last tokens of a process are not those of the sequence.\n"
                 "Fix: all logits, which are those of the tokens at context.positions; take from them what you need."
             )
     valid, device = arguments.get("attention_mask"), model.device
