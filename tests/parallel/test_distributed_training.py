@@ -213,7 +213,7 @@ def test_processes_that_train_alone_do_not_wait_for_each_other(
 
 @pytest.mark.parametrize(
     ("dp", "sp", "words"),
-    [(2, None, "--dp 2 x --sp 1: there is one process.*nproc-per-node 2"), (0, None, "--dp: 0 came"), (1, 3, "node 3")],
+    [(2, None, "--dp 2 x --sp 1: there is one process.*nproc-per-node 2"), (0, None, "--dp: got 0"), (1, 3, "node 3")],
 )
 def test_options_that_need_torchrun(dp: int | None, sp: int | None, words: str) -> None:
     with pytest.raises(CallError) as raised, processes_of_torchrun(dp, sp):

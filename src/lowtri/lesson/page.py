@@ -37,7 +37,7 @@ def write_lesson(path: str | Path, language: str = "en") -> Path:
         write_text(path, text)
     except OSError as error:
         raise DataError(
-            f"lesson: {path} cannot be written: {error.strerror}. Fix: a folder that exists and that you may write to."
+            f"lesson: {path} cannot be written: {error.strerror}. Fix: a file in a folder that exists and that you may write to."
         ) from None
     return path
 

@@ -291,7 +291,10 @@ class MultiHeadAttention(nn.Module):
                 )
             return
         if self.qkv_proj is not None:
-            raise CallError("MultiHeadAttention: got a context, but its projections are joined, for self-attention.")
+            raise CallError(
+                "MultiHeadAttention: got a context, but its projections are joined, for self-attention.\n"
+                "Fix: leave out fuse_projections(), or attend to x alone."
+            )
         if context.ndim != 3 or context.shape[2] != self.context_size or context.shape[0] != x.shape[0]:
             raise CallError(
                 f"MultiHeadAttention: context is {tuple(context.shape)}, expected "

@@ -55,7 +55,7 @@ def save_picture(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> Pa
         write()
     except OSError as error:
         raise DataError(
-            f"save: {path} cannot be written: {error.strerror}. Fix: a folder that exists and that you may write to."
+            f"save: {path} cannot be written: {error.strerror}. Fix: a file in a folder that exists and that you may write to."
         ) from None
     return target
 
