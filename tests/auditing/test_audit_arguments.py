@@ -195,9 +195,13 @@ def test_a_name_that_holds_a_module_is_that_model(tmp_path: Path) -> None:
 
 def test_a_report_for_a_folder_that_is_not_there(tmp_path: Path) -> None:
     report = lowtri.audit(Summing(), IDS, probes=["change"])
-    with pytest.raises(DataError, match=r"save: .*away/report.html cannot be written: .* Fix: a file in a folder that exists"):
+    with pytest.raises(
+        DataError, match=r"save: .*away/report.html cannot be written: .* Fix: a file in a folder that exists"
+    ):
         report.save(tmp_path / "away" / "report.html")
     (tmp_path / "taken.json").mkdir()
-    with pytest.raises(DataError, match=r"save: .*taken.json cannot be written: is a folder, and only a file can be written"):
+    with pytest.raises(
+        DataError, match=r"save: .*taken.json cannot be written: is a folder, and only a file can be written"
+    ):
         report.save(tmp_path / "taken.json")
     assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]

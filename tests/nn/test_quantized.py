@@ -224,7 +224,7 @@ def test_arguments_that_do_not_fit():
     joined = MultiHeadAttention(16, 2)
     joined.fuse_projections()
     joined.fuse_projections()  # once is enough
-    with pytest.raises(CallError, match="got a context, but its projections are joined.*\nFix: "):
+    with pytest.raises(CallError, match=r"got a context, but its projections are joined.*\nFix: "):
         joined(torch.randn(2, 16), torch.randn(3, 16))
 
 
