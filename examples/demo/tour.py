@@ -124,7 +124,7 @@ _DOCUMENTS = "causal & documents(lengths=[5, 9, 4])"
 
 @act("masks", "Who sees whom")
 def masks(context: Context) -> Result:
-    """On the left everybody sees everybody, as in an encoder; on the right each token sees what came before it."""
+    """On the left everybody sees everybody, as in an encoder; on the right each token sees itself and the earlier ones."""
     result = context.result()
     for number, sentence in enumerate(_SENTENCES, start=1):
         tokens = sentence.split()

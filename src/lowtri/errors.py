@@ -70,7 +70,7 @@ class VerifyError(LowtriError, AssertionError):
 
 
 class RankError(LowtriError, RuntimeError):
-    """A process of a group did not answer in time, or came with other arguments than the rest; every process raises it."""
+    """A process of a group did not answer in time, or passed other arguments than the rest; every process raises it."""
 
     on_every_rank = True
 

@@ -177,7 +177,7 @@ def show(
 
 
 def _checked(weights: Any) -> Any:
-    """Weights (H, Nq, Nk), as they came where they are an array or a tensor.
+    """Weights (H, Nq, Nk); arrays and tensors unchanged.
 
     Raises:
         CallError: if they have other dimensions, no entry, or no numbers.
@@ -228,7 +228,7 @@ def _summed(rows: Any, step: int) -> NDArray[np.float64]:
     numbers = numbers.astype(np.float64)
     if (numbers < 0).any() or np.isinf(numbers).any():
         raise CallError(
-            f"show: weights are at least 0 and finite, but {numbers[(numbers < 0) | np.isinf(numbers)][0]:g} came.\n"
+            f"show: got a weight of {numbers[(numbers < 0) | np.isinf(numbers)][0]:g}; expected at least 0, and finite.\n"
             "Fix: pass them after the softmax."
         )
     return np.add.reduceat(numbers, np.arange(0, numbers.shape[1], step), axis=1) if step > 1 else numbers

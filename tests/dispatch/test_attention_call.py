@@ -1,4 +1,4 @@
-"""What a call refuses, and in which words: the argument, what came, what was expected, the fix."""
+"""What a call refuses, and in which words: the argument, what it got, what was expected, the fix."""
 
 from __future__ import annotations
 
@@ -193,39 +193,39 @@ def test_arguments_that_do_not_fit(case):
 
 
 MASKS_REFUSED = {
-    "none": (None, r"mask: a mask is required, but None came\. Fix: lowtri\.full\(\)"),
+    "none": (None, r"mask: got None; expected a mask\. Fix: lowtri\.full\(\)"),
     "a tensor of bools": (
         torch.ones(5, 5).bool(),
-        r"mask: a bare Tensor came\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
+        r"mask: got a bare Tensor\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
         r"\nwrite lowtri\.table\(m\) if True = may see, lowtri\.hidden\(m\) if True = hidden",
     ),
-    "an array of bools": (np.ones((5, 5), bool), r"mask: a bare ndarray came\. True hides in many notebooks"),
-    "an array of whole numbers": (np.ones((5, 5), int), r"mask: a bare ndarray came\. True hides in many notebooks"),
+    "an array of bools": (np.ones((5, 5), bool), r"mask: got a bare ndarray\. True hides in many notebooks"),
+    "an array of whole numbers": (np.ones((5, 5), int), r"mask: got a bare ndarray\. True hides in many notebooks"),
     "a tensor of floats": (
         torch.zeros(5, 5),
-        r"mask: a bare Tensor of floats came\. Fix: numbers to add to the scores belong in bias=",
+        r"mask: got a bare Tensor of floats\. Fix: numbers to add to the scores belong in bias=",
     ),
     "an array of floats": (
         np.zeros((5, 5)),
-        r"mask: a bare ndarray of floats came\. Fix: numbers to add to the scores belong in bias=",
+        r"mask: got a bare ndarray of floats\. Fix: numbers to add to the scores belong in bias=",
     ),
     "floats of 0 and 1": (
         torch.tril(torch.ones(5, 5)),
-        r"a bare Tensor of zeros and ones came\. Added to scores these would hide nothing\.\n"
+        r"got a bare Tensor of zeros and ones\. Added to scores these would hide nothing\.\n"
         r"Fix: lowtri\.table\(m != 0\) if 1 = may see, lowtri\.hidden\(m != 0\) if 1 = hidden\.$",
     ),
-    "bfloat16 of 0 and 1": (torch.eye(5).bfloat16(), r"of zeros and ones came.*\n.*lowtri\.table\(m != 0\)"),
+    "bfloat16 of 0 and 1": (torch.eye(5).bfloat16(), r"of zeros and ones\..*\n.*lowtri\.table\(m != 0\)"),
     "floats of 0 and -inf": (
         np.triu(np.full((5, 5), -np.inf), 1),
-        r"a bare ndarray of 0 and -inf came, which hides where it is added to scores\.\n"
+        r"got a bare ndarray of 0 and -inf, which hides where it is added to scores\.\n"
         r'Fix: lowtri\.table\(m == 0\) as the mask, or bias=m with the mask "full"\.$',
     ),
-    "floats of 0 and -1e9": (np.triu(np.full((5, 5), -1e9), 1), r"of 0 and -1e\+09 came.*\n.*lowtri\.table\(m == 0\)"),
-    "other floats": (np.tri(5) - 0.5, "of floats came. Fix: numbers to add to the scores belong in bias="),
+    "floats of 0 and -1e9": (np.triu(np.full((5, 5), -1e9), 1), r"of 0 and -1e\+09,.*\n.*lowtri\.table\(m == 0\)"),
+    "other floats": (np.tri(5) - 0.5, "of floats. Fix: numbers to add to the scores belong in bias="),
     "whole numbers of 0 and 1": (np.tri(5, dtype=int), r"write lowtri\.table\(m != 0\) if True = may see"),
-    "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: a bare Tensor of floats came"),
-    "a list": ([[True]], r"mask: a bare list came\. True hides"),
-    "True": (True, r"mask: a bare bool came\. True hides"),
+    "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: got a bare Tensor of floats"),
+    "a list": ([[True]], r"mask: got a bare list\. True hides"),
+    "True": (True, r"mask: got a bare bool\. True hides"),
     "text that is none": (
         "causl",
         "mask: there is no mask 'causl'. Did you mean causal[?] There are: full, causal, window",
@@ -267,7 +267,7 @@ def test_as_mask_hands_masks_and_texts_through():
     assert as_mask(lowtri.causal()) is not None and as_mask("causal & window(3)") == lowtri.causal() & lowtri.window(3)
     mine = lowtri.table(np.ones((5, 5), bool))
     assert as_mask(mine) is mine
-    with pytest.raises(MaskError, match=r"^audit: mask: a bare list came"):
+    with pytest.raises(MaskError, match=r"^audit: mask: got a bare list"):
         as_mask([], "audit: mask")
 
 

@@ -1,4 +1,4 @@
-"""Kernels read memory themselves, so where torch would do something on the way another engine runs, or an error says what came."""
+"""Kernels read memory themselves, so where torch would do something on the way another engine runs, or an error names what it got."""
 
 from __future__ import annotations
 

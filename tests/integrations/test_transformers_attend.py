@@ -191,7 +191,7 @@ def test_keys_that_an_indexer_chose(indices: Tensor) -> None:
 # Refused, with the fix.
 
 REFUSED = {
-    "a paged cache": ({"cache": object()}, r"a paged cache came.*\nFix: attn_implementation=\"sdpa\" for continuous"),
+    "a paged cache": ({"cache": object()}, r"got a paged cache.*\nFix: attn_implementation=\"sdpa\" for continuous"),
     "alibi": ({"alibi": torch.zeros(1)}, r"passes alibi, and lowtri would have to leave it out.\nFix: attn_impl"),
     "a head mask": ({"head_mask": torch.ones(4)}, "passes head_mask"),
 }

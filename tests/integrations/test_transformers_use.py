@@ -205,20 +205,20 @@ def test_lowtris_own_generate_uses_the_mask() -> None:
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "all": ("llama", "full", {}, r"full shows the query at 0 the key at 12, which came only after it\.\nFix: a mask that"),
+    "all": ("llama", "full", {}, r"full shows the query at 0 the key at 12, which is computed only after it\.\nFix: a mask that"),
     "all, without a cache": (
-        "llama", "full", {"use_cache": False}, r"full shows the query at 0 the key at 12, which came only after it\.\nFix: a mask",
+        "llama", "full", {"use_cache": False}, r"shows the query at 0 the key at 12, which is computed only after it\.\nFix: a mask",
     ),
     "one ahead, without a cache": (
-        "llama", "band(3, 1)", {"use_cache": False}, r"shows the query at 11 the key at 12, which came only after it",
+        "llama", "band(3, 1)", {"use_cache": False}, r"shows the query at 11 the key at 12, which is computed only after it",
     ),
     "a prefix longer than the prompt": (
-        "llama", "causal | first(14)", {}, r"shows the query at 0 the key at 12, which came only after it",
+        "llama", "causal | first(14)", {}, r"shows the query at 0 the key at 12, which is computed only after it",
     ),
     "a prefix in chunks": (
-        "llama", "causal | first(6)", {"prefill_chunk_size": 5}, r"shows the query at 0 the key at 5, which came only",
+        "llama", "causal | first(6)", {"prefill_chunk_size": 5}, r"shows the query at 0 the key at 5, which is computed only",
     ),
-    "both sides": ("llama", "band(3, 1)", {}, r"band\(3, 1\) shows the query at 11 the key at 12, which came only after it"),
+    "both sides": ("llama", "band(3, 1)", {}, r"band\(3, 1\) shows the query at 11 the key at 12, which is computed only after it"),
     "what was dropped": (
         "mistral", "causal & (window(4) | first(1))", {},
         r"shows the query at 12 the key at 0, which the model's cache has dropped\.\nFix: past_key_values=",
@@ -263,7 +263,7 @@ def test_models_that_a_mask_cannot_reach_are_named() -> None:
     )
     with pytest.raises(EngineError, match=r"its recurrent layers see every earlier token.*\nFix: the model's own mask"):
         use(jamba, mask="causal")
-    with pytest.raises(MaskError, match=r"use: mask: a bare Tensor"):
+    with pytest.raises(MaskError, match=r"use: mask: got a bare Tensor"):
         use(switch(model), mask=torch.ones(3, 3).bool())
     with pytest.raises(MaskError, match="sliding"):
         model(ids_of(), attention_mask="sliding(3)")

@@ -105,7 +105,7 @@ def test_what_depends_on_scores_is_declined() -> None:
     with pytest.raises(EngineError, match="switch: residual_attn=True adds the scores of an earlier layer"):
         switch(model)
     attend, (q, k, v) = switch(Attend(softclamp_logits=True)), qkv(H)
-    with pytest.raises(CallError, match=r"attn_bias came with softclamp_logits.*\nFix: switch\(model, back=True\)"):
+    with pytest.raises(CallError, match=r"got attn_bias with softclamp_logits.*\nFix: switch\(model, back=True\)"):
         attend(q, k, v, attn_bias=torch.zeros(H, N, N))
-    with pytest.raises(CallError, match="prev_attn came"):
+    with pytest.raises(CallError, match="got prev_attn"):
         attend(q, k, v, prev_attn=torch.zeros(B, H, N, N))

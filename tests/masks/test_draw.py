@@ -167,17 +167,20 @@ def test_unprintable_tokens_are_written_out() -> None:
     ("act", "words"),
     [
         (lambda: causal().draw(0), "draw: 0 queries and 0 keys: there is nothing to draw"),
-        (lambda: causal().draw(3, tokens="a b"), "draw: 2 tokens came for 3 keys. Fix: one token for each key"),
+        (lambda: causal().draw(3, tokens="a b"), "draw: got 2 tokens for 3 keys. Fix: one token for each key"),
         (lambda: full().draw(3, 2, tokens="a b"), "draw: 3 queries and 2 tokens. Fix: query_tokens= names the queries"),
-        (lambda: full().draw(2, tokens="a b", query_tokens="c"), "draw: 1 query_tokens came for 2 queries"),
-        (lambda: full().draw(2, query_tokens="c d"), "draw: query_tokens came without tokens"),
+        (
+            lambda: full().draw(2, tokens="a b", query_tokens="c"),
+            "draw: got 1 query_tokens; expected one for each of 2 queries",
+        ),
+        (lambda: full().draw(2, query_tokens="c d"), "draw: got query_tokens without tokens"),
         (lambda: full().draw(65, tokens=["a"] * 65), "draw: 65 tokens do not fit on a picture of 64 cells"),
         (lambda: full().draw(2, ticks=True, latex=True), "ticks, numbers and latex are three forms of one picture"),
         (lambda: full().draw(1, tokens="a", latex=True), "the LaTeX matrix has no labels"),
         (lambda: full().draw(65, numbers=True), "draw: 65 positions: a matrix has at most 64 each way"),
         (lambda: full().draw(1, 65, latex=True), "draw: 65 positions: a matrix has at most 64 each way"),
-        (lambda: full().draw(2, titles=["a", "b"]), "draw: 2 titles came for 1 masks"),
-        (lambda: full().draw(2, beside=np.ones((2, 2), bool)), "beside: a bare ndarray came"),
+        (lambda: full().draw(2, titles=["a", "b"]), "draw: got 2 titles; expected one for each of 1 masks"),
+        (lambda: full().draw(2, beside=np.ones((2, 2), bool)), "beside: got a bare ndarray"),
         (lambda: keys(lengths=[1, 2]).draw(2, beside=keys(lengths=[1, 2, 3])), "do not fit together"),
         (
             lambda: svg(causal(), 2, weights=np.ones((2, 3))),
@@ -467,8 +470,8 @@ def test_notebooks_show_pictures() -> None:
     ("name", "words"),
     [
         ("mask.doc", "ends in none of .svg, .html, .png, .pdf, the formats that are written. Fix: mask.svg"),
-        ("nowhere/mask.png", "cannot be written: No such file or directory. Fix: a folder that exists"),
-        ("nowhere/mask.svg", "cannot be written: No such file or directory. Fix: a folder that exists"),
+        ("nowhere/mask.png", "cannot be written: No such file or directory. Fix: a file in a folder that exists"),
+        ("nowhere/mask.svg", "cannot be written: No such file or directory. Fix: a file in a folder that exists"),
         ("folder.svg", "folder.svg cannot be written: "),
     ],
 )

@@ -419,17 +419,17 @@ ERRORS = [
     (lambda: heads([]), "heads: masks is [], but it takes a list: one mask for each query head"),
     (lambda: heads([heads(["causal"])]), "heads: one of the masks differs by head already"),
     (lambda: heads([keys(lengths=[1, 2]), keys(lengths=[1, 2, 3])]), "heads: the masks have batches of [2, 3] rows"),
-    (lambda: as_mask(None), "mask: a mask is required, but None came. Fix: lowtri.full()"),
+    (lambda: as_mask(None), "mask: got None; expected a mask. Fix: lowtri.full()"),
     (
         lambda: as_mask(torch.zeros(2, 2)),
-        "mask: a bare Tensor of floats came. Fix: numbers to add to the scores belong in bias=",
+        "mask: got a bare Tensor of floats. Fix: numbers to add to the scores belong in bias=",
     ),
     (
         lambda: as_mask(np.ones((2, 2), bool)),
-        "a bare ndarray came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
+        "got a bare ndarray. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
         "write lowtri.table(m) if True = may see, lowtri.hidden(m) if True = hidden.",
     ),
-    (lambda: mask(3), "mask: a text is expected, but int came"),
+    (lambda: mask(3), "mask: got int; expected a text"),
     (lambda: mask("x" * 70_000), "mask: the text has 70000 characters, but at most 65536 are read"),
     (lambda: mask(""), "mask: '' cannot be read: it is empty. Fix: write e.g. 'causal & window(256)'"),
     (lambda: mask("causal &"), "mask: 'causal &' cannot be read: it ends where a mask is expected. Fix: write e.g."),

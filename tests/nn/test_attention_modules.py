@@ -179,9 +179,9 @@ def test_calls_that_do_not_fit_are_refused():
         cross(x)
     with pytest.raises(CallError, match=r"context is \(1, 4, 6\), expected \(2, M, 6\)"):
         cross(x, context[:1])
-    with pytest.raises(CallError, match=r"a context came with a cache, but a context does not grow"):
+    with pytest.raises(CallError, match=r"got a context with a cache, but a context does not grow"):
         cross(x, context, cache=lowtri.KVCache("full"))
-    with pytest.raises(CallError, match=r"came with rope_theta, but the positions of x and of a context"):
+    with pytest.raises(CallError, match=r"got a context with rope_theta, but the positions of x and of a context"):
         MultiHeadAttention(8, 2, rope_theta=1e4)(x, x)
 
 

@@ -259,12 +259,12 @@ def test_causal_bias_that_does_not_fit() -> None:
         CallError, match=r'bias is a CausalBias, .* Fix: the mask "causal", or lowtri\.scaled_dot_product'
     ):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6))
-    with pytest.raises(MaskError, match=r'a bare CausalBias came\. Fix: the mask "causal"'):
+    with pytest.raises(MaskError, match=r'got a bare CausalBias\. Fix: the mask "causal"'):
         attention(x, x, x, causal_upper_left(6, 6))
     # Computed with, it is uninitialised memory; torch before 2.8 refuses that itself.
     with pytest.raises((CallError, NotImplementedError), match=r"bias is a CausalBias, but subclasses|CausalBias only"):
         attention(x, x, x, "full", bias=causal_upper_left(6, 6) * 1.0)
-    with pytest.raises(MaskError, match=r'a bare CausalBias came\. Fix: the mask "causal"'):
+    with pytest.raises(MaskError, match=r'got a bare CausalBias\. Fix: the mask "causal"'):
         KVCache(causal_upper_left(6, 6))
     with pytest.raises(CallError, match="attention_mask is a CausalBias"):
         given_table(CausalBias(CausalVariant.UPPER_LEFT, 6, 6), 6, 6, torch.float32)
@@ -283,7 +283,7 @@ def test_causal_bias_in_a_program() -> None:
     assert near(twin(q, bias), attention(q, q, q, "causal"), "float32")
     for call_it, words in (
         (lambda q, bias: attention(q, q, q, "full", bias=bias), "bias is a CausalBias, which has no data"),
-        (lambda q, bias: attention(q, q, q, bias), "mask: a bare CausalBias came"),
+        (lambda q, bias: attention(q, q, q, bias), "mask: got a bare CausalBias"),
     ):
         with pytest.raises(Exception, match=words):
             torch.compile(call_it, backend="eager", fullgraph=True)(q, bias)

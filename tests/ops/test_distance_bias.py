@@ -183,9 +183,9 @@ def test_gradients_of_gradients():
 def test_what_cannot_be_and_who_declines():
     x = torch.zeros(1, 2, 3, 4)
     for function, words in (
-        (lambda: lowtri.alibi([1.0]), "alibi: slopes is list. Fix: a NumPy array or torch tensor of floats"),
-        (lambda: lowtri.alibi(array("f", [1.0])), r"alibi: slopes is array\.array\. Fix: a NumPy array"),
-        (lambda: lowtri.distance_bias(torch.ones(2, 0)), r"distance_bias: table is torch.float32 \(2, 0\)\. Fix:"),
+        (lambda: lowtri.alibi([1.0]), "alibi: slopes: got list. Fix: a NumPy array or torch tensor of floats"),
+        (lambda: lowtri.alibi(array("f", [1.0])), r"alibi: slopes: got array\.array\. Fix: a NumPy array"),
+        (lambda: lowtri.distance_bias(torch.ones(2, 0)), r"distance_bias: table: got torch.float32 \(2, 0\)\. Fix:"),
         (
             lambda: lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(torch.ones(3))),
             "bias is .* does not broadcast",

@@ -148,7 +148,7 @@ def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: In
 
     def append(source: Inputs, start: int, stop: int) -> Rows:
         nonlocal cache
-        # A cache of keys needs the padding mask of all that came; a recurrent state that of what comes.
+        # A cache of keys needs the padding mask of all tokens so far; a recurrent state that of the new ones.
         whole = () if cache and "past_key_values" not in cache else (pad_keyword(context),)
         part = source.at(np.arange(start, stop), np.arange(stop), whole)
         part = replace(part, options={**part.options, "use_cache": True, **cache})
@@ -401,7 +401,7 @@ def _state(context: Context) -> Finding:
 
 
 def _judged(context: Context, first: Rows, earlier: list[tuple[str, Inputs]], measured: dict[str, Any]) -> Finding:
-    """Whether an answer depends on what came in earlier calls, and not only on how many there were."""
+    """Whether an answer depends on the inputs of earlier calls, and not only on their number."""
     reference = first
     one, other = (_after(context, context.fresh(salt))[1] for salt in (900, 905))
     if _differs(context, one, other).status == "clean" and _differs(context, first, one).status != "clean":

@@ -1,4 +1,4 @@
-"""The same trials under other conditions: other code paths, training mode, and a longer example."""
+"""An audit's trials under other conditions: other code paths, training mode, and a longer example."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class Context:
         return "training mode" if all(part.training for part in module.modules()) else "eval mode"
 
     def under(self, condition: Condition) -> Context:
-        """The same under a condition (of which `set` sets the mode and the attention)."""
+        """This context under a condition (of which `set` sets the mode and the attention)."""
         system, inputs = self.system, self.inputs
         if condition.training:
             system = replace(system, training=True)
@@ -323,7 +323,7 @@ class Context:
 
     @functools.cached_property
     def float64(self) -> Context | str:
-        """The same on the float64 copy, or the reason why there is none."""
+        """This context on the float64 copy, or the reason why there is none."""
         if self.system.signature.dtypes[0] == np.dtype(np.float64):
             return "it is float64 already"
         try:

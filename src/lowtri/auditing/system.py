@@ -53,7 +53,7 @@ class System:
             return _in_numpy(self.raw_rows(inputs, seed))
 
     def raw_rows(self, inputs: Inputs, seed: int | None = None) -> Any:
-        """The same rows as the model returns them: a tensor, with the graph that torch records, or an array."""
+        """The rows of the answer as the model returns them: a tensor, with the graph that torch records, or an array."""
         with self._run(self.seed if seed is None else seed):
             return self._rows(self._call(inputs), inputs)
 
@@ -67,7 +67,7 @@ class System:
         return _in_numpy(self._rows(answer, inputs))
 
     def in_float64(self) -> System:
-        """The same model computing in float64; raises whatever the copy raises."""
+        """The model computing in float64; raises whatever the copy raises."""
         signature = self.signature
         if not self.in_torch:
             if signature.dtypes[0].kind != "f" or signature.dtypes[0] == np.float64:

@@ -48,7 +48,7 @@ class Prepared:
         raise NotImplementedError
 
     def at(self, keys: Keys) -> Prepared | None:
-        """The same call for other keys and positions; None where it cannot run them."""
+        """This call for other keys and positions; None where it cannot run them."""
         raise NotImplementedError
 
     def record(self, inputs: Inputs) -> tuple[Result, Any]:

@@ -173,7 +173,7 @@ def _prompt(argument: str | None, file: Path | None) -> str:
 
 
 class _Counted:
-    """Tokens as pieces of text; how many there were, and when the first and the last of them came."""
+    """Tokens as pieces of text; their number, and the times of the first and the last."""
 
     def __init__(self, tokens: Iterator[int], pieces: Any) -> None:
         self._tokens, self._pieces = tokens, pieces

@@ -69,7 +69,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _QKVFunction(_Differentiable):
-    """The same for a plain call, whose first gradients take a shorter way: small calls take microseconds."""
+    """Gradients of a call with q, k and v alone, whose first gradients skip the general steps: small calls take microseconds."""
 
     @staticmethod
     def forward(ctx: Any, prepared: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
@@ -133,7 +133,7 @@ def _by_formula(
     recording = torch.is_grad_enabled()
 
     def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Those that have a gradient."""
+        """The results that have a gradient."""
         cast = (x if x is None or dtype is None else x.to(dtype) for x in arrays)
         result = load("formula").prepare(call).run(Inputs(*cast))
         return tuple(x for x, d_x in zip(result, d_result, strict=True) if x is not None and d_x is not None)

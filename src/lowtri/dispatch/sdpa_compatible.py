@@ -86,10 +86,8 @@ def scaled_dot_product_attention(
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not hasattr(x, "dtype") or x.ndim < 2:
-            came = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
-            raise _error(
-                f"{name} is {came}, but it takes an array or a tensor of at least two dimensions, (..., N, E)."
-            )
+            got = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
+            raise _error(f"{name} is {got}, but it takes an array or a tensor of at least two dimensions, (..., N, E).")
     q, k, v = (x[None] if x.ndim == 2 and not enable_gqa else x for x in (query, key, value))
     if min(q.ndim, k.ndim, v.ndim) < 3:
         raise _error(f"enable_gqa=True, but where are the heads? {_shapes(query, key, value)}. Fix: (..., H, N, E).")
@@ -141,12 +139,16 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if not hasattr(attn_mask, "dtype"):
         raise _error(f"attn_mask is {type(attn_mask).__name__}, but it takes an array or a tensor.")
-    kind, came = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
+    kind, given_shape = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
     if kind != "bool" and "float" not in kind:
         raise _error(f"attn_mask is {kind}, but it takes bools (True = attend) or numbers to add. Fix: attn_mask != 0.")
-    padded = (1,) * (len(shape) - len(came)) + came
-    if len(came) < 2 or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
-        raise _error(f"attn_mask is {came}, which does not broadcast to {shape}.")
+    padded = (1,) * (len(shape) - len(given_shape)) + given_shape
+    if (
+        len(given_shape) < 2
+        or len(padded) > len(shape)
+        or any(n not in (1, m) for n, m in zip(padded, shape, strict=True))
+    ):
+        raise _error(f"attn_mask is {given_shape}, which does not broadcast to {shape}.")
     if math.prod(padded[:-3]) > 1:  # leading dimensions are flattened, as those of query are
         padded = (*shape[:-3], *padded[-3:])
         attn_mask = _spread(attn_mask, padded)

@@ -129,7 +129,7 @@ def _parts(steps: Steps, picture: str) -> Iterator[str]:
     yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(steps.mask)}</code></p>{note}"
     yield f'<section class="figure">{picture}</section>'
     yield '<p class="legend"><span class="key hidden">0</span> hidden by the mask: its weight is exactly 0</p>'
-    yield f'<p class="legend"><span class="key {_weight(0)}>0.0000</span> visible, and its weight came out small: it counts</p>'
+    yield f'<p class="legend"><span class="key {_weight(0)}>0.0000</span> visible with a small weight: it counts</p>'
     yield f'<p class="legend"><span class="key {_weight(0.5)}>0.5000</span> <span class="key {_weight(1)}>1.0000</span>'
     yield "the greater the weight, the stronger the colour</p>"
     yield '<div class="steps">'

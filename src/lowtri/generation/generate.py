@@ -145,7 +145,7 @@ def _steps(
 
 
 def _as_text(steps: Iterator[list[int | None]], pieces: list[Pieces]) -> Iterator[list[str]]:
-    """The same steps as text; buffered text comes in a last step."""
+    """Steps of tokens as steps of text; the last step yields the buffered text."""
     for chosen in steps:
         yield ["" if token is None else row.add(token) for row, token in zip(pieces, chosen, strict=True)]
     rest = [row.rest() for row in pieces]

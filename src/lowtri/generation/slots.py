@@ -217,7 +217,7 @@ class SlotAllocator:
         return np.asarray(self._invisible_by_row(k, first).all(0))
 
     def _invisible_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The same for each row of positions, (R, S)."""
+        """Which of the keys ``k`` (R, S) no query of their own row can see any more, (R, S)."""
         return np.asarray(seen(self.mask, first[:, None], POSITION_MAX, k, k + 1) == EMPTY)
 
     def _grown(self, first: NDArray[np.int64], n: int, needed: int) -> int:

@@ -69,7 +69,7 @@ class LazyMask:
 
     @cached_property
     def trimmed(self) -> LazyMask:
-        """The same mask without the keys at either end that no query sees: the tail of a static cache, what a window left behind.
+        """This mask without the keys at either end that no query sees: the tail of a static cache, what a window left behind.
 
         One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
         """

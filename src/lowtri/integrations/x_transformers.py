@@ -88,7 +88,7 @@ def attend(
     """
     given = [name for name in ("prev_attn", "attn_delta", "flash_pack_seq_kwargs") if others.get(name) is not None]
     if given or (module.softclamp_logits and attn_bias is not None):
-        reason = f"{given[0]} came" if given else "attn_bias came with softclamp_logits, which clamps their sum"
+        reason = f"got {given[0]}" if given else "got attn_bias with softclamp_logits, which clamps their sum"
         raise CallError(f"Attend: {reason}, and lowtri would have to leave it out.\nFix: switch(model, back=True).")
     causal = module.causal if causal is None else causal
     heads, kv_heads = q.shape[1], k.shape[1]

@@ -67,7 +67,7 @@ def run_team(code: Code, record: int, threads: int) -> None:
 
 
 def _python_team(code: Callable[[int], None], record: int, threads: int) -> None:
-    """The same on Python threads. An interrupt waits until all are done: the memory that they write to must not be freed before."""
+    """Call the code on Python threads. An interrupt waits until all are done, so that no memory they write to is freed before."""
     done, locks = False, [threading.Lock() for _ in range(threads - 1)]
 
     def work(lock: threading.Lock) -> None:

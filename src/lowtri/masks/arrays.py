@@ -191,7 +191,7 @@ def integer_array(mask: str, name: str, value: Any, shapes: Mapping[int, str]) -
 def bool_array(
     mask: str, name: str, value: Any, shapes: Mapping[int, str], *, inverted: bool = False
 ) -> NDArray[np.bool_]:
-    """The same for bools, or their opposites. Numbers are rejected, because 1 may mean either visible or hidden."""
+    """A user's argument of bools as an array, or its negation. Numbers are rejected, because 1 may mean either visible or hidden."""
     array = _checked(mask, name, value, shapes, "bools")
     if not inverted:
         return array

@@ -214,7 +214,7 @@ def shown_as_svg(mask: Mask) -> str | None:
 
 
 def shown_as_html(mask: Mask) -> str | None:
-    """The same with the mask's text below it."""
+    """The picture for notebooks, with the mask's text below it."""
     picture = shown_as_svg(mask)
     return None if picture is None else card("mask", picture, repr(mask), str(mask))
 
@@ -311,7 +311,7 @@ def _compose(
     if keys and max(nq, nk) > MAX_CELLS:
         raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MAX_CELLS} cells. Fix: draw without tokens.")
     if titles is not None and len(titles) != len(masks):
-        raise MaskError(f"draw: {len(titles)} titles came for {len(masks)} masks.")
+        raise MaskError(f"draw: got {len(titles)} titles; expected one for each of {len(masks)} masks.")
     names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
     checked_weights = [_weights(each, nq, nk) for each in (*weights, None, None)[: len(masks)]]
 

@@ -66,9 +66,7 @@ def mask(text: str | Mask) -> Mask:
     if isinstance(text, Mask):
         return text
     if not isinstance(text, str):
-        raise MaskError(
-            f"mask: a text is expected, but {type(text).__name__} came. Fix: lowtri.table(bools) for a table."
-        )
+        raise MaskError(f"mask: got {type(text).__name__}; expected a text. Fix: lowtri.table(bools) for a table.")
     if _is_traced():
         traced: Mask = getattr(_TRACED, _read_while_tracing(text))
         return traced
@@ -119,21 +117,19 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     if isinstance(value, str):
         return mask(value)
     if value is None:
-        raise MaskError(
-            f"{name}: a mask is required, but None came. Fix: lowtri.full() if every query may see every key."
-        )
+        raise MaskError(f"{name}: got None; expected a mask. Fix: lowtri.full() if every query may see every key.")
     function = getattr(value, "__name__", None)
     if function in CONSTRUCTORS:
         raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
-    given = f"{name}: a bare {type(value).__name__}"
+    given = f"{name}: got a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
-        raise MaskError(f'{given} came. Fix: the mask "causal".')
+        raise MaskError(f'{given}. Fix: the mask "causal".')
     dtype = str(getattr(value, "dtype", ""))
     if "float" in dtype:
         raise MaskError(_float_error(given, value))
     m = "m" if "bool" in dtype or not dtype else "m != 0"
     raise MaskError(
-        f"{given} came. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
+        f"{given}. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"
         f"write lowtri.table({m}) if True = may see, lowtri.hidden({m}) if True = hidden."
     )
 
@@ -144,15 +140,15 @@ def _float_error(given: str, value: Any) -> str:
     if not isinstance(numbers, str) and numbers.any():
         if np.isin(numbers, (0, 1)).all():
             return (
-                f"{given} of zeros and ones came. Added to scores these would hide nothing.\n"
+                f"{given} of zeros and ones. Added to scores these would hide nothing.\n"
                 "Fix: lowtri.table(m != 0) if 1 = may see, lowtri.hidden(m != 0) if 1 = hidden."
             )
         if ((numbers == 0) | (numbers <= -1000)).all():
             return (
-                f"{given} of 0 and {numbers.min():g} came, which hides where it is added to scores.\n"
+                f"{given} of 0 and {numbers.min():g}, which hides where it is added to scores.\n"
                 'Fix: lowtri.table(m == 0) as the mask, or bias=m with the mask "full".'
             )
-    return f"{given} of floats came. Fix: numbers to add to the scores belong in bias=."
+    return f"{given} of floats. Fix: numbers to add to the scores belong in bias=."
 
 
 # Serialisation.

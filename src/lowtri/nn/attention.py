@@ -304,7 +304,7 @@ class MultiHeadAttention(nn.Module):
             extra, why = "a cache", "a context does not grow"
             if cache is None:
                 extra, why = "rope_theta", "the positions of x and of a context are unrelated"
-            raise CallError(f"MultiHeadAttention: a context came with {extra}, but {why}.\nFix: leave {extra} out.")
+            raise CallError(f"MultiHeadAttention: got a context with {extra}, but {why}.\nFix: leave {extra} out.")
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, mask={self.mask!r}"

@@ -128,9 +128,9 @@ def _declared_mask(content: Mapping[str, Any], path: Path) -> str:
     if text is None:
         return _window_mask(content, path)
     if not isinstance(text, str) or len(text) > _LONGEST_MASK:
-        came = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
+        got = f"{len(text)} characters" if isinstance(text, str) else repr(text)[:60]
         raise DataError(
-            f"{path}: lowtri_mask: got {came}; expected a mask as text, of at most {_LONGEST_MASK} characters"
+            f"{path}: lowtri_mask: got {got}; expected a mask as text, of at most {_LONGEST_MASK} characters"
         )
     match = re.search(r"\b(documents|keys)\b", text)
     if match:

@@ -187,7 +187,7 @@ def _bf16(weight: Tensor) -> Product:
 
 
 def _widened(weight: Tensor) -> Product:
-    """The same in float32; many CPUs have no fast bf16 product of matrices."""
+    """The product in float32; many CPUs have no fast bf16 product of matrices."""
     return lambda x: nn.functional.linear(x.bfloat16().float(), weight.float()).bfloat16().float()
 
 

@@ -145,12 +145,14 @@ def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...])
     if kind not in _FLOATS:
         fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
         raise CallError(f"attention: bias is {kind}, but numbers are added to the scores.{fix}")
-    came = tuple(bias.shape)
-    front = came[:-3] if len(came) > 4 else ()
+    given_shape = tuple(bias.shape)
+    front = given_shape[:-3] if len(given_shape) > 4 else ()
     if not front or (len(front) == len(lead) and all(n in (1, full) for n, full in zip(front, lead, strict=True))):
         bias = bias_in_four(bias, lead)
     if bias.ndim != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
-        raise CallError(f"attention: bias is {came}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}.")
+        raise CallError(
+            f"attention: bias is {given_shape}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}."
+        )
     return bias
 
 

@@ -38,7 +38,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
 
     Raises:
         CallError: where they do not fit together, or the weights do not fit into memory; the message names the argument,
-            what came, and the fix.
+            what it got, and the fix.
         MaskError: where ``mask`` is not a mask.
     """
     scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options

@@ -170,8 +170,8 @@ def _like(numbers: NDArray[Any], like: Any, keep: bool = False) -> Any:
 def _check(function: str, name: str, x: Any, ranks: tuple[int, ...], layout: str) -> None:
     is_array = isinstance(x, np.ndarray) or is_tensor(x)
     if not is_array or x.ndim not in ranks or "float" not in str(x.dtype) or x.shape[-1] == 0:
-        came = f"{x.dtype} {tuple(x.shape)}" if is_array else f"{type(x).__module__}.{type(x).__name__}"
+        got = f"{x.dtype} {tuple(x.shape)}" if is_array else f"{type(x).__module__}.{type(x).__name__}"
         raise CallError(
-            f"{function}: {name} is {came.removeprefix('builtins.')}. "
+            f"{function}: {name}: got {got.removeprefix('builtins.')}. "
             f"Fix: a NumPy array or torch tensor of floats, {layout}."
         )

@@ -91,7 +91,7 @@ def tensors_key(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Hashable | Non
 
 
 def tensors_key_of_few_queries(q: Any, k: Any, v: Any, sinks: Any) -> Hashable | None:
-    """The same without the number of keys and their strides; None, too, for more queries and where gradients are recorded."""
+    """The key of :func:`tensors_key` without the number of keys and their strides; None also for many queries and with gradients."""
     q_keys = plain_keys(q)
     if q_keys is None or not 3 <= q.ndim <= 4 or q.shape[-2] >= FEW_QUERIES or active_mode() is not None:
         return None

@@ -74,7 +74,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
-        """The gradients of this rank's own rows: its own part and those that came back."""
+        """The gradients of this rank's own rows: its own part and those that other ranks returned."""
 
     def _started(self, what: str, start: Callable[[], Any], rows: Tensor, sent: Tensor) -> Pending:
         with guard(what):
@@ -172,7 +172,7 @@ class Gathered(Exchange):
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
         total = d_own.clone(memory_format=torch.contiguous_format)
         for rank, part in enumerate(returned.unflatten(0, (self.plan.ranks, self.most))):
-            if rank != self.rank:  # its own part came without a message
+            if rank != self.rank:  # its own part needs no message
                 total += part[: self.tokens]
         return total
 

@@ -239,7 +239,7 @@ def _two_streams(pairs: Ints, ranks: int, many: NDArray[np.bool_]) -> Ints:
 
 
 def _levelled(owner: Ints, ranks: int, last_is_short: bool) -> Ints:
-    """The same with equal numbers of blocks, to one: ranks with too many give their first ones to ranks with too few."""
+    """Owners with equal numbers of blocks, to one: ranks with too many give their first ones to ranks with too few."""
     owner, blocks = owner.copy(), len(owner)
     count = np.bincount(owner, minlength=ranks)
     quota = np.full(ranks, blocks // ranks)

@@ -66,7 +66,7 @@ def runs_of_ranks(runs: Runs, owner: Ints) -> Runs:
 
 
 def _united(runs: Runs, blocks: int) -> Runs:
-    """The same blocks for each owner, in as few runs as possible, in order."""
+    """Each owner's runs, in order, with overlapping and adjacent ones united."""
     order = np.lexsort((runs.first, runs.owner))
     owner, first = runs.owner[order], runs.first[order]
     last = np.minimum(runs.last[order], blocks)

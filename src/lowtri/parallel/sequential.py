@@ -302,9 +302,9 @@ class SequentialStep:
         """The loss of one shard, a tensor ()."""
         if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
             return loss.reshape(())
-        came = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
+        got = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
         raise CallError(
-            f"SequentialShards: loss() returned {came}, but the loss of a shard is one number, for backward() with a gradient.\n"
+            f"SequentialShards: loss() returned {got}, but the loss of a shard is one number, for backward() with a gradient.\n"
             "Fix: a sum over tokens, for backward() without torch.no_grad()."
         )
 

@@ -91,16 +91,16 @@ def token_labels(
     """
     if tokens is None:
         if query_tokens is not None:
-            raise error(f"{function}: query_tokens came without tokens. Fix: tokens= names the keys.")
+            raise error(f"{function}: got query_tokens without tokens. Fix: tokens= names the keys.")
         return (), ()
     keys = token_list(tokens)
     if len(keys) != nk:
-        raise error(f"{function}: {len(keys)} tokens came for {nk} keys. Fix: one token for each key, in a list.")
+        raise error(f"{function}: got {len(keys)} tokens for {nk} keys. Fix: one token for each key, in a list.")
     if query_tokens is None and nq > nk:
         raise error(f"{function}: {nq} queries and {nk} tokens. Fix: query_tokens= names the queries.")
     queries = keys[nk - nq :] if query_tokens is None else token_list(query_tokens)
     if len(queries) != nq:
-        raise error(f"{function}: {len(queries)} query_tokens came for {nq} queries.")
+        raise error(f"{function}: got {len(queries)} query_tokens; expected one for each of {nq} queries.")
     return keys, queries
 
 

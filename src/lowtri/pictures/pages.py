@@ -79,7 +79,7 @@ def output(kind: str, parts: Iterable[str], style: str = "") -> str:
 
 
 def page(kind: str, title: str, parts: Iterable[str], style: str = "") -> str:
-    """The same as a page of its own: self-contained, without network, script or font."""
+    """A whole HTML page with these parts: self-contained, without network, script or font."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     content = "\n".join(parts).replace(
         ' xmlns="http://www.w3.org/2000/svg"', ""

@@ -68,7 +68,7 @@ class Case:
         return self.visible_under(self.text)
 
     def visible_under(self, text: str) -> Tensor:
-        """The same shape for another mask."""
+        """The pairs that another mask shows, (B, Hq, Nq, Nk)."""
         dense = np.asarray(self._mask(text).dense(self.nq, self.nk))  # (Nq, Nk), or with a row in front
         dense = dense[:, None] if dense.ndim == 3 else dense
         return torch.from_numpy(np.broadcast_to(dense, (self.b, self.hq, self.nq, self.nk)).copy())

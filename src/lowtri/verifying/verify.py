@@ -138,7 +138,7 @@ class _Verification:
         self.status[case, dtype] = "wrong" if wrong else "right"
 
     def repeat(self, cases: Sequence[Case], dtype: str) -> None:
-        """The same call twice gives the same bits."""
+        """Check that a repeated call gives the same bits."""
         case = max(cases, key=lambda one: one.nq * one.nk)
         if self.stopped is not None or any(case is failed for failed, _, _ in self.failures):
             return

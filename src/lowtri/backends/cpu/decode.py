@@ -62,7 +62,7 @@ class CpuDecode(Prepared):
         self.nbytes += 3 * (self.table_bytes + positions)
 
     def at(self, keys: Keys) -> CpuDecode | None:
-        """The same for other keys and positions; None where the strides of the keys are for another kernel."""
+        """This call for other keys and positions; None where the strides of the keys are for another kernel."""
         for new, old in ((keys.k_strides, self.keys.k_strides), (keys.v_strides, self.keys.v_strides)):
             if new[3] != old[3] or (self.in_pairs and (new[0] | new[1] | new[2]) % 2):
                 return None

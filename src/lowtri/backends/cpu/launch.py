@@ -58,7 +58,7 @@ class PreparedLaunch:
         self._records: list[tuple[Any, int]] = []
 
     def changed(self, words: Sequence[int], numbers: Sequence[int], keep: Any) -> PreparedLaunch:
-        """The same with other numbers in some words of the record (:func:`word`), none of which changes threads or scratch memory."""
+        """This launch with other numbers in words of the record (:func:`word`), none of which changes threads or scratch memory."""
         other: PreparedLaunch = object.__new__(PreparedLaunch)
         other.__dict__.update(self.__dict__)
         values = self._values.copy()
@@ -80,7 +80,7 @@ class PreparedLaunch:
         self.run_at(*values)
 
     def run_at(self, *addresses: int) -> None:
-        """The same with the addresses in the order of the ABI, which saves small calls some microseconds."""
+        """Run the kernel with the addresses in the order of the ABI, which saves small calls some microseconds."""
         try:
             record, where = self._records.pop()
         except IndexError:

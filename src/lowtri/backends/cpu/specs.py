@@ -39,5 +39,5 @@ def spec_for(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
 
 
 def pack(x: ArrayInfo) -> ArrayInfo:
-    """The same array, contiguous."""
+    """The layout of a contiguous array of the same shape."""
     return x._replace(strides=packed(x.shape))

@@ -1,4 +1,4 @@
-"""Checks of flash-attn's arguments, in its own layout and under its own names; errors say what came, what is expected, and the fix."""
+"""Checks of flash-attn's arguments, in its own layout and under its own names; errors give the value, what is expected, and the fix."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
     sizes = [part.strip(" ()") for part in layout.split(",")]
     fits = isinstance(x, Tensor) and x.ndim == len(sizes)
     if not fits or any(size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)):
-        came = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise CallError(f"{name}: {argument} is {came}. Fix: a torch tensor {layout}.")
+        got = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise CallError(f"{name}: {argument} is {got}. Fix: a torch tensor {layout}.")
 
 
 def check_shapes(
@@ -55,9 +55,11 @@ def check_numbers(name: str, dropout_p: Any, softmax_scale: Any, softcap: Any, c
             continue
         plain = isinstance(value, int | float | np.integer | np.floating)
         if not plain or not (low <= value <= high and math.isfinite(value)):
-            raise CallError(f"{name}: {argument} is {_came(value)}. Fix: {fix}.")
+            raise CallError(f"{name}: {argument} is {_shown(value)}. Fix: {fix}.")
     if not isinstance(causal, bool | int | np.bool_ | None):
-        raise CallError(f"{name}: causal is {_came(causal)}. Fix: True or False; there are no tables of who sees whom.")
+        raise CallError(
+            f"{name}: causal is {_shown(causal)}. Fix: True or False; there are no tables of who sees whom."
+        )
 
 
 def read_window(name: str, window_size: Any) -> tuple[int, int]:
@@ -66,7 +68,7 @@ def read_window(name: str, window_size: Any) -> tuple[int, int]:
         left, right = (operator.index(n) for n in window_size)
     except (TypeError, ValueError):
         raise CallError(
-            f"{name}: window_size is {_came(window_size)}. Fix: (left, right), two whole numbers, -1 for no limit."
+            f"{name}: window_size is {_shown(window_size)}. Fix: (left, right), two whole numbers, -1 for no limit."
         ) from None
     return tuple(-1 if n < 0 or n >= POSITION_MAX else n for n in (left, right))  # type: ignore[return-value]
 
@@ -75,9 +77,9 @@ def check_slopes(name: str, slopes: Any, rows: int, heads: int) -> None:
     """Raise unless slopes, where given, are one per query head, and per sequence or not."""
     if slopes is None or (isinstance(slopes, Tensor) and tuple(slopes.shape) in ((heads,), (rows, heads))):
         return
-    came = tuple(slopes.shape) if isinstance(slopes, Tensor) else type(slopes).__name__
+    got = tuple(slopes.shape) if isinstance(slopes, Tensor) else type(slopes).__name__
     raise CallError(
-        f"{name}: alibi_slopes is {came}. Fix: a torch tensor ({heads},) or ({rows}, {heads}), one per query head."
+        f"{name}: alibi_slopes is {got}. Fix: a torch tensor ({heads},) or ({rows}, {heads}), one per query head."
     )
 
 
@@ -96,14 +98,14 @@ def whole_numbers(name: str, argument: str, value: Any, sizes: tuple[int | str, 
     )
     whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
     if not fits or not whole:
-        came = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _came(value)
+        got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _shown(value)
         shape = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
-        raise CallError(f"{name}: {argument} is {came}. Fix: whole numbers {shape}.")
+        raise CallError(f"{name}: {argument} is {got}. Fix: whole numbers {shape}.")
     if below is not None and numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < below:
         fix = "at least 0" if below == POSITION_MAX else f"each of 0 .. {below - 1}"
         raise CallError(f"{name}: {argument} is {numbers.tolist()!r:.60}. Fix: {fix}.")
     return numbers.long()
 
 
-def _came(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "a torch tensor" if isinstance(value, Tensor) else f"{value!r:.60}"

@@ -69,8 +69,8 @@ def _flags(argument: str, mask: Any, hidden_states: Tensor) -> Tensor:
     """A mask as int32, 1 at its tokens."""
     shape = tuple(hidden_states.shape[:2])
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
-        came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise CallError(f"unpad_input: {argument} is {came}. Fix: a torch tensor {shape}, one number per token.")
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise CallError(f"unpad_input: {argument} is {got}. Fix: a torch tensor {shape}, one number per token.")
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise CallError(
             f"unpad_input: {argument} holds other numbers than 0 and 1. Fix: 1 or True = a real token; additive masks are not read."

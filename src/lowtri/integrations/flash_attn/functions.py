@@ -431,7 +431,7 @@ def flash_attn_with_kvcache(
     lengths = slots.of_rows("cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens)  # (B,)
     starts = slots.of_rows("cache_leftpad", 0 if cache_leftpad is None else cache_leftpad)
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
-        raise CallError(f"{_CACHE}: k came without v or cache_seqlens, or v without k. Fix: all three, or none.")
+        raise CallError(f"{_CACHE}: got k without v or cache_seqlens, or v without k. Fix: all three, or none.")
     new = 0 if k is None else slots.check_new(k, v)
     ends = (lengths + new).numpy()
     if ends.max(initial=0) > slots.count:

@@ -183,7 +183,7 @@ def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
     """Reject arguments that would have to be ignored."""
     if cache is not None:
         raise CallError(
-            "transformers: a paged cache came (continuous batching), which lowtri's attention does not read.\n"
+            "transformers: got a paged cache (continuous batching), which lowtri's attention does not read.\n"
             'Fix: attn_implementation="sdpa" for continuous batching, or model.generate.'
         )
     for name in _UNSUPPORTED:

@@ -229,7 +229,7 @@ def _blocks(closure: dict[str, Any], rows: int) -> Mask:
     return join(Documents(_rows_of(ids.numpy())), _keys(ids >= 0))
 
 
-# The same for the functions that combine others, or evaluate one at other positions: ``read`` gives the mask of a function.
+# Readers of functions that combine others, or evaluate one at other positions: ``read`` gives the mask of a function.
 
 
 def _remapped(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:

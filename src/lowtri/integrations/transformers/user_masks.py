@@ -126,9 +126,9 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
         EngineError: if the model is not switched, or has layers that no mask reaches: encoder-decoders and recurrent layers; with
             ``context_parallel`` also if its positions cannot be given, or its rotary embedding depends on the length of the input.
         CallError: if the plan lacks the mask. From a later forward, where a cache cannot serve the mask: if the mask shows earlier
-            queries keys that came only after them (in ``generate`` also without a cache), or keys that the model's own cache has
-            dropped. With ``context_parallel`` for padding, caches, dropout, ``logits_to_keep`` and labels of a part of the sequence.
-            Whatever one process raises in such a forward, the others raise as a CallError.
+            queries keys that are computed only after them (in ``generate`` also without a cache), or keys that the model's own
+            cache has dropped. With ``context_parallel`` for padding, caches, dropout, ``logits_to_keep`` and labels of a part of
+            the sequence. Whatever one process raises in such a forward, the others raise as a CallError.
     """
     checked = None if mask is None else as_mask(mask, "use: mask")
     inner = unwrapped(model)
@@ -322,7 +322,7 @@ def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
     """
     end = q0 + nq
     if pair := _shown(mask, 0, q0, q0, end):
-        _reject(mask, *pair, "which came only after it", "a mask that shows no later keys")
+        _reject(mask, *pair, "which is computed only after it", "a mask that shows no later keys")
     if pair := _shown(mask, q0, end, 0, k0):
         fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
         _reject(mask, *pair, "which the model's cache has dropped", fix)

@@ -77,7 +77,7 @@ def integers(kind: Any) -> Any:
 
 
 def constant(kind: Any, value: float) -> Any:
-    """The same number in every lane."""
+    """A vector with one number in every lane."""
     return ir.Constant(kind, [value] * kind.count)
 
 
