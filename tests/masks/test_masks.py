@@ -196,6 +196,12 @@ def test_positions_outside_of_a_table_raise() -> None:
     assert not m(-1, 9 - 10)  # no token, no row
 
 
+def test_a_table_answers_where_there_are_no_pairs() -> None:
+    one_query = table([[False, True]])
+    assert one_query.dense(2, 0).shape == (2, 0) and one_query.dense(0, 5).shape == (0, 5)
+    assert table([[[False, True]]]).dense(2, 0).shape == (1, 2, 0)
+
+
 def test_infinity_is_the_end_of_a_tile() -> None:
     assert causal().tile(5, math.inf, 0, 5) == FULL
     assert window(4).tile(10, math.inf, 6, 7) == EMPTY

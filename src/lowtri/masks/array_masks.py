@@ -149,8 +149,9 @@ class Table(ArrayMask):
     def _sees(self, q: Positions, k: Positions) -> Any:
         nq, nk = self.table.array.shape
         rows, last = q - self._start, self._start + nq - 1
-        # A negative position holds no token and needs no row.
-        if np.any((q >= 0) & ((rows < 0) | (rows >= nq))) or np.any(k >= nk):
+        # A negative position holds no token and needs no row; without queries or without keys there are no pairs.
+        outside = np.any((q >= 0) & ((rows < 0) | (rows >= nq))) or np.any(k >= nk)
+        if outside and np.size(q) and np.size(k):
             raise MaskError(
                 f"{self!r} has rows for the queries {self._start} .. {last} and columns for the keys 0 .. {nk - 1}, "
                 f"but the call has queries {np.min(q)} .. {np.max(q)} and keys {np.min(k)} .. {np.max(k)}.\n"
