@@ -1,4 +1,4 @@
-"""A fixture of the tests of bf16 on tile registers."""
+"""What is collected, and a fixture of the tests of bf16 on tile registers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from amx_emulated import with_tiles
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import select
 from lowtri.kernels.variants import spec_of_variant, variants_of
+
+collect_ignore = ["amx_at_start"]  # for the start of an interpreter, which may have imported a system's sitecustomize
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
