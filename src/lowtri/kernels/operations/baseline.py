@@ -77,7 +77,7 @@ def integers(kind: Any) -> Any:
 
 
 def constant(kind: Any, value: float) -> Any:
-    """A vector with one number in every lane."""
+    """The same number in every lane."""
     return ir.Constant(kind, [value] * kind.count)
 
 
