@@ -68,7 +68,7 @@ BUDGETS = {
     "backends": 1310,
     "dispatch": 1090,
     "generation": 1120,
-    "nn": 2250,
+    "nn": 2230,
     "parallel": 1180,
     "training": 1020,
     "auditing": 3510,
@@ -80,7 +80,7 @@ BUDGETS = {
     "cli": 1170,
     "__main__": 20,
 }
-MAX_FILES = 240
+MAX_FILES = 237
 MAX_LINES = 600  # of a file: a file is a subject, not a fragment of one
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {

@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtri.errors import EngineError
 from lowtri.kernels import library
-from lowtri.nn import Decoder, DecoderConfig, few_tokens
-from lowtri.nn.few_tokens import FewTokensNorm, compiled_row_ops
-from lowtri.nn.quantized import QuantizedLinear
+from lowtri.nn import Decoder, DecoderConfig, quantized
+from lowtri.nn.quantized import FewTokensNorm, QuantizedLinear, compiled_row_ops
 
 SPECIAL = (0.0, -0.0, 1e-38, -1e-42, 3e38, float("inf"), float("-inf"), float("nan"))
 
@@ -24,7 +23,7 @@ SPECIAL = (0.0, -0.0, 1e-38, -1e-42, 3e38, float("inf"), float("-inf"), float("n
 def with_torch(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The module's output by torch's operators."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_tokens, "_compiled", lambda: None)
+        patch.setattr(quantized, "_compiled", lambda: None)
         output: torch.Tensor = module(x)
     return output
 
@@ -124,24 +123,24 @@ def test_without_kernels_torchs_operators_run(monkeypatch: pytest.MonkeyPatch) -
         raise EngineError(f"the kernel {symbol} is missing")
 
     monkeypatch.setattr(library, "code", missing)
-    few_tokens._compiled.cache_clear()
+    quantized._compiled.cache_clear()
     try:
         assert compiled_row_ops(x) is None
         assert torch.equal(layer(x), expected)
     finally:
-        few_tokens._compiled.cache_clear()
+        quantized._compiled.cache_clear()
 
 
 def test_a_step_of_generation_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    compiled = few_tokens._compiled()
+    compiled = quantized._compiled()
 
     class Counted:
         def __getattr__(self, name: str) -> Any:
             calls.append(name)
             return getattr(compiled, name)
 
-    monkeypatch.setattr(few_tokens, "_compiled", Counted)
+    monkeypatch.setattr(quantized, "_compiled", Counted)
     model = Decoder(DecoderConfig(vocab_size=61, hidden_size=64, num_hidden_layers=3)).quantize("int8")
     cache = model.make_cache()
     for ids in (torch.arange(5)[None], torch.tensor([[7]])):

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hostile_files import bounded, flipped, gguf_file, gguf_with, works_or_refuses
 from lowtri.errors import DataError
 from lowtri.nn.checkpoint import load
-from lowtri.nn.gguf import converted
-from lowtri.nn.gguf_header import read_header
+from lowtri.nn.gguf import converted, read_header
 
 
 @pytest.fixture(autouse=True)

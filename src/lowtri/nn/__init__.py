@@ -1,22 +1,19 @@
 """torch.nn modules: attention, language models, and their checkpoints.
 
-config             DecoderConfig, GPT2Config, RecurrentConfig: the sizes of a model
-positions          position encodings: sinusoidal and rotary
-few_tokens         fewer operations for the few tokens of a step of generation
-attention          MaskedSelfAttention, as it is taught; MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
-layers             the layers of a Decoder: Llama's and GPT-2's
-quantized          linear layers with weights stored for generating, and the choice among products by measurement
-files              the files of a checkpoint folder and its tokenizer, checked before they are read
-hf_config          reads and writes config.json of Llama and related models
-checkpoint_reader  reads configuration and weights of a checkpoint folder
-gguf_header        parses and checks a GGUF header
-gguf               converts a GGUF file to a checkpoint folder, once
-names              a model's name to its checkpoint folder: paths, packages, the hub
-decoder            Decoder: a decoder-only language model
-recurrent          RecurrentLM: LSTM, GRU or plain RNN
-checkpoint         saves and loads checkpoint folders in transformers' format, by path or by name
-chat               chat templates
-chat_render        the process that renders a chat template
+config       DecoderConfig, GPT2Config, RecurrentConfig: the sizes of a model
+positions    position encodings: sinusoidal and rotary
+attention    MaskedSelfAttention, as it is taught; MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
+layers       the layers of a Decoder: Llama's and GPT-2's
+quantized    linear layers with weights stored for generating, and the choice among products by measurement; few tokens
+files        the files of a checkpoint folder and its tokenizer: written, and checked before they are read
+hf_config    reads and writes config.json of Llama and related models
+gguf         converts a GGUF file to a checkpoint folder, once
+names        a model's name (path, package, hub) to its checkpoint folder, and the configuration and weights in it
+decoder      Decoder: a decoder-only language model
+recurrent    RecurrentLM: LSTM, GRU or plain RNN
+checkpoint   saves and loads checkpoint folders in transformers' format, by path or by name
+chat         chat templates
+chat_render  the process that renders a chat template
 """
 
 from lowtri.extras import require

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.few_tokens import fuse_linears
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
+from lowtri.nn.quantized import fuse_linears
 
 __all__ = ["Cache", "MaskedSelfAttention", "MultiHeadAttention"]
 

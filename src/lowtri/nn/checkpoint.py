@@ -18,24 +18,19 @@ Files are written atomically.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lowtri.errors import DataError
-from lowtri.extras import require
-from lowtri.files import write_atomically, write_text
 from lowtri.masks import Mask
-from lowtri.nn.checkpoint_reader import RECURRENT, as_dtype, read_checkpoint
 from lowtri.nn.config import GPT2Config, RecurrentConfig
 from lowtri.nn.decoder import Decoder
-from lowtri.nn.files import load_tokenizer
+from lowtri.nn.files import load_tokenizer, write_folder
 from lowtri.nn.hf_config import to_conv1d, to_json
-from lowtri.nn.names import folder_of
+from lowtri.nn.names import as_dtype, folder_of, read_checkpoint
 from lowtri.nn.quantized import WEIGHTS
 from lowtri.nn.recurrent import RecurrentLM
 
@@ -56,31 +51,24 @@ def save(model: Decoder | RecurrentLM, folder: str | Path, tokenizer: Tokenizer 
         folder: created if missing.
         tokenizer: a ``tokenizers.Tokenizer``; without one, the checkpoint works on token ids only.
     """
-    require("saving a model", "safetensors")
-    from safetensors.torch import save_file
-
-    folder, config = Path(folder), model.config
-    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # it is the embedding; safetensors stores no tensor twice
-    ends: dict[str, Any] = {}
+    if isinstance(config, GPT2Config):
+        tensors = {name: tensor.contiguous() for name, tensor in to_conv1d(tensors).items()}
+    content = to_json(config)
+    settings: dict[str, Any] = {}
     if tokenizer is not None:
-        ends = {key: tokenizer.token_to_id(token) for key, token in (("bos_token_id", BEGIN), ("eos_token_id", END))}
-        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-        _write_json(folder / "tokenizer_config.json", _tokenizer_config(config, ends))
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    if isinstance(config, RecurrentConfig):
-        content = {"model_type": RECURRENT, **asdict(config), "torch_dtype": dtype, "lowtri_mask": config.mask}
-    else:
-        content = {**to_json(config), "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None, **ends}
-        if config.eos_token_id is not None:  # the model's own, rather than those of a tokenizer that lowtri trained
-            own = config.eos_token_id
-            content["eos_token_id"] = own[0] if len(own) == 1 else list(own)
-        if isinstance(config, GPT2Config):
-            tensors = {name: tensor.contiguous() for name, tensor in to_conv1d(tensors).items()}
-    _write_json(folder / "config.json", content)
-    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        for name, token in (("bos", BEGIN), ("eos", END)):
+            index = tokenizer.token_to_id(token)
+            if index is not None:
+                settings[f"{name}_token"] = token
+            if content.get(f"{name}_token_id") is None:  # a model's own end tokens take precedence
+                content[f"{name}_token_id"] = index
+        if not isinstance(config, RecurrentConfig):
+            settings["model_max_length"] = config.max_position_embeddings
+    write_folder(Path(folder), content, tensors, tokenizer, settings)
 
 
 def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder | RecurrentLM, Tokenizer | None]:
@@ -98,18 +86,6 @@ def load(folder: str | Path, *, mask: Mask | str | None = None) -> tuple[Decoder
     recurrent = isinstance(checkpoint.config, RecurrentConfig)
     model = checkpoint.build(RecurrentLM.from_config) if recurrent else checkpoint.build(Decoder)
     return model, load_tokenizer(folder)
-
-
-def _tokenizer_config(config: Any, ends: dict[str, int | None]) -> dict[str, Any]:
-    content: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if not isinstance(config, RecurrentConfig):
-        content["model_max_length"] = config.max_position_embeddings
-    tokens = {"bos_token": (ends["bos_token_id"], BEGIN), "eos_token": (ends["eos_token_id"], END)}
-    return content | {key: token for key, (index, token) in tokens.items() if index is not None}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 class Pretrained(NamedTuple):

@@ -1,4 +1,4 @@
-"""The configurations of the models, with the names of Llama's ``config.json``, and attributes that are set only once."""
+"""The configurations of the models, with the names of Llama's ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.positions import RopeScaling
 
-__all__ = ["CELLS", "DecoderConfig", "Fixed", "GPT2Config", "RecurrentConfig", "check_sizes"]
+__all__ = ["CELLS", "DecoderConfig", "GPT2Config", "RecurrentConfig", "check_not_set", "check_sizes"]
 
 
 CELLS = ("lstm", "gru", "rnn")  # of a RecurrentLM
@@ -201,41 +201,19 @@ def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) 
             )
 
 
-T = TypeVar("T")
-
-
-class Fixed(Generic[T]):
-    """A write-once attribute: the layers are built from it, so changing it later would not reach them.
-
-    >>> class Model:
-    ...     config: Fixed[int] = Fixed("Model(config)")
-    >>> model = Model()
-    >>> model.config = 3
-    >>> model.config = 4
-    Traceback (most recent call last):
-    lowtri.errors.CallError: Model: config is what the model was built from; set now, it would not reach the layers.
-    Fix: Model(config)
+def check_not_set(model: Any, name: str, fixes: Mapping[str, str]) -> None:
+    """Refuse to replace an attribute from which the layers were built: a new value would not reach them.
 
     Args:
-        fix: what to do instead, for the error message.
+        model: the module.
+        name: of the attribute that is set.
+        fixes: for each such attribute, what to do instead.
+
+    Raises:
+        CallError: if the attribute has a value already.
     """
-
-    def __init__(self, fix: str) -> None:
-        self.fix, self.name = fix, ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: Any, owner: type | None = None) -> T:
-        if module is None or self.name not in vars(module):
-            raise AttributeError(self.name)
-        value: T = vars(module)[self.name]
-        return value
-
-    def __set__(self, module: Any, value: T) -> None:
-        if self.name in vars(module):
-            raise CallError(
-                f"{type(module).__name__}: {self.name} is what the model was built from; set now, it would not reach "
-                f"the layers.\nFix: {self.fix}"
-            )
-        vars(module)[self.name] = value
+    if name in fixes and name in vars(model):
+        raise CallError(
+            f"{type(model).__name__}: {name} is what the model was built from; set now, it would not reach the layers.\n"
+            f"Fix: {fixes[name]}"
+        )

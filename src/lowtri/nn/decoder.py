@@ -19,11 +19,10 @@ from lowtri.errors import CallError, DataError
 from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.nn.checkpoint_reader import as_dtype, read_checkpoint
-from lowtri.nn.config import DecoderConfig, Fixed, GPT2Config
+from lowtri.nn.config import DecoderConfig, check_not_set
 from lowtri.nn.files import load_tokenizer
-from lowtri.nn.layers import GPT2Body, LlamaBody
-from lowtri.nn.names import folder_of
+from lowtri.nn.layers import body_of
+from lowtri.nn.names import as_dtype, folder_of, read_checkpoint
 from lowtri.nn.quantized import quantize
 
 if TYPE_CHECKING:
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
     from lowtri.nn.attention import Cache
 
 __all__ = ["Decoder", "DecoderConfig"]
+
+_FIXES = {
+    "config": "Decoder(config), or from_pretrained(path, mask=...)",
+    "mask": "from_pretrained(path, mask=...), or mask= in the call or in make_cache()",
+}
 
 
 class Decoder(nn.Module):
@@ -57,19 +61,20 @@ class Decoder(nn.Module):
     Source: Touvron et al. 2023; RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotary, Su et al. 2021.
     """
 
-    config: Fixed[DecoderConfig] = Fixed("Decoder(config), or from_pretrained(path, mask=...)")
-    mask: Fixed[Mask] = Fixed("from_pretrained(path, mask=...), or mask= in the call or in make_cache()")
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.tokenizer: Tokenizer | None = None  # set by from_pretrained
         self.weights: str | None = None  # set by quantize
         self.mask = as_mask(config.mask)
-        self.model = GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
+        self.model = body_of(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.init_weights()
         self.tie_weights()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_not_set(self, name, _FIXES)
+        super().__setattr__(name, value)
 
     def forward(
         self,

@@ -1,4 +1,5 @@
-"""Files of a checkpoint folder, and its tokenizer. Downloaded folders are untrusted, so every file is checked before it is read.
+"""Files of a checkpoint folder: writes them, and reads them and the tokenizer. Downloaded folders are untrusted, so every file is
+checked before it is read.
 
 Each must be a regular file inside the folder (symbolic links must not leave it), and is read only up to a size limit. Every error of
 the tokenizers library becomes a DataError: it raises bare Exceptions and, for malformed files, ``PanicException``, which is none.
@@ -8,17 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtri.errors import DataError
 from lowtri.extras import require
+from lowtri.files import write_atomically, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from torch import Tensor
 
-__all__ = ["brief", "encode", "file_in", "guarded", "load_tokenizer", "read_json", "read_text"]
+__all__ = ["brief", "encode", "file_in", "guarded", "load_tokenizer", "read_json", "read_text", "write_folder"]
 
 
 LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes about 20 times that
@@ -99,6 +102,39 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise DataError(f"{folder / name} holds a {type(content).__name__}; expected an object: {{...}}")
     return content
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint folder, created if missing: each file atomically, and the weights last.
+
+    Args:
+        folder: where to write.
+        config: the content of config.json, without the weights' dtype.
+        tensors: the contents of model.safetensors, contiguous.
+        tokenizer, tokenizer_config: the contents of tokenizer.json and tokenizer_config.json.
+    """
+    require("saving a model", "safetensors")
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+        common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        _write_json(folder / "tokenizer_config.json", {**common, **(tokenizer_config or {})})
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
+    contents = dict(tensors)
+    write_atomically(folder / "model.safetensors", lambda path: save_file(contents, path, metadata={"format": "pt"}))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 _LONGEST = 2**28  # bytes of a tokenizer.json; the largest in use have tens of megabytes

@@ -9,6 +9,13 @@ float32, and the folder is loaded like any other, by :func:`lowtri.nn.checkpoint
     tokenizer.ggml.model gpt2    byte-level BPE with a list of merges; tokenizer.ggml.pre names the pre-tokenizer
     tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, byte fallback, merges by score
 
+Its header is
+
+    magic, version, number of tensors, number of fields
+    fields    name, type, value; an array is a type, a count and the items
+    tensors   name, dimensions (the innermost first), type of block, offset
+    padding to the alignment; then the tensors
+
 transformers also reads GGUF files, but drops settings that these models need. With versions 5.20 and 5.23, it reads Llama without
 its biases, its scaled rotary frequencies (linear, llama3), its sliding window and attention.key_length; SmolLM's tokenizer without
 the splitting of digits; and Qwen2's tokenizer without NFC. Names of tensors come from the package gguf; the pre-tokenizers are those
@@ -20,23 +27,25 @@ Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md).
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import mmap
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from lowtri.errors import DataError, LowtriError
+from lowtri.files import write_text
 from lowtri.nn.config import DecoderConfig, GPT2Config, check_sizes
-from lowtri.nn.files import brief, guarded
-from lowtri.nn.gguf_header import StoredTensor, read_header
-from lowtri.nn.hf_config import GPT2_KEYS, from_json, to_conv1d
-from lowtri.nn.layers import GPT2Body, LlamaBody
+from lowtri.nn.files import brief, guarded, write_folder
+from lowtri.nn.hf_config import check_layers, damaged_config, end_ids, to_conv1d, to_json
+from lowtri.nn.layers import body_of
 from lowtri.nn.positions import RopeScaling, from_pairs, rotary_frequencies
 from lowtri.system import cache_folder
 
@@ -44,7 +53,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-__all__ = ["config_of", "converted", "is_gguf", "tensor_names", "tokenizer_of"]
+__all__ = ["Header", "StoredTensor", "config_of", "converted", "is_gguf", "read_header", "tensor_names", "tokenizer_of"]
 
 
 _FORM = 2  # version of the folders written here; a new version converts again
@@ -108,8 +117,6 @@ def _convert(path: Path, folder: Path) -> None:
             f"{path} is a GGUF file, and the package gguf, which reads them, is not installed.\n"
             "Fix: pip install 'lowtri[models]', or pip install gguf"
         ) from None
-    from safetensors.numpy import save_file
-
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     fields, tensors = read_header(content, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()})
@@ -124,14 +131,13 @@ def _convert(path: Path, folder: Path) -> None:
 
     config = config_of(fields, shapes, path)
     if _SCALING in tensors:
-        config["rope_scaling"] = _llama3_scaling(dequantised(_SCALING, tensors.pop(_SCALING)), config, path)
-    decoder_config = from_json(config, path)  # validated here, so that errors name the GGUF file
-    check_sizes(decoder_config, shapes, path)
-    config["lowtri_mask"] = decoder_config.mask
+        divisors = dequantised(_SCALING, tensors.pop(_SCALING))
+        config = replace(config, rope_scaling=_llama3_scaling(divisors, config, path))
+    check_sizes(config, shapes, path)
     architecture = fields["general.architecture"]
-    names = tensor_names(decoder_config, architecture)
-    heads = {"attn_q": decoder_config.num_attention_heads, "attn_k": decoder_config.num_key_value_heads}
-    weights: dict[str, NDArray[np.float32]] = {}
+    names = tensor_names(config, architecture)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name not in names:
             raise DataError(f"{path}: the tensor {brief(name)} has no place in lowtri's Decoder")
@@ -140,30 +146,22 @@ def _convert(path: Path, folder: Path) -> None:
             values = from_pairs(values, heads[part])
         if architecture == "gpt2" and values.ndim == 2 and name.startswith("blk."):
             values = values.T  # GPT-2 checkpoints store projections as (in, out)
-        weights[names[name]] = np.ascontiguousarray(values)
+        weights[names[name]] = torch.tensor(values).contiguous()
     tokenizer, tokenizer_config = tokenizer_of(fields, path)
-    if tokenizer is not None:
-        tokenizer.save(str(folder / "tokenizer.json"))
-        _write(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2))
-        if template := fields.get("tokenizer.chat_template"):
-            _write(folder / "chat_template.jinja", template)
-    _write(folder / "config.json", json.dumps(config, indent=2))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer is not None and (template := fields.get("tokenizer.chat_template")):
+        write_text(folder / "chat_template.jinja", template + "\n")
+    as_json = to_json(config) | {"bos_token_id": fields.get("tokenizer.ggml.bos_token_id")}
+    write_folder(folder, as_json, weights, tokenizer, tokenizer_config)
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def _llama3_scaling(divisors: NDArray[np.float32], config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _llama3_scaling(divisors: NDArray[np.float32], config: DecoderConfig, path: Path) -> RopeScaling:
     """Llama 3's scaling, recovered from the stored divisor of each pair's frequency."""
-    size, theta = config["head_dim"], config["rope_theta"]
+    size, theta = config.head_dim, config.rope_theta
     scaling = RopeScaling(float(divisors.max()), 1.0, 4.0, 8192)  # the published values of Llama 3.1 and 3.2
     expected = rotary_frequencies(size, theta) / rotary_frequencies(size, theta, scaling)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected.numpy(), rtol=1e-3):
         raise DataError(f"{path}: rope_freqs.weight is not the scaling of Llama 3, the only one that the Decoder knows")
-    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return {"rope_type": "llama3", "factor": scaling.factor, **bounds}
+    return scaling
 
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -184,8 +182,8 @@ _ALSO = {"attention.value_length", "attention.causal", "rope.dimension_count", "
 _ALSO |= {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
 
 
-def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
-    """The content of config.json, from the metadata fields and the tensor shapes (in NumPy's order).
+def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> DecoderConfig:
+    """The configuration, from the metadata fields and the tensor shapes (in NumPy's order).
 
     Raises:
         DataError: for another architecture, or a field that the Decoder does not support.
@@ -202,42 +200,38 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
             raise DataError(f"{path}: got {kind}.{key} {value!r:.60}; expected a whole number")
     if "token_embd.weight" not in shapes:
         raise DataError(f"{path}: it has no token_embd.weight, so it is not a language model")
-    config: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
-    heads = config.get("num_attention_heads", 1)
-    config |= {
-        "model_type": kind,
+    scaling = own.get("rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise DataError(f"{path}: got {kind}.rope.scaling.type {scaling!r:.60}; lowtri's Decoder has none and linear")
+    window = own.get("attention.sliding_window")
+    if window and (not isinstance(window, int) or isinstance(window, bool)):  # it becomes a part of the mask's text
+        raise DataError(f"{path}: got sliding_window {window!r:.60}; expected a whole number")
+    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]  # end of text, end of turn
+    ends = list(dict.fromkeys(index for index in ids if index is not None))
+    sizes: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
+    check_layers(sizes.get("num_hidden_layers"), path)
+    sizes |= {
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
-        "eos_token_id": _end_ids(fields),
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"],
+        "eos_token_id": end_ids(ends[0] if len(ends) == 1 else ends, path),
     }
-    config.setdefault("num_key_value_heads", heads)
-    if kind == "gpt2":
-        names = {ours: theirs for theirs, ours in GPT2_KEYS.items()}
-        return {names.get(key, key): value for key, value in config.items()} | {"activation_function": "gelu_new"}
-    config.setdefault("head_dim", config.get("hidden_size", 0) // max(1, heads))
-    config.setdefault("rope_theta", 10000.0)
-    config["hidden_act"] = "silu"
-    if kind in ("llama", "qwen3"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    if kind == "llama":
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+    with damaged_config(path, "a decoder"):
+        if kind == "gpt2":
+            return GPT2Config(**{"rms_norm_eps": 1e-5, "intermediate_size": 4 * sizes.get("hidden_size", 0)} | sizes)
+        config = DecoderConfig(
+            **sizes,
+            mask=f"causal & window({window})" if window else "causal",
+            rope_scaling=RopeScaling(own["rope.scaling.factor"]) if scaling == "linear" else None,
+            qkv_bias="blk.0.attn_q.bias" in shapes,
+            o_bias="blk.0.attn_output.bias" in shapes,
+            mlp_bias=kind == "llama" and "blk.0.ffn_up.bias" in shapes,
+            qk_norm=kind == "qwen3",
+        )
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, config["head_dim"]) != config["head_dim"]:
+        if own.get(key, config.head_dim) != config.head_dim:
             raise DataError(
-                f"{path}: got {kind}.{key} {own[key]}; lowtri's Decoder has the head size {config['head_dim']} only"
+                f"{path}: got {kind}.{key} {own[key]!r:.60}; lowtri's Decoder has the head size {config.head_dim} only"
             )
-    scaling = own.get("rope.scaling.type", "none")
-    if scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
-    elif scaling != "none":
-        raise DataError(f"{path}: got {kind}.rope.scaling.type {scaling!r}; lowtri's Decoder has none and linear")
-    window = own.get("attention.sliding_window")
-    if window and kind == "llama":
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    elif window:
-        config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     return config
 
 
@@ -246,19 +240,11 @@ def tensor_names(config: DecoderConfig, architecture: str) -> dict[str, str]:
     import gguf
 
     with torch.device("meta"):
-        body = GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
-        weights = {f"model.{name}": weight for name, weight in body.state_dict().items()}
+        weights = {f"model.{name}": weight for name, weight in body_of(config).state_dict().items()}
         names = [*(to_conv1d(weights) if isinstance(config, GPT2Config) else weights), "lm_head.weight"]
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table: Any = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     return {table.get_name(name, (".weight", ".bias")): name for name in names}
-
-
-def _end_ids(fields: Mapping[str, Any]) -> int | list[int] | None:
-    """End-of-text and, if different, end-of-turn token ids."""
-    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    ends = list(dict.fromkeys(index for index in ids if index is not None))
-    return ends[0] if len(ends) == 1 else ends or None
 
 
 _MOST_WORK = 2**28  # the sum of squared lengths; of 128,000 tokens with 10 characters each it is 13 million
@@ -297,7 +283,7 @@ def _build(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer,
     tokens = _texts(fields, "tokens", path)
     tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens, path)
     _add_special(tokenizer, tokens, fields.get("tokenizer.ggml.token_type", ()))
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = {}
     for name, ggml_name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = fields.get(f"tokenizer.ggml.{ggml_name}_token_id")
         if isinstance(index, int) and 0 <= index < len(tokens):
@@ -393,3 +379,142 @@ def _prepend_begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapp
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
         )
+
+
+# The header. Every count and length is checked against the rest of the file before use, and tensors may not overlap, so time and
+# memory are proportional to the file's size even for hostile files. The reader of the package gguf makes no such checks, and takes
+# twenty times as long (dev/LOG.md).
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+_MOST_NAMES = 2**16  # fields, and tensors; the largest models have a few thousand
+_MOST_ITEMS = 2**23  # in all arrays together; a vocabulary of 262,144 with its merges has 1.3 million
+
+
+class StoredTensor(NamedTuple):
+    """The location of a tensor in the file."""
+
+    shape: tuple[int, ...]  # in NumPy's order, in elements rather than blocks
+    kind: int  # a GGMLQuantizationType
+    start: int  # in bytes, from the beginning of the file
+    row: int  # bytes of a row, the innermost dimension
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape[:-1]) * self.row
+
+    def blocks(self, file: Any) -> NDArray[np.uint8]:
+        """Its bytes, (..., row)."""
+        return np.frombuffer(file, np.uint8, self.end - self.start, self.start).reshape(*self.shape[:-1], self.row)
+
+
+class Header(NamedTuple):
+    """A file's metadata."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def read_header(file: Any, blocks: Mapping[int, tuple[int, int]]) -> Header:
+    """Read the header at the beginning of a file.
+
+    Args:
+        file: its bytes, or an mmap.
+        blocks: for each block type, its number of elements and its size in bytes.
+
+    Raises:
+        ValueError: if the header is invalid; the message says why.
+    """
+    reader = _Reader(file)
+    if reader.take(4) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    version = reader.number("I")
+    if version not in (2, 3):
+        raise ValueError(f"its version is {version}, where 2 and 3 are read (in little-endian byte order)")
+    n_tensors, n_fields = reader.number("Q"), reader.number("Q")
+    for count, what in ((n_tensors, "tensors"), (n_fields, "fields")):
+        if count > _MOST_NAMES:
+            raise ValueError(f"it announces {count} {what}, where at most {_MOST_NAMES} are read")
+    fields: dict[str, Any] = {}
+    for _ in range(n_fields):
+        _add(fields, reader.text(), reader.value(reader.number("I")))
+    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(n_tensors):
+        name, dimensions = reader.text(), reader.number("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"the tensor {name} has {dimensions} dimensions, where 1 to 4 are possible")
+        shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
+        _add(entries, name, (shape, reader.number("I"), reader.number("Q")))
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {alignment}, which is not a power of two")
+    begin = -(-reader.position // alignment) * alignment
+    tensors = {
+        name: _located(name, shape, kind, begin + offset, blocks) for name, (shape, kind, offset) in entries.items()
+    }
+    previous, end = "", 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < end:  # overlapping tensors would let a small file describe a large model
+            raise ValueError(f"the tensors {previous} and {name} overlap")
+        previous, end = name, tensor.end
+        if end > len(file):
+            raise ValueError(f"the tensor {name} ends at byte {end}, the file at {len(file)}")
+    return Header(fields, tensors)
+
+
+class _Reader:
+    """Reads one value after the other; reading past the end raises."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.position, self.items = file, 0, 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.file) - self.position:
+            raise ValueError(
+                f"{size} bytes are announced at byte {self.position}, {len(self.file) - self.position} are left"
+            )
+        self.position += size
+        return bytes(self.file[self.position - size : self.position])
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _TEXT:
+            return self.text()
+        if kind != _ARRAY:
+            raise ValueError(f"a field has the type {kind}, which does not exist")
+        inner, count = self.number("I"), self.number("Q")
+        self.items += count
+        if self.items > _MOST_ITEMS:
+            raise ValueError(f"its arrays announce {self.items} items, where at most {_MOST_ITEMS} are read")
+        if inner in _NUMBERS:
+            return list(self.numbers(_NUMBERS[inner], count))
+        if inner != _TEXT:
+            raise ValueError(f"an array has items of the type {inner}, which are neither numbers nor texts")
+        return [self.text() for _ in range(count)]
+
+    def numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}")))
+
+
+def _add(entries: dict[str, Any], name: str, value: Any) -> None:
+    if name in entries:
+        raise ValueError(f"{name} occurs twice in it")
+    entries[name] = value
+
+
+def _located(
+    name: str, shape: tuple[int, ...], kind: int, start: int, blocks: Mapping[int, tuple[int, int]]
+) -> StoredTensor:
+    if kind not in blocks:
+        raise ValueError(f"the tensor {name} has the type {kind}, which does not exist")
+    elements, size = blocks[kind]
+    if min(shape) < 1 or shape[-1] % elements:
+        raise ValueError(f"the tensor {name} is {shape}, which is not a whole number of blocks of {elements}")
+    return StoredTensor(shape, kind, start, shape[-1] // elements * size)

@@ -8,14 +8,16 @@
     smollm3     layers without rotary embedding
     gpt2        other layers, and other names and layouts of weights
 
-Unsupported keys that change the computation raise an error that names them. :mod:`lowtri.nn.checkpoint` describes how a
-mask is stored.
+A RecurrentLM has a model_type of its own, lowtri_recurrent, which transformers does not know. Unsupported keys that change the
+computation raise an error that names them. :mod:`lowtri.nn.checkpoint` describes how a mask is stored.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,23 @@ from torch import Tensor
 
 from lowtri.errors import DataError
 from lowtri.masks import Mask, as_mask, causal, window
-from lowtri.nn.config import DecoderConfig, GPT2Config
+from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig
 from lowtri.nn.files import brief
 from lowtri.nn.positions import RopeScaling
 
-__all__ = ["GPT2_KEYS", "KINDS", "SIZES", "end_ids", "from_conv1d", "from_json", "to_conv1d", "to_json"]
+__all__ = ["check_layers", "damaged_config", "end_ids", "from_conv1d", "from_json", "to_conv1d", "to_json"]
 
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt2")
+# For each model_type, transformers' class.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+_RECURRENT = "lowtri_recurrent"
 
 # Keys that change the computation, and their supported values. They may be absent or null.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -47,11 +58,11 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 # Keys that are fields of DecoderConfig under the same name; the other fields derive from several keys.
-SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+_SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
 _MOST_LAYERS = 10_000
 _LONGEST_MASK = 4096  # characters
-GPT2_KEYS = {
+_GPT2_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -62,7 +73,9 @@ GPT2_KEYS = {
 _THETA = {"smollm3": 2e6}  # default, if the file has none
 
 
-def from_json(content: Mapping[str, Any], path: Path, mask: Mask | str | None = None) -> DecoderConfig:
+def from_json(
+    content: Mapping[str, Any], path: Path, mask: Mask | str | None = None
+) -> DecoderConfig | RecurrentConfig:
     """The configuration in the content of a config.json.
 
     Args:
@@ -74,35 +87,53 @@ def from_json(content: Mapping[str, Any], path: Path, mask: Mask | str | None = 
         DataError: for another kind of model, an unsupported value of a key, or a value of the wrong type.
     """
     mask_text = None if mask is None else repr(as_mask(mask))
+    if content.get("model_type") != _RECURRENT:
+        with damaged_config(path, "a decoder"):
+            return _decoder_config(content, path, mask_text)
+    fields = RecurrentConfig.__dataclass_fields__
+    with damaged_config(path, "a recurrent model"):
+        config = RecurrentConfig(
+            **{key: value for key, value in content.items() if key in fields and value is not None}
+        )
+    return config if mask_text is None else replace(config, mask=mask_text)
+
+
+@contextmanager
+def damaged_config(path: Path, model: str) -> Iterator[None]:
+    """What untrusted sizes raise becomes a DataError that names the file and the kind of model."""
     try:
-        return _from_json(content, path, mask_text)
+        yield
     except DataError:
         raise
     except KeyError as error:
-        raise DataError(f"{path} does not describe a decoder: {error} is missing") from None
+        raise DataError(f"{path} does not describe {model}: {error} is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{path} does not describe a decoder: {brief(error)}") from None
+        raise DataError(f"{path} does not describe {model}: {brief(error)}") from None
 
 
-def _from_json(content: Mapping[str, Any], path: Path, mask_text: str | None) -> DecoderConfig:
+def check_layers(layers: Any, path: Path) -> None:
+    """Limit the number of layers, before anything is built for each."""
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise DataError(f"{path}: got num_hidden_layers {layers!r:.30}; at most {_MOST_LAYERS} are read")
+
+
+def _decoder_config(content: Mapping[str, Any], path: Path, mask_text: str | None) -> DecoderConfig:
     kind = content.get("model_type")
-    if kind not in KINDS:
-        raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+        raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(_ARCHITECTURES)}")
     for key, supported in _SUPPORTED.items():
         value = content.get(key)
         if value is not None and value not in supported:
             only = " or ".join(map(repr, supported)) or "none"
             raise DataError(f"{path}: got {key} {value!r:.60}; lowtri's Decoder has {only} only")
-    sizes = {key: value for key, value in content.items() if key in SIZES and value is not None}
-    layers = sizes.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:  # lists with an entry per layer are built below
-        raise DataError(f"{path}: got num_hidden_layers {layers!r:.30}; at most {_MOST_LAYERS} are read")
+    sizes = {key: value for key, value in content.items() if key in _SIZES and value is not None}
+    check_layers(sizes.get("num_hidden_layers"), path)
     sizes |= {
         "eos_token_id": end_ids(content.get("eos_token_id"), path),
         "mask": mask_text or _declared_mask(content, path),
     }
     if kind == "gpt2":
-        sizes |= {ours: content[theirs] for theirs, ours in GPT2_KEYS.items() if content.get(theirs) is not None}
+        sizes |= {ours: content[theirs] for theirs, ours in _GPT2_KEYS.items() if content.get(theirs) is not None}
         sizes.setdefault("tie_word_embeddings", True)
         sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
         sizes.setdefault("rms_norm_eps", 1e-5)
@@ -205,25 +236,22 @@ def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
     return tuple(ids) or None
 
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
+def to_json(config: DecoderConfig | RecurrentConfig) -> dict[str, Any]:
+    """The content of config.json.
 
-
-def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The content of config.json."""
-    kind = _kind_of(config)
+    Raises:
+        DataError: if no model_type of transformers describes this decoder.
+    """
+    if isinstance(config, RecurrentConfig):
+        return {"model_type": _RECURRENT, **asdict(config), "lowtri_mask": config.mask}
+    kind, ends = _kind_of(config), config.eos_token_id
     content: dict[str, Any] = {"model_type": kind, "lowtri_mask": repr(as_mask(config.mask))}
-    content["architectures"] = [_ARCHITECTURES[kind]]
-    sizes = {name: getattr(config, name) for name in SIZES}
+    content |= {"architectures": [_ARCHITECTURES[kind]], "bos_token_id": None}
+    content["eos_token_id"] = ends[0] if ends is not None and len(ends) == 1 else ends
+    sizes = {name: getattr(config, name) for name in _SIZES}
     if isinstance(config, GPT2Config):
         content |= {name: sizes[name] for name in ("vocab_size", "tie_word_embeddings")}
-        content |= {theirs: sizes[ours] for theirs, ours in GPT2_KEYS.items()}
+        content |= {theirs: sizes[ours] for theirs, ours in _GPT2_KEYS.items()}
         return content | {"activation_function": "gelu_new"}
     content |= {**sizes, "rope_theta": config.rope_theta, "rope_scaling": _scaling_as_json(config)}
     content |= {"hidden_act": "silu", "mlp_bias": config.mlp_bias, "attention_bias": config.o_bias}

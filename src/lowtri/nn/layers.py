@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.nn.attention import MultiHeadAttention
-from lowtri.nn.config import DecoderConfig
-from lowtri.nn.few_tokens import fuse_linears
+from lowtri.nn.config import DecoderConfig, GPT2Config
 from lowtri.nn.positions import rotary_tables
+from lowtri.nn.quantized import fuse_linears
 
 if TYPE_CHECKING:
     from lowtri.nn.attention import Cache
 
-__all__ = ["Embedding", "GPT2Body", "LlamaBody", "embed"]
+__all__ = ["Embedding", "GPT2Body", "LlamaBody", "body_of"]
 
 
 class Embedding(nn.Embedding):
@@ -42,6 +42,11 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+def body_of(config: DecoderConfig) -> LlamaBody:
+    """The newly initialised layers of a configuration."""
+    return GPT2Body(config) if isinstance(config, GPT2Config) else LlamaBody(config)
+
+
 class LlamaBody(nn.Module):
     """``model`` in a checkpoint."""
 
@@ -50,7 +55,7 @@ class LlamaBody(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_LlamaLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm: nn.Module = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -60,21 +65,53 @@ class LlamaBody(nn.Module):
         cache: Cache | None,
         attend: Callable[..., Any] | None,
     ) -> Tensor:
-        x = embed(ids, self.embed_tokens)  # (B, N, hidden)
-        c = self.config
-        rotary = rotary_tables(
-            np.arange(ids.shape[1]) if positions is None else positions,
-            c.head_dim,
-            c.rope_theta,
-            c.rope_scaling,
-            device=x.device,
-        )
+        try:
+            x = self.embed_tokens(ids)  # (B, N, hidden)
+        except IndexError:
+            raise CallError(
+                f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
+                f"0 .. {self.embed_tokens.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
+            ) from None
+        x, rotary = self.with_positions(x, np.arange(ids.shape[1]) if positions is None else positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary, attend=attend)
         return self.norm(x)
 
+    def with_positions(self, x: Tensor, positions: NDArray[np.int64]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The input of the first layer, and the rotary tables of all of them."""
+        c = self.config
+        return x, rotary_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
 
-class _LlamaLayer(nn.Module):
+
+class GPT2Body(LlamaBody):
+    def __init__(self, config: DecoderConfig) -> None:
+        nn.Module.__init__(self)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(_GPT2Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+    def with_positions(self, x: Tensor, positions: NDArray[np.int64]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        index = np.maximum(positions, 0)  # padding, position -1, may take any embedding
+        return x + self.embed_positions(torch.from_numpy(index).to(x.device)), None
+
+
+class _Layer(nn.Module):
+    """Attention and a feed-forward network, each of the normalized input, added to it."""
+
+    self_attn: MultiHeadAttention
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **options)
+        return x + self.feed_forward(self.post_attention_layernorm(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _LlamaLayer(_Layer):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         rotary = config.rope_layers is None or config.rope_layers[index]
@@ -94,9 +131,8 @@ class _LlamaLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), **options)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
 
 
 class _SwiGLU(nn.Module):
@@ -121,43 +157,7 @@ class _SwiGLU(nn.Module):
             del self.gate_proj, self.up_proj
 
 
-def embed(ids: Tensor, table: nn.Embedding) -> Tensor:
-    """Embeddings (B, N, hidden) of ids (B, N); ids outside of the vocabulary raise a CallError."""
-    try:
-        return table(ids)
-    except IndexError:
-        raise CallError(
-            f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
-            f"0 .. {table.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
-        ) from None
-
-
-class GPT2Body(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
-        self.layers = nn.ModuleList(_GPT2Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Mask,
-        positions: NDArray[np.int64] | None,
-        cache: Cache | None,
-        attend: Callable[..., Any] | None,
-    ) -> Tensor:
-        # Padding, position -1, may take any embedding.
-        index = np.arange(ids.shape[1]) if positions is None else np.maximum(positions, 0)
-        x = embed(ids, self.embed_tokens)  # (B, N, hidden)
-        x = x + self.embed_positions(torch.from_numpy(index).to(ids.device))
-        for number, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, positions=positions, cache=cache, layer=number, attend=attend)
-        return self.norm(x)
-
-
-class _GPT2Layer(nn.Module):
+class _GPT2Layer(_Layer):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.self_attn = MultiHeadAttention(
@@ -173,7 +173,5 @@ class _GPT2Layer(nn.Module):
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), **options)
-        y = self.up_proj(self.post_attention_layernorm(x))
-        return x + self.down_proj(nn.functional.gelu(y, approximate="tanh"))
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.gelu(self.up_proj(x), approximate="tanh"))

@@ -24,18 +24,31 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lowtri.compat import torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
-from lowtri.errors import CallError
-from lowtri.nn.few_tokens import FewTokensNorm, compiled_row_ops
+from lowtri.errors import CallError, EngineError
+from lowtri.ops.guards import active_mode, is_plain
 
-__all__ = ["Choices", "MEASURED", "Product", "QuantizedLinear", "WEIGHTS", "quantize", "rows_index", "seconds"]
+if TYPE_CHECKING:
+    from lowtri.kernels.token_rows import TokenRows
+
+__all__ = [
+    "Choices",
+    "FewTokensNorm",
+    "MEASURED",
+    "Product",
+    "QuantizedLinear",
+    "WEIGHTS",
+    "compiled_row_ops",
+    "fuse_linears",
+]
+__all__ += ["quantize", "rows_index", "seconds"]
 
 
 Product: TypeAlias = Callable[[Tensor], Tensor]  # (..., in) to (..., out), both float32
@@ -382,3 +395,59 @@ def _no_state(*_: Any) -> None:
         "state_dict: quantized weights cannot be saved or loaded.\n"
         "Fix: save the original model, and quantize it after loading; it takes seconds."
     )
+
+
+# For the few tokens of a step: compiled operations on their rows, and several linear layers as one. A step of generation calls
+# hundreds of small operators, and a call takes some microseconds more than its work. With many tokens the calls do not matter, and
+# torch computes on all threads.
+
+_ONE_THREAD = 2**15  # numbers: the grain size of torch's operators, which compute larger arrays on several threads
+
+
+def compiled_row_ops(x: Tensor) -> TokenRows | None:
+    """The compiled operations on rows, if they can read x (..., columns), in float32; None if torch's operators have to run."""
+    if torch.compiler.is_compiling() or not 0 < x.numel() <= _ONE_THREAD or x.dtype is not torch.float32:
+        return None
+    if not x.is_contiguous() or not is_plain(x) or active_mode() is not None:
+        return None
+    return _compiled()
+
+
+class FewTokensNorm(nn.RMSNorm):
+    """An RMSNorm; torch's operators compute gradients, and the norm without a weight or an epsilon."""
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        few, weight, epsilon = compiled_row_ops(x), self.weight, self.eps
+        if few is None or weight is None or epsilon is None or x.requires_grad or weight.requires_grad:
+            return super().forward(x)
+        if compiled_row_ops(weight) is None or weight.shape != x.shape[-1:]:
+            return super().forward(x)
+        y, columns = torch.empty_like(x), x.shape[-1]
+        few.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, epsilon)
+        return y
+
+
+@cache
+def _compiled() -> TokenRows | None:
+    try:
+        from lowtri.kernels import library, target
+        from lowtri.kernels.token_rows import TokenRows
+
+        return TokenRows(target.ISA, library.code)
+    except EngineError:  # there are no kernels for this machine
+        return None
+
+
+def fuse_linears(*layers: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of the layers, one after the other."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])  # (sum of out, in)
+    result = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    result.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        result.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return result

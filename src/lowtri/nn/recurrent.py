@@ -16,7 +16,7 @@ from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.nn.config import Fixed, RecurrentConfig
+from lowtri.nn.config import RecurrentConfig, check_not_set
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
 
@@ -79,8 +79,6 @@ class RecurrentLM(nn.Module):
         CallError: if a size or the cell's name is invalid.
     """
 
-    config: Fixed[RecurrentConfig] = Fixed("RecurrentLM.from_config(config)")
-
     def __init__(
         self,
         vocab_size: int,
@@ -97,6 +95,10 @@ class RecurrentLM(nn.Module):
         self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         self.tie_weights()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_not_set(self, name, {"config": "RecurrentLM.from_config(config)"})
+        super().__setattr__(name, value)
 
     def tie_weights(self) -> None:
         """Share the embedding's weights with the output projection, if the configuration says so."""
