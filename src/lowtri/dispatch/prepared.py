@@ -233,7 +233,8 @@ def _checked(given: Any, rows: int, n: int) -> tuple[NDArray[np.int64], int, int
     if positions.size == 1:
         low = high = positions.item()
     else:
-        low, high = int(np.minimum.reduce(positions, None)), int(np.maximum.reduce(positions, None))
+        numbers = positions.ravel()  # argmin takes half the time of min
+        low, high = numbers.item(numbers.argmin()), numbers.item(numbers.argmax())
     return (positions, low, high) if low >= -1 and high < POSITION_MAX else None
 
 

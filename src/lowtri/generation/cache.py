@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -380,12 +381,17 @@ def _plain(name: str, x: Any) -> Any:
     """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
     if type(x) is np.ndarray:
         return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules:
-        from lowtri.ops.guards import is_plain
-
-        if is_plain(x):
-            return x
+    if "torch" in sys.modules and _guard_of_tensors()(x):
+        return x
     return plain_array(name, x, "append")
+
+
+@cache
+def _guard_of_tensors() -> Callable[[Any], bool]:
+    """Loaded with torch; an import in each call takes longer than the check."""
+    from lowtri.ops.guards import is_plain
+
+    return is_plain
 
 
 def _write(buffer: Any, slots: Slots, new: Any) -> None:

@@ -164,6 +164,16 @@ class Mask:
         visible = self._sees(q, k) & (q >= 0) & (k >= 0)
         return bool(visible) if type(q) is int and type(k) is int else visible
 
+    def between_tokens(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """``m(q, k)`` of an unbatched mask without the checks, which take a generated token longer than the comparison itself.
+
+        Args:
+            q, k: (Nq, 1) and (1, Nk). The answer at a negative position has no meaning.
+        """
+        visible: NDArray[np.bool_] = self._sees(q, k)
+        shape = len(q), k.shape[1]
+        return visible if visible.shape == shape else np.broadcast_to(visible, shape)
+
     def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
         """EMPTY, PARTIAL or FULL for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
 

@@ -159,7 +159,10 @@ class Call:
         if self._shows(keys.bounds):
             return None
         q, k = positions_of(self.mask, self.q.shape[2], keys.nk, keys.q_positions, keys.k_positions)
-        return _table(self.mask, q, k)
+        if self.mask.batch or len(q) > 1 or len(k) > 1 or keys.bounds[0] < 0:
+            return _table(self.mask, q, k)
+        visible = self.mask.between_tokens(q.T, k)
+        return (visible & (k >= 0) if keys.bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
 
     def restore(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank of the user's q."""
