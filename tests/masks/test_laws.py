@@ -37,6 +37,16 @@ def test_dense_pairs_and_is_causal_agree_with_the_pairs(case: Case) -> None:
 
 
 @law
+@given(cases)
+def test_pairs_of_tokens_are_those_of_the_mask(case: Case) -> None:
+    """Without the checks of positions; 0 and more."""
+    q, k = np.arange(SIZE + 3)[:, None], np.arange(SIZE + 3)[None]
+    single = case.mask.at(0, 0)
+    visible = single.between_tokens(q, k)
+    assert visible.dtype == bool and visible.shape == (SIZE + 3, SIZE + 3)
+    assert np.array_equal(visible, single(q, k))
+
+
 @given(cases, rectangles)
 def test_tile_answers_are_never_wrong(case: Case, tiles: list[tuple[int, int, int, int]]) -> None:
     table = case.table(range(SIZE), range(SIZE))
