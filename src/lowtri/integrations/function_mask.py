@@ -12,7 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import FULL, PARTIAL, Answer, Positions
 
-__all__ = ["INDICES", "BatchedMask", "Bounds", "FunctionMask", "Trace", "bounds_of", "operation", "trace"]
+__all__ = ["INDICES", "Bounds", "FunctionMask", "Trace", "bounds_of", "operation", "trace"]
 
 INDICES = ("b", "h", "q", "k")
 
@@ -34,43 +35,38 @@ _LARGEST = 2**31 - 1  # beyond, integers of 32 bits wrap
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BatchedMask(Mask):
-    """One mask for each batch row and head."""
-
-    parts: dict[tuple[int, ...], Mask]
-    shape: tuple[int, ...]
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.shape
-
-    def _at(self, b: int, h: int) -> Mask:
-        return self.parts[b, h]
-
-    def __repr__(self) -> str:
-        return repr(self.parts[0, 0])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class FunctionMask(Mask):
-    """A function in one batch row and head. Equal only to itself: tensors that it captures may change between two masks.
+    """A function as a mask. Equal only to itself: tensors that it captures may change between two masks.
 
     Attributes:
         fn: what is named in texts.
         evaluate: ``(b, h, q, k)``, tensors, to the visible pairs; q and k are vectors, b and h numbers.
-        b, h: the batch row and the head.
-        bounds: gives the bounds when they are first needed; ``size``: Nq and Nk, the indices that may be used, None for all.
-        known: answers that come before those of the function, of tiles; None for none.
+        device: where it is evaluated.
+        bounds: gives the bounds when they are first needed.
+        batch: the batch rows and heads that it is defined for; ``()`` where it is the same in all of them.
+        size: Nq and Nk, the indices that may be used, None for all.
+        known: ``(b, h, q0, q1, k0, k1)`` to answers of tiles that come before those of the function; None for none.
+        b, h: the batch row and the head of an unbatched mask.
     """
 
     fn: Callable[..., Any]
     evaluate: Callable[..., torch.Tensor]
-    b: int
-    h: int
     device: Any
     bounds: Callable[[], Bounds | None]
+    batch: tuple[int, ...] = ()
     size: tuple[int, int] | None = None
     known: Callable[..., Answer] | None = None
+    b: int = 0
+    h: int = 0
+
+    @cached_property
+    def _unbatched(self) -> dict[tuple[int, int], FunctionMask]:
+        """The masks of single batch rows and heads, each made once, since it is equal only to itself."""
+        rows, heads = (*self.batch, 1)[:2]
+        return {(b, h): replace(self, batch=(), b=b, h=h) for b, h in np.ndindex(rows, heads)}
+
+    def _at(self, b: int, h: int) -> Mask:
+        return self._unbatched[b, h]
 
     def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         if self.size is not None:  # positions past the last index do not occur in a call
@@ -84,7 +80,7 @@ class FunctionMask(Mask):
             if result is not None:
                 answer = answer + (result.low >= 1) - (result.high <= 0)
         if self.known is not None:
-            known = self.known(q0, q1, k0, k1)
+            known = self.known(self.b, self.h, q0, q1, k0, k1)
             answer = np.where(known == PARTIAL, answer, known)
         return int(answer) if np.ndim(answer) == 0 else answer
 
@@ -100,7 +96,7 @@ class FunctionMask(Mask):
             indices = (torch.from_numpy(np.ascontiguousarray(x[chunk])).to(self.device) for x in (q, k))
             visible[chunk] = self.evaluate(b, h, *indices).detach().to("cpu", torch.bool).numpy()
         if self.known is not None:
-            known = self.known(q, q + 1, k, k + 1)
+            known = self.known(self.b, self.h, q, q + 1, k, k + 1)
             visible = np.where(known == PARTIAL, visible, known == FULL)
         return visible.reshape(shape) if shape else bool(visible[0])
 

@@ -461,7 +461,7 @@ def flash_attn_with_kvcache(
 
 
 class _Slots:
-    """The slots of each row of q in a cache: rows of it, or pages."""
+    """The slots of each row of q in a cache, which are in pages; without ``block_table``, a row of the cache is one page."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
         for argument, x, layout in (("q", q, "N"), ("k_cache", k, "slots"), ("v_cache", v, "slots")):
@@ -476,10 +476,16 @@ class _Slots:
                 f"{_CACHE}: block_table and cache_batch_idx exclude each other. Fix: the rows of block_table."
             )
         self.k, self.v, self.batch = k, v, q.shape[0]
-        self.table = None if table is None else whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)
-        self.index = None if index is None else whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), len(k))
-        self.count = k.shape[1] if self.table is None else self.table.shape[1] * k.shape[1]
-        if table is None and index is None and len(k) != self.batch:
+        self.in_order = table is None and index is None  # row by row, so that nothing is copied
+        if table is not None:
+            self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)  # (B, pages)
+        elif index is not None:
+            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), len(k))[:, None]
+        else:
+            self.table = torch.arange(self.batch)[:, None]
+        self.size = max(1, k.shape[1])  # of a page
+        self.count = self.table.shape[1] * k.shape[1]
+        if self.in_order and len(k) != self.batch:
             raise CallError(
                 f"{_CACHE}: q has {self.batch} rows, but the cache {len(k)}. Fix: cache_batch_idx=, one per row of q."
             )
@@ -507,30 +513,23 @@ class _Slots:
 
     def check_pages(self, ends: Ints) -> None:
         """Raise if a page that is used does not exist; other entries of the table may hold anything."""
-        if self.table is None:
-            return
-        used = torch.from_numpy(np.arange(self.table.shape[1]) < -(-ends // max(1, self.k.shape[1]))[:, None])
+        used = torch.from_numpy(np.arange(self.table.shape[1]) < -(-ends // self.size)[:, None])
         whole_numbers(_CACHE, "block_table", self.table[used], ("pages",), len(self.k))
         self.table = self.table.where(used, 0)
 
     def write(self, lengths: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new keys and values (B, N, H, D) after the present ones."""
         slot = lengths[:, None] + torch.arange(k.shape[1])  # (B, N)
-        if self.table is not None:
-            row, slot = self.table.gather(1, slot // self.k.shape[1]), slot % self.k.shape[1]
-        else:
-            row = (torch.arange(self.batch) if self.index is None else self.index)[:, None]
+        page, slot = self.table.gather(1, slot // self.size), slot % self.size
         for cache, fresh in ((self.k, k), (self.v, v)):
-            cache[row.to(cache.device), slot.to(cache.device)] = fresh.to(cache.dtype)
+            cache[page.to(cache.device), slot.to(cache.device)] = fresh.to(cache.dtype)
 
     def read(self, n: int) -> tuple[Tensor, Tensor]:
         """The first ``n`` slots of each row, (B, n, H, D): views, except for pages and chosen rows."""
-        if self.table is not None:
-            pages = self.table[:, : -(-n // self.k.shape[1])]
-            return self.k[pages].flatten(1, 2)[:, :n], self.v[pages].flatten(1, 2)[:, :n]
-        if self.index is not None:
-            return self.k[self.index, :n], self.v[self.index, :n]
-        return self.k[:, :n], self.v[:, :n]
+        if self.in_order:
+            return self.k[:, :n], self.v[:, :n]
+        pages = self.table[:, : -(-n // self.size)]
+        return self.k[pages, :n].flatten(1, 2)[:, :n], self.v[pages, :n].flatten(1, 2)[:, :n]
 
 
 def _slot_positions(nq: int, nk: int, starts: Ints, ends: Ints) -> dict[str, Ints]:

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
 from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.errors import CallError, MaskError
-from lowtri.integrations.function_mask import BatchedMask, FunctionMask, Trace, bounds_of, trace
+from lowtri.integrations.function_mask import FunctionMask, Trace, bounds_of, trace
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
 from lowtri.masks.label_masks import check_row_lengths
@@ -202,12 +202,12 @@ def function_mask(
         blocks: whose lists decide; in blocks that are not full, the function does.
         traced: the trace and the node that ``fn`` computes, where it is a part of a traced function.
     """
-    batch, heads, *size = shape
+    batch, heads, nq, nk = shape
     graph, node = traced or (trace(fn, device, of_score=False), None)
     by_row, by_head = ((graph is None or graph.depends_on(node or graph.output, name)) for name in "bh")
-    answers = None if blocks is None else _block_answers(blocks)
-    known = (1, 1) if answers is None else answers.shape[:2]
-    rows, columns = batch if by_row or known[0] > 1 else 1, heads if by_head or known[1] > 1 else 1
+    listed = (1, 1) if blocks is None else blocks.kv_num_blocks.shape[:2]
+    rows, columns = batch if by_row or listed[0] > 1 else 1, heads if by_head or listed[1] > 1 else 1
+    answers = None if blocks is None else _tile_answers(_block_answers(blocks), *blocks.BLOCK_SIZE)
     bounds = bounds_of(graph, node)
     mapped = torch.vmap(tensor_function("mask_mod", fn), in_dims=(None, None, 0, 0))
 
@@ -220,13 +220,8 @@ def function_mask(
             )
         return visible
 
-    parts: dict[tuple[int, ...], Mask] = {}
-    for b, h in np.ndindex(rows, columns):
-        of_blocks = None
-        if blocks is not None and answers is not None:
-            of_blocks = _tile_answers(answers[b % known[0], h % known[1]], *blocks.BLOCK_SIZE)
-        parts[b, h] = FunctionMask(fn, evaluate, b, h, device, lambda: bounds, (size[0], size[1]), of_blocks)
-    return parts[0, 0] if len(parts) == 1 else BatchedMask(parts, (rows, columns) if columns > 1 else (rows,))
+    differs = (rows, columns) if columns > 1 else (rows,) if rows > 1 else ()
+    return FunctionMask(fn, evaluate, device, lambda: bounds, differs, (nq, nk), answers)
 
 
 def _block_answers(blocks: BlockMask) -> NDArray[np.int8]:
@@ -246,17 +241,18 @@ def _block_answers(blocks: BlockMask) -> NDArray[np.int8]:
 
 
 def _tile_answers(answers: NDArray[np.int8], queries: int, keys: int) -> Callable[..., Answer]:
-    """The answers of blocks of ``queries`` x ``keys``, in one batch row and head, as those of tiles of any size."""
-    rows, columns = answers.shape
-    visible, whole = np.zeros((2, rows + 1, columns + 1), np.int64)  # summed over all blocks before
+    """The answers of blocks of ``queries`` x ``keys``, (B, H, rows, columns), as those of tiles of any size."""
+    batch, heads, rows, columns = answers.shape
+    visible, whole = np.zeros((2, batch, heads, rows + 1, columns + 1), np.int64)  # summed over all blocks before
     for sums, of in ((visible, answers != EMPTY), (whole, answers == FULL)):
-        np.cumsum(np.cumsum(of, axis=0, dtype=np.int64), axis=1, out=sums[1:, 1:])
+        np.cumsum(np.cumsum(of, axis=2, dtype=np.int64), axis=3, out=sums[..., 1:, 1:])
 
-    def tile(q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+    def tile(b: int, h: int, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
         top, bottom = np.minimum(q0 // queries, rows), np.minimum(-(-q1 // queries), rows)
         left, right = np.minimum(k0 // keys, columns), np.minimum(-(-k1 // keys), columns)
 
         def count(sums: NDArray[np.int64]) -> Any:
+            sums = sums[b % batch, h % heads]
             return sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
 
         area = (bottom - top) * (right - left)

@@ -24,7 +24,7 @@ from lowtri.compat.torch_private import mapped_indexing
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.dense_mask import LazyMask, join
-from lowtri.integrations.function_mask import BatchedMask, FunctionMask, bounds_of, trace
+from lowtri.integrations.function_mask import FunctionMask, bounds_of, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
@@ -157,10 +157,7 @@ def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bo
             return mapped(*indices)
 
     bounds = cache(lambda: bounds_of(trace(fn, device, of_score=False)))
-    parts: dict[tuple[int, ...], Mask] = {
-        (b, 0): FunctionMask(fn, evaluate, b, 0, device, bounds) for b in range(max(rows, 1))
-    }
-    return BatchedMask(parts, (rows,)) if rows > 1 else parts[0, 0]
+    return FunctionMask(fn, evaluate, device, bounds, (rows,) if rows > 1 else ())
 
 
 def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
