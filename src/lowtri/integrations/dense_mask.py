@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtri.compat.torch_private import version_of
 from lowtri.errors import CallError
-from lowtri.masks.array_masks import Keys, table
+from lowtri.masks.array_masks import Keys, keys, table
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, causal, full
 from lowtri.masks.mask import Mask
@@ -227,11 +227,14 @@ def read_table(
         return lazy.mask, bias, lazy.positions
     mask = mask.reshape(_in_four(mask, nq, nk, name))
     visible = _visible(mask, dtype, true_hides)
+    bias = None if mask.dtype == torch.bool else mask
+    if mask.shape[1] == mask.shape[2] == 1 and nq != 1:
+        return keys(visible[:, 0, 0]), bias, {}
     visible = visible.expand(*visible.shape[:2], nq, nk)
     if visible.shape[1] == 1:
         visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
     positions = top_left_positions(nq, nk, mask.device) if nq > nk else {}
-    return table(visible), None if mask.dtype == torch.bool else mask, positions
+    return table(visible), bias, positions
 
 
 def _in_four(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, ...]:

@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "dot_product_attention"]
 
-# From the options and the inputs of a call, as tensors, to its results: the output, and the log-sum-exp if it is returned.
-Attend = Callable[..., tuple[Tensor, ...]]
-
 _NN = "dot_product_attention"
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _FLOATS = 5  # of the inputs: q, k, v, bias and sinks have gradients; what follows decides who sees whom
@@ -104,7 +101,7 @@ def attention(
         return_lse, engine,
     )  # fmt: skip
     _check_traced(options, arrays)
-    results = _operation(_attend)(options, q, k, v, bias, sinks)
+    results = _operation()(options, q, k, v, bias, sinks)
     return results if return_lse else results[0]
 
 
@@ -145,11 +142,6 @@ def _check_traced(options: JaxOptions, arrays: dict[str, Any]) -> None:
     given = options.arguments()
     del given["engine"]
     describe(q, k, v, options.mask, CallOptions(bias=bias, sinks=sinks, **given))
-
-
-def _attend(options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any) -> tuple[Tensor, ...]:
-    results = attend(q, k, v, options.mask, bias=bias, sinks=sinks, **options.arguments())
-    return results if options.return_lse else (results,)
 
 
 def dot_product_attention(
@@ -210,7 +202,7 @@ def dot_product_attention(
     q, k, v, added, visible, q_lengths, k_lengths = arrays.values()
     formula = _formula(local_window_size, bool(is_causal))
     options = JaxOptions(formula, None if scale is None else float(scale), None, None, None, return_residual, "auto")
-    output, *residual = _operation(_attend_nn)(options, q, k, v, added, None, visible, q_lengths, k_lengths)
+    output, *residual = _operation()(options, q, k, v, added, None, visible, q_lengths, k_lengths)
     shape = jnp.shape(query)
     if not return_residual:
         return output.reshape(shape)
@@ -267,22 +259,11 @@ def _formula(window: Any, is_causal: bool) -> Mask:
     return band(before, 0 if is_causal else after)
 
 
-def _attend_nn(
-    options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, visible: Any, *lengths: Any
-) -> tuple[Tensor, ...]:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
-    mask, positions = _mask_nn(options.mask, visible, lengths, q.shape[2], k.shape[2])
-    results: Any = attend(
-        q, k, v, mask, bias=bias, scale=options.scale, q_positions=positions, return_lse=options.return_lse
-    )
-    return tuple(x.transpose(1, 2) for x in (results if options.return_lse else (results,)))
-
-
 def _mask_nn(
-    mask: Mask, visible: Tensor | None, lengths: tuple[Tensor | None, ...], nq: int, nk: int
+    mask: Mask, visible: Tensor | None, q_lengths: Tensor | None, k_lengths: Tensor | None, nq: int, nk: int
 ) -> tuple[Mask, Any]:
     """The mask, and the positions of the queries: -1 past the end of a row."""
-    (q_lengths, k_lengths), first = lengths, 0
+    first = 0
     if visible is not None:
         if visible.shape[1] > 1 or visible.shape[2] > 1:  # a table, whose last row is the last key's
             pairs = np.asarray(mask(np.arange(nq)[:, None], np.arange(nk)))
@@ -322,6 +303,19 @@ class JaxOptions(NamedTuple):
         }
 
 
+def _attend(
+    options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *masks: Any
+) -> tuple[Tensor, ...]:
+    """The results of a call of ``attention``; or of ``dot_product_attention``, which has its layout and three ``masks``."""
+    mask, arguments = options.mask, options.arguments()
+    if masks:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
+        mask, arguments["q_positions"] = _mask_nn(mask, *masks, q.shape[2], k.shape[2])
+    results: Any = attend(q, k, v, mask, bias=bias, sinks=sinks, **arguments)
+    results = results if options.return_lse else (results,)
+    return tuple(x.transpose(1, 2) for x in results) if masks else results
+
+
 def _check_array(function: str, name: str, x: Any) -> None:
     """Raise unless an argument is an array of floats on a CPU."""
     import jax
@@ -339,21 +333,19 @@ def _check_array(function: str, name: str, x: Any) -> None:
 
 
 @cache
-def _operation(attend: Attend) -> Callable[..., tuple[Any, ...]]:
+def _operation() -> Callable[..., tuple[Any, ...]]:
     """The operation ``(options, q, k, v, bias, sinks, *others)``, with its gradients, made when jax is first used."""
     import jax
 
-    run, gradients = partial(_run, attend), partial(_gradients, attend)
-
     def results(options: JaxOptions, *inputs: Any) -> Any:
-        return _call(run, options, _like_results(options, *inputs), inputs)
+        return _call(_run, options, _like_results(options, *inputs), inputs)
 
     def forward(options: JaxOptions, *inputs: Any) -> Any:
         return made(options, *inputs), inputs
 
     def backward(options: JaxOptions, inputs: Any, d_results: Any) -> Any:
         like = tuple(None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:_FLOATS])
-        grads = _call(gradients, options, like, (*inputs, *d_results))
+        grads = _call(_gradients, options, like, (*inputs, *d_results))
         return *grads, *(None for _ in inputs[_FLOATS:])
 
     made = jax.custom_vjp(results, nondiff_argnums=(0,))
@@ -387,17 +379,17 @@ def _on_host(function: Any, options: JaxOptions, *arrays: Any) -> tuple[Any, ...
     return tuple(_array(x) for x in results if x is not None)
 
 
-def _run(attend: Attend, options: JaxOptions, *inputs: Any) -> tuple[Tensor, ...]:
+def _run(options: JaxOptions, *inputs: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        return tuple(x.contiguous() for x in attend(options, *inputs))
+        return tuple(x.contiguous() for x in _attend(options, *inputs))
 
 
-def _gradients(attend: Attend, options: JaxOptions, *arrays: Any) -> tuple[Tensor | None, ...]:
+def _gradients(options: JaxOptions, *arrays: Any) -> tuple[Tensor | None, ...]:
     results_end = len(arrays) - (2 if options.return_lse else 1)
     inputs, others, d_results = arrays[:_FLOATS], arrays[_FLOATS:results_end], arrays[results_end:]
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        results = attend(options, *leaves, *others)
+        results = _attend(options, *leaves, *others)
     wanted = [x for x in leaves if x is not None]
     grads = iter(torch.autograd.grad(results, wanted, d_results, materialize_grads=True))
     return tuple(None if x is None else next(grads).contiguous() for x in leaves)

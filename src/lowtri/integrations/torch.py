@@ -34,7 +34,6 @@ from lowtri.errors import CallError, EngineError
 from lowtri.integrations import x_transformers
 from lowtri.integrations.dense_mask import join, read_table, top_left_positions
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
-from lowtri.masks.array_masks import keys
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
@@ -312,12 +311,8 @@ def _read_masks(
     elif attn_mask is not None:
         mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, (_NAME, "attn_mask"))
     if padding is not None:
-        visible = ~padding if padding.dtype == torch.bool else padding > -torch.inf
-        traced = torch.compiler.is_compiling()
-        if traced:
-            mask = mask & keys(visible)
-        elif not bool(visible.all()):
-            mask = join(mask, keys(visible.detach().cpu().numpy()))
-        if padding.dtype != torch.bool and (traced or bool(((padding != 0) & visible).any())):
-            bias = padding[:, None, None] if bias is None else bias + padding[:, None, None]
+        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, (_NAME, "key_padding_mask"))
+        mask = join(mask, valid)
+        if added is not None:
+            bias = added if bias is None else bias + added
     return mask, bias, positions
