@@ -75,7 +75,7 @@ BUDGETS = {
     "verifying": 1240,
     "explaining": 750,
     "benching": 1000,
-    "integrations": 3470,
+    "integrations": 3455,
     "lesson": 270,
     "cli": 1170,
     "__main__": 20,

@@ -310,7 +310,8 @@ def _attend(
     mask, arguments = options.mask, options.arguments()
     if masks:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
-        mask, arguments["q_positions"] = _mask_nn(mask, *masks, q.shape[2], k.shape[2])
+        visible, q_lengths, k_lengths = masks
+        mask, arguments["q_positions"] = _mask_nn(mask, visible, q_lengths, k_lengths, q.shape[2], k.shape[2])
     results: Any = attend(q, k, v, mask, bias=bias, sinks=sinks, **arguments)
     results = results if options.return_lse else (results,)
     return tuple(x.transpose(1, 2) for x in results) if masks else results
@@ -387,7 +388,7 @@ def _run(options: JaxOptions, *inputs: Any) -> tuple[Tensor, ...]:
 def _gradients(options: JaxOptions, *arrays: Any) -> tuple[Tensor | None, ...]:
     results_end = len(arrays) - (2 if options.return_lse else 1)
     inputs, others, d_results = arrays[:_FLOATS], arrays[_FLOATS:results_end], arrays[results_end:]
-    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         results = _attend(options, *leaves, *others)
     wanted = [x for x in leaves if x is not None]
