@@ -70,7 +70,7 @@ BUDGETS = {
     "generation": 1120,
     "nn": 2230,
     "parallel": 1180,
-    "training": 1020,
+    "training": 1015,
     "auditing": 3510,
     "verifying": 1240,
     "explaining": 750,

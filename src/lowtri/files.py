@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lowtri.system import replace
 
-__all__ = ["write_atomically", "write_text"]
+__all__ = ["os_error", "write_atomically", "write_text"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -35,7 +35,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the new name
         replace(temporary, target)
     except Exception as error:
-        reason = _os_error(error)
+        reason = os_error(error)
         if reason is None:
             raise
         raise OSError(reason.errno, reason.strerror, str(path)) from error
@@ -49,12 +49,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind a library's exception: in its chain, or quoted in its message."""
+def os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind a library's exception: in its chain, quoted in its message, or of one of torch's ranks."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
         if quoted := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors and tokenizers are written in Rust
             return OSError(number := int(quoted[1]), os.strerror(number))
+        for failure in getattr(error, "failures", {}).values():  # of torch's CheckpointException, by rank
+            if reason := os_error(failure[0]):
+                return reason
         error = error.__cause__ or error.__context__
     return None

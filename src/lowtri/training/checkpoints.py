@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowtri.errors import DataError
-from lowtri.files import write_text
+from lowtri.files import os_error, write_text
 from lowtri.system import replace
 from lowtri.training.corpus import Packed
 from lowtri.training.processes import Processes
@@ -208,30 +208,19 @@ def _unreadable(path: Path, error: BaseException) -> DataError:
 
 def _raise(error: BaseException | None, folder: Path) -> None:
     """Raise what is behind an error of saving, with the folder's name."""
-    if error is not None:
-        raise _os_error(error, folder) or DataError(
-            f"{folder}: a checkpoint could not be written: {_text(error)}.\nFix: the cause; the checkpoint before is complete."
-        ) from error
+    if error is None:
+        return
+    if reason := os_error(error):
+        raise OSError(reason.errno, reason.strerror, str(folder)) from error
+    raise DataError(
+        f"{folder}: a checkpoint could not be written: {_text(error)}.\nFix: the cause; the checkpoint before is complete."
+    ) from error
 
 
 def _text(error: BaseException) -> str:
     """One line that says what is behind torch's exception."""
     cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
     return (str(cause) or type(cause).__name__).splitlines()[0]
-
-
-def _os_error(error: BaseException | None, folder: Path) -> OSError | None:
-    """The operating system's error behind torch's exception, with the folder's name."""
-    causes = [
-        failure[0] for failure in getattr(error, "failures", {}).values()
-    ]  # of torch's CheckpointException, by rank
-    while error is not None:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    for cause in causes:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            return OSError(cause.errno, cause.strerror, str(folder))
-    return None
 
 
 @dataclass
