@@ -23,7 +23,7 @@ import torch
 
 import lowtri
 from lowtri.backends.cpu import launch
-from lowtri.backends.cpu.launch import PreparedLaunch
+from lowtri.backends.cpu.launch import Launch
 from lowtri.benching import ceilings
 from lowtri.benching.machine import facts, headline, last_cache_bytes
 
@@ -36,19 +36,19 @@ class KernelTime:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds, self.clock = 0.0, clock
-        self._launch, self._run_team = PreparedLaunch.__init__, launch.run_team  # type: ignore[attr-defined]
+        self._launch, self._run_team = Launch.__init__, launch.run_team  # type: ignore[attr-defined]
 
     def __enter__(self) -> KernelTime:
         def prepared(prepared_launch: Any, *args: Any, **options: Any) -> None:
             self._launch(prepared_launch, *args, **options)
             prepared_launch._call = self._timed(prepared_launch._call)
 
-        PreparedLaunch.__init__ = prepared  # type: ignore[method-assign, assignment]
+        Launch.__init__ = prepared  # type: ignore[method-assign, assignment]
         launch.run_team = ceilings.run_team = self._timed(self._run_team)  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *error: object) -> None:
-        PreparedLaunch.__init__ = self._launch  # type: ignore[method-assign]
+        Launch.__init__ = self._launch  # type: ignore[method-assign]
         launch.run_team = ceilings.run_team = self._run_team  # type: ignore[attr-defined]
 
     def _timed(self, run: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import lowtri
 from attention_cases import ENGINES, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, keys, table, window
-from lowtri.backends.cpu.launch import PreparedLaunch
+from lowtri.backends.cpu.launch import Launch
 from lowtri.backends.formula import tiles
 from lowtri.dispatch.prepared import PREPARED
 
@@ -370,13 +370,13 @@ def test_hooks_of_saved_tensors_may_change_their_layout():
 
 def test_another_layout_of_saved_tensors_is_prepared_once(monkeypatch):
     prepared: list[str] = []
-    init = PreparedLaunch.__init__
+    init = Launch.__init__
 
-    def counted(self: PreparedLaunch, abi: Any, *others: Any, **options: Any) -> None:
+    def counted(self: Launch, abi: Any, *others: Any, **options: Any) -> None:
         prepared.append(abi.name)
         init(self, abi, *others, **options)
 
-    monkeypatch.setattr(PreparedLaunch, "__init__", counted)
+    monkeypatch.setattr(Launch, "__init__", counted)
     PREPARED.clear()
     x = torch.randn(2, 20, 4, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
     q, k, v = x.transpose(1, 2).split(32, -1)

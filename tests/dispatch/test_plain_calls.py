@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lowtri
-from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.backends.cpu.prepared import CpuForward
 from lowtri.errors import CallError
 
 D_OUTPUTS = {
@@ -48,8 +48,8 @@ def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def general(*_: Any) -> Any:
         raise AssertionError("the general way")
 
-    monkeypatch.setattr(PreparedKernels, "gradients", general)
-    monkeypatch.setattr(PreparedKernels, "record", general)
+    monkeypatch.setattr(CpuForward, "gradients", general)
+    monkeypatch.setattr(CpuForward, "record", general)
     gradients(leaves(torch.float32, (32, 32), nk=32), D_OUTPUTS["as the output"])
     with pytest.raises(AssertionError, match="the general way"):
         gradients(leaves(torch.float32, (32, 32), nk=32), D_OUTPUTS["as the output"], return_lse=True)

@@ -10,7 +10,7 @@ import torch
 
 import lowtri
 from lowtri.dispatch import prepared
-from lowtri.dispatch.prepared import PREPARED, PreparedCalls
+from lowtri.dispatch.prepared import PREPARED, CallCache
 
 CAUSAL = lowtri.causal()
 
@@ -252,7 +252,7 @@ def test_the_cache_is_bounded_in_number_and_in_bytes() -> None:
         def __init__(self, nbytes: int) -> None:
             self.prepared, self.nbytes = self, nbytes
 
-    kept = PreparedCalls(most=10, most_bytes=100)
+    kept = CallCache(most=10, most_bytes=100)
     for number in range(8):
         kept.put(number, Sized(30))
         kept.get(0)  # the one in use stays

@@ -144,14 +144,14 @@ def test_which_engine_gives_the_reasons() -> None:
 
 
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
-    seen, real = [], launch.PreparedLaunch.run_at
+    seen, real = [], launch.Launch.run_at
 
     def run_at(prepared, *addresses):
         fields = np.frombuffer(prepared._prepared, np.int64)
         seen.append(tuple(int(fields[launch.word(abi.DECODE, name)]) for name in ("first_key", "nk", "visible")))
         return real(prepared, *addresses)
 
-    monkeypatch.setattr(launch.PreparedLaunch, "run_at", run_at)
+    monkeypatch.setattr(launch.Launch, "run_at", run_at)
     q, k, v = (x[:, :, -n:] for x, n in zip(qkv(n=500), (1, 500, 500), strict=True))
     for mask in ("causal & window(100)", "causal & (window(100) | first(4))"):
         output = lowtri.attention(q, k, v, mask, engine="cpu")

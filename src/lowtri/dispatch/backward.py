@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtri.compat.torch_private import recording_gradients
-from lowtri.dispatch.prepared import PreparedCall, autocast_device, prepared_call, without_autocast
+from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, without_autocast
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions, Inputs, Result
@@ -112,7 +112,7 @@ def attention_backward(
 
 
 def gradients_from_output(
-    ready: PreparedCall,
+    ready: CachedCall,
     rows: Inputs,
     leaves: Sequence[Tensor | None],
     output: Tensor,

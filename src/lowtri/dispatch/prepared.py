@@ -28,7 +28,7 @@ from lowtri.ops.distance_bias import DistanceBias
 from lowtri.ops.threads import thread_count
 
 __all__ = [
-    *("PREPARED", "PreparedCall", "PreparedCalls", "prepare", "prepared_call"),
+    *("PREPARED", "CachedCall", "CallCache", "prepare", "prepared_call"),
     *("autocast_device", "cast_for_autocast", "run_eagerly", "without_autocast"),
 ]
 
@@ -91,7 +91,7 @@ def autocast_device(q: Any) -> str | None:
 
 
 @dataclass(eq=False)
-class PreparedCall:
+class CachedCall:
     """A call, the backend chosen for it, and the backend's preparation."""
 
     call: Call
@@ -101,11 +101,11 @@ class PreparedCall:
     selective: bool
     differentiates: bool
     is_4d_qkv: bool  # the user's q, k and v have four dimensions, and there is no other array
-    newest: tuple[Hashable, PreparedCall] | None = (
+    newest: tuple[Hashable, CachedCall] | None = (
         None  # where any keys are served: those of the last run, and the call at these
     )
 
-    def fallback(self, inputs: Inputs) -> PreparedCall | None:
+    def fallback(self, inputs: Inputs) -> CachedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
         if self.by_name or not self.selective or self.prepared.accepts(inputs):
             return None
@@ -121,14 +121,14 @@ class PreparedCall:
         return self.prepared.run(inputs)
 
 
-def prepare(call: Call, engine: str) -> PreparedCall:
+def prepare(call: Call, engine: str) -> CachedCall:
     """Choose the backend and prepare the call."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
     selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
     differentiates = call.needs_grad and (prepared.computes_gradients or prepared.formula_dtype is not None)
     is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
-    return PreparedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
+    return CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
 
 
 @cache
@@ -139,7 +139,7 @@ def _differentiable() -> Callable[..., Result]:
     return differentiable
 
 
-def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[PreparedCall, Inputs]:
+def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[CachedCall, Inputs]:
     """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
     few = None
     try:
@@ -180,7 +180,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
 # Calls that are prepared for any number of keys.
 
 
-def _at_these_keys(ready: PreparedCall, inputs: Inputs, options: CallOptions) -> PreparedCall | None:
+def _at_these_keys(ready: CachedCall, inputs: Inputs, options: CallOptions) -> CachedCall | None:
     """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full.
 
     The layers of a model repeat all of it, so that the newest is kept.
@@ -218,7 +218,7 @@ def _at_these_keys(ready: PreparedCall, inputs: Inputs, options: CallOptions) ->
     prepared = last.prepared.at(Keys(nk, k_strides, v_strides, q_positions, k_positions, bounds))
     if prepared is None:
         return None
-    now: PreparedCall = object.__new__(PreparedCall)  # a copy; dataclasses.replace takes several times as long
+    now: CachedCall = object.__new__(CachedCall)  # a copy; dataclasses.replace takes several times as long
     now.__dict__.update(ready.__dict__, prepared=prepared)
     if prepared.table_bytes <= _MOST_KEPT:  # a larger table of visible keys is made again
         ready.newest = keys, now
@@ -352,7 +352,7 @@ def _of_positions(x: Any) -> Hashable | None:
     return (x.shape, x.dtype, x.tobytes()) if type(x) is np.ndarray and x.dtype.kind in "iu" else None
 
 
-class PreparedCalls:
+class CallCache:
     """The most recently used prepared calls by signature.
 
     Args:
@@ -361,12 +361,12 @@ class PreparedCalls:
 
     def __init__(self, most: int = 256, most_bytes: int = 64 * 2**20) -> None:
         self.most, self.most_bytes = most, most_bytes
-        self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()
-        self._newest: PreparedCall | None = None
+        self._calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
+        self._newest: CachedCall | None = None
         self._bytes = 0
         self._lock = Lock()
 
-    def get(self, signature: Hashable) -> PreparedCall | None:
+    def get(self, signature: Hashable) -> CachedCall | None:
         call = self._calls.get(signature)
         if call is not None and call is not self._newest:  # the layers of a model repeat one call
             with self._lock:
@@ -375,7 +375,7 @@ class PreparedCalls:
                     self._newest = call
         return call
 
-    def put(self, signature: Hashable, call: PreparedCall) -> None:
+    def put(self, signature: Hashable, call: CachedCall) -> None:
         size = call.prepared.nbytes
         if size > self.most_bytes:
             return
@@ -397,4 +397,4 @@ class PreparedCalls:
         return len(self._calls)
 
 
-PREPARED = PreparedCalls()
+PREPARED = CallCache()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtri.compat.torch_private import outside_graph, recording_gradients
 from lowtri.dispatch.backward import gradients_from_output, gradients_of_results
-from lowtri.dispatch.prepared import PreparedCall, autocast_device, prepared_call, run_eagerly, without_autocast
+from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask, pack, unpack
@@ -167,7 +167,7 @@ _attention.register_autograd(_gradients, setup_context=_keep)
 
 def _prepared(
     q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: str, arrays: Sequence[Tensor], *rest: Any
-) -> tuple[PreparedCall, Inputs]:
+) -> tuple[CachedCall, Inputs]:
     """The prepared call for the operator's arguments, in their order."""
     q_positions, k_positions, scale, softcap, bias_kind, return_lse, engine = rest
     read = unpack(mask, [array.cpu().numpy() for array in arrays])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.decode import CpuDecode
-from lowtri.backends.cpu.prepared import PreparedKernels
+from lowtri.backends.cpu.prepared import CpuForward
 from lowtri.backends.cpu.specs import is_decoded
 from lowtri.kernels import library
 from lowtri.ops.call import Call
@@ -37,4 +37,4 @@ def supports(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Prepared:
-    return CpuDecode(call) if not call.needs_grad and is_decoded(call) else PreparedKernels(call)
+    return CpuDecode(call) if not call.needs_grad and is_decoded(call) else CpuForward(call)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.arrays import empty, to_dtype
 from lowtri.backends.cpu.fields import address, packed, strides
-from lowtri.backends.cpu.launch import PreparedLaunch, word
-from lowtri.backends.cpu.reading import Reading
+from lowtri.backends.cpu.launch import Launch, word
+from lowtri.backends.cpu.reading import ArrayLayout
 from lowtri.backends.cpu.specs import pack, spec_for
 from lowtri.backends.cpu.team import decode_threads
 from lowtri.kernels.abi import DECODE
@@ -38,10 +38,10 @@ class CpuDecode(Prepared):
 
     from_output = True  # of the same call where gradients are recorded
     any_keys = True
-    launch: PreparedLaunch
+    launch: Launch
 
     def __init__(self, call: Call) -> None:
-        self.call, self.reading = call, Reading(call, decodes=True)
+        self.call, self.reading = call, ArrayLayout(call, decodes=True)
         self.reading.arrays[0] = pack(self.reading.arrays[0])  # the few queries are made contiguous in each run
         self.spec = spec_for("decode", self.reading.dtype, self.reading.arrays)
         self.input_bytes, self.in_pairs = self.spec.input_bytes, self.spec.per_word == 2
@@ -119,9 +119,7 @@ class CpuDecode(Prepared):
         fields |= {"k_strides": strides(k_strides), "v_strides": strides(v_strides)}
         scratch = decode_scratch(self.spec, self.queries, *self.head_sizes)
         shared = decode_shared_scratch(self.groups, parts, self.queries, self.head_sizes[1])
-        self.launch = PreparedLaunch(
-            DECODE, self.spec, fields, threads, scratch, shared, zeros="parts_done", keep=visible
-        )
+        self.launch = Launch(DECODE, self.spec, fields, threads, scratch, shared, zeros="parts_done", keep=visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

@@ -7,23 +7,23 @@ from typing import Any
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Strides, like_array, of_bias, of_plan, packed, strides
 from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import PreparedLaunch
-from lowtri.backends.cpu.reading import Reading
+from lowtri.backends.cpu.launch import Launch
+from lowtri.backends.cpu.reading import ArrayLayout
 from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels.scratch import key_rows, padded
 from lowtri.kernels.variants import Array
 from lowtri.ops.call import Inputs, Result
 
-__all__ = ["PreparedGradients"]
+__all__ = ["CpuBackward"]
 
 
-class PreparedGradients:
+class CpuBackward:
     """The backward kernel of a call, for one layout of its inputs, of the output and of the output's gradient.
 
     A task owns a key/value head; if that leaves threads idle, its queries are split into parts with separate sums.
     """
 
-    def __init__(self, reading: Reading, plan: Any, output: Strides, d_output: Strides) -> None:
+    def __init__(self, reading: ArrayLayout, plan: Any, output: Strides, d_output: Strides) -> None:
         self.reading, call, spec = reading, reading.call, reading.spec
         self.call = call
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
@@ -60,7 +60,7 @@ class PreparedGradients:
             ],
         )
 
-    def _prepare(self, plan: Any, output: Strides, d_output: Strides, key_sums: list[Any]) -> PreparedLaunch:
+    def _prepare(self, plan: Any, output: Strides, d_output: Strides, key_sums: list[Any]) -> Launch:
         batch, _, kv_heads, *_ = self.call.sizes
         shape = self.d_bias_shape
         fields = self.reading.fields() | {

@@ -19,10 +19,10 @@ from lowtri.kernels.library import code
 from lowtri.kernels.threads import run_team
 from lowtri.kernels.variants import symbol
 
-__all__ = ["PreparedLaunch", "word"]
+__all__ = ["Launch", "word"]
 
 
-class PreparedLaunch:
+class Launch:
     """A kernel ready to run. Thread-safe: each run has a record of its own.
 
     Args:
@@ -57,9 +57,9 @@ class PreparedLaunch:
         # A pool of records and their addresses; a record is used by one run at a time.
         self._records: list[tuple[Any, int]] = []
 
-    def changed(self, words: Sequence[int], numbers: Sequence[int], keep: Any) -> PreparedLaunch:
+    def changed(self, words: Sequence[int], numbers: Sequence[int], keep: Any) -> Launch:
         """This launch with other numbers in words of the record (:func:`word`), none of which changes threads or scratch memory."""
-        other: PreparedLaunch = object.__new__(PreparedLaunch)
+        other: Launch = object.__new__(Launch)
         other.__dict__.update(self.__dict__)
         values = self._values.copy()
         for place, number in zip(words, numbers, strict=True):

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
 from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
-from lowtri.backends.cpu.gradients import PreparedGradients
+from lowtri.backends.cpu.gradients import CpuBackward
 from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import PreparedLaunch
-from lowtri.backends.cpu.reading import Reading
+from lowtri.backends.cpu.launch import Launch
+from lowtri.backends.cpu.reading import ArrayLayout
 from lowtri.kernels.scratch import KEYS
 from lowtri.ops.call import Call, Inputs, Result
 
-__all__ = ["PreparedKernels"]
+__all__ = ["CpuForward"]
 
 _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 
@@ -23,7 +23,7 @@ _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides | None]
 
 
-class PreparedKernels(Prepared):
+class CpuForward(Prepared):
     """One launch for the output, and one for the gradients in each layout of what they read.
 
     The output has the memory layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is
@@ -35,7 +35,7 @@ class PreparedKernels(Prepared):
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.reading = Reading(call, decodes=False)
+        self.reading = ArrayLayout(call, decodes=False)
         self.plan = call.plan(KEYS)
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
         like_q = like_array(self.reading.arrays[0], call.v.shape[3])
@@ -48,7 +48,7 @@ class PreparedKernels(Prepared):
         self.launch = self._prepare_forward(self.plan)
         self.sums_in_dtype = call.dtype == self.reading.compute_dtype  # so are the gradients
         self.is_plain = self.reading.unchanged and self.lse_planes == 2 and not call.return_lse
-        self._gradients: dict[Layout, PreparedGradients] = {}
+        self._gradients: dict[Layout, CpuBackward] = {}
         self.nbytes = 8192 + self.plan.nbytes
 
     def run(self, inputs: Inputs) -> Result:
@@ -116,7 +116,7 @@ class PreparedKernels(Prepared):
             return sums
         return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(sums, inputs, strict=True)))
 
-    def _prepare_gradients(self, layout: Layout) -> PreparedGradients:
+    def _prepare_gradients(self, layout: Layout) -> CpuBackward:
         q, k, v, output, d_output, bias = layout
         call, reading = self.call, self.reading
         given = call.q.strides, call.k.strides, call.v.strides, None if call.bias is None else call.bias.strides
@@ -128,13 +128,13 @@ class PreparedKernels(Prepared):
                 v=call.v._replace(strides=v),
                 bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
             )
-            reading = Reading(moved, decodes=False)
+            reading = ArrayLayout(moved, decodes=False)
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
-        prepared = self._gradients[layout] = PreparedGradients(reading, self.plan, output, d_output)
+        prepared = self._gradients[layout] = CpuBackward(reading, self.plan, output, d_output)
         return prepared
 
-    def _prepare_forward(self, plan: Any) -> PreparedLaunch:
+    def _prepare_forward(self, plan: Any) -> Launch:
         batch, heads, *_ = self.call.sizes
         fields = self.reading.fields() | {"plan": of_plan(plan), "o_strides": strides(self.output_strides)}
         return self.reading.launch("forward", fields | {"tasks": batch * heads * plan.rows}, plan)

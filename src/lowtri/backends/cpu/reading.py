@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtri.backends.cpu.arrays import to_dtype
 from lowtri.backends.cpu.fields import Fields, address, of_call, packed
-from lowtri.backends.cpu.launch import PreparedLaunch
+from lowtri.backends.cpu.launch import Launch
 from lowtri.backends.cpu.specs import pack, spec_for, spec_of
 from lowtri.backends.cpu.team import tile_threads
 from lowtri.kernels import abi
@@ -17,10 +17,10 @@ from lowtri.kernels.scratch import SCRATCH, packed_shared_scratch
 from lowtri.ops.call import ArrayInfo, Call, Inputs
 from lowtri.ops.distance_bias import first_pair
 
-__all__ = ["Reading"]
+__all__ = ["ArrayLayout"]
 
 
-class Reading:
+class ArrayLayout:
     """The arrays of a call as the kernels read them.
 
     Half types are read directly, or cast to float32 if the CPU lacks the instructions.
@@ -71,7 +71,7 @@ class Reading:
         q, k, v = (x.strides for x in self.arrays)
         return of_call(self.call, q, k, v, self.bias_strides)
 
-    def launch(self, family: str, fields: Fields, plan: Any) -> PreparedLaunch:
+    def launch(self, family: str, fields: Fields, plan: Any) -> Launch:
         """The launch of the forward kernel or of its gradients."""
         call, spec = self.call, self.spec
         batch, _, kv_heads, _, nk, d, dv = call.sizes
@@ -80,7 +80,7 @@ class Reading:
         # On tiles the forward transposes V, the backward K.
         shared = packed_shared_scratch(spec, batch * kv_heads, nk, dv if family == "forward" else d)
         zeros = "packed_states" if spec.on_tiles else None
-        return PreparedLaunch(record, spec, fields, threads, scratch, shared, zeros=zeros, keep=plan)
+        return Launch(record, spec, fields, threads, scratch, shared, zeros=zeros, keep=plan)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype
