@@ -2,6 +2,7 @@
 """Runs lowtri's tests on 64-bit ARM: under qemu-user on an x86-64 Linux, or as they are on an ARM machine.
 
     python tools/arm.py                           a sample of the tests, on code for three CPUs; what has passed is not repeated
+    python tools/arm.py --quick                   of every test at most two cases, of every property three examples
     python tools/arm.py --whole                   all of them, for hours
     python tools/arm.py --cpus neoverse-v1 --jobs contract,kernels
     python tools/arm.py --python neoverse-v1 -- -c 'import lowtri; print(lowtri)'
@@ -65,6 +66,7 @@ class Cpu(NamedTuple):
 # is that of the wheels, whose code runs on every 64-bit ARM and chooses among the instruction sets.
 # The first two have the same instructions and differ in their order: on them run the jobs that compute with kernels.
 KERNELS = ("contract", "kernels", "decoder")
+AMOUNTS = ("quick", "a sample", "whole")  # of the cases of each test, from few to all
 CPUS = (
     Cpu("cortex-a72", "neoverse-n1", ("--isas", "neon", "--cpu", "cortex-a72"), "neon", KERNELS),
     Cpu("neoverse-n1", "neoverse-n1", ("--isas", "neon", "--cpu", "neoverse-n1"), "neon", KERNELS),
@@ -351,9 +353,9 @@ def use_wheel(wheel: Path, root: Path) -> None:
 
 
 def run_job(
-    job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path, sample: str
+    job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path, sample: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Run a job; its output goes to a file, and a line about it to stderr every 20 seconds. ``sample`` selects cases, if not empty."""
+    """Run a job; its output goes to a file, and a line about it to stderr every 20 seconds. ``sample``: options that select cases."""
     start, results = time.monotonic(), log.with_suffix(".xml")
     results.unlink(missing_ok=True)
     command = [*python, *job.python]
@@ -366,7 +368,7 @@ def run_job(
             f"--junitxml={results}",
             *job.pytest,
         ]
-        command += ["-p", "sampled", "--salt", sample] if sample else []
+        command += ["-p", "sampled", *sample] if sample else []
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -416,15 +418,17 @@ def isa_of(python: list[str], folder: Path, environment: dict[str, str]) -> str:
 
 
 def unless_passed(work: Callable[[], dict[str, Any]], file: Path, sources: str) -> dict[str, Any]:
-    """The result in the file, if the job passed with these sources; else run it, and write the file."""
+    """The result in the file, if the job passed with these sources, and as many cases or more; else run it, and write the file."""
     result: dict[str, Any] = json.loads(file.read_text()) if sources and file.exists() else {}
-    if result.get("sources") != sources or not result.get("good"):
+    digest, _, amount = sources.partition(" ")
+    enough = [f"{digest} {more}" for more in AMOUNTS[AMOUNTS.index(amount) :]] if amount else []
+    if result.get("sources") not in enough or not result.get("good"):
         result = {**work(), "sources": sources}
         file.write_text(json.dumps(result) + "\n")
     return result
 
 
-def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, whole: bool) -> bool:
+def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, amount: str) -> bool:
     """Run what has not passed with these sources, some jobs at a time; print the table."""
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
     pending: list[tuple[str, str, Job, Path, Callable[[], dict[str, Any]]]] = []
@@ -436,12 +440,13 @@ def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, whole: b
         isa = isa_of(python, folder, environment)
         if not is_arm and isa != cpu.isa:
             fail(f"{cpu.name}: the instruction set is {isa} instead of {cpu.isa}")
-        sample = "" if is_arm or whole else cpu.name
+        sample: tuple[str, ...] = () if is_arm or amount == "whole" else ("--salt", cpu.name)
+        sample += ("--cases", "2", "--examples", "3") if sample and amount == "quick" else ()
 
         for job in jobs if is_arm else [job for job in jobs if not cpu.jobs or job.name in cpu.jobs]:
             log = logs / f"{job.name}.txt"
             work = partial(run_job, job, python, folder, environment, log, sample)
-            sources = f"{digest} {'a sample' if sample else 'whole'}" if digest else ""
+            sources = f"{digest} {amount}" if digest else ""
             pending.append((name, isa, job, log, partial(unless_passed, work, log.with_suffix(".json"), sources)))
     start = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
@@ -472,11 +477,16 @@ def main() -> None:
         "--python", default="", metavar="CPU", help="run the emulated interpreter with the arguments after --"
     )
     parser.add_argument("--wheel", type=Path, help="install this wheel for aarch64 Linux and use it, emulated")
-    parser.add_argument("--whole", action="store_true", help="every case of every test, for hours, instead of a sample")
+    amounts = parser.add_mutually_exclusive_group()
+    amounts.add_argument(
+        "--whole", action="store_true", help="every case of every test, for hours, instead of a sample"
+    )
+    amounts.add_argument("--quick", action="store_true", help="of every test two cases at most, instead of a sample")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="how many jobs run at a time")
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     root = options.root.resolve()
+    amount = "whole" if options.whole else "quick" if options.quick else "a sample"
     cpus = [cpu for cpu in CPUS if cpu.name in options.cpus.split(",")]
     jobs = [job for job in JOBS if job.name in options.jobs.split(",")]
     if not cpus or not jobs:
@@ -491,7 +501,7 @@ def main() -> None:
     if options.python:
         python, folder, environment, _ = prepare(next(cpu for cpu in CPUS if cpu.name == options.python), root)
         sys.exit(subprocess.run([*python, *options.arguments], cwd=folder, env=environment).returncode)
-    sys.exit(not run_all(cpus, jobs, root, options.workers, options.whole))
+    sys.exit(not run_all(cpus, jobs, root, options.workers, amount))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:tests:tools python -m pytest -p sampled --salt neoverse-v1 --examples 8 tests/masks
 
-Of each parametrized test it keeps as few cases as contain every value of every parameter; which ones depends on the salt. A property
-runs on at most that many examples, the same in every run. Nothing else changes: what a test checks, and how exactly. Tests that are
-left out count as deselected.
+Of each parametrized test it keeps as few cases as contain every value of every parameter; which ones depends on the salt. --cases
+limits their number further. A property runs on at most that many examples, the same in every run. Nothing else changes: what a test
+checks, and how exactly. Tests that are left out count as deselected.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--salt", default="", help="another salt, other cases")
+    parser.addoption(
+        "--cases", type=int, default=0, help="of each parametrized test, at most; 0: as many as the values need"
+    )
     parser.addoption("--examples", type=int, default=8, help="of each property")
 
 
@@ -27,11 +30,11 @@ def values(item: pytest.Item) -> set[tuple[str, int]]:
     return {(name, id(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
-def cover(cases: Iterable[pytest.Item], salt: str) -> list[pytest.Item]:
-    """Cases that contain every value of every parameter: always the one with the most values that are still missing."""
+def cover(cases: Iterable[pytest.Item], salt: str, most: int = 0) -> list[pytest.Item]:
+    """Cases that contain every value of every parameter, at most ``most``: always the one with the most that are missing."""
     left = sorted(cases, key=lambda case: sha256(f"{salt} {case.nodeid}".encode()).digest())
     missing, chosen = set().union(*map(values, left)), []
-    while left and (missing or not chosen):
+    while left and (missing or not chosen) and not (most and len(chosen) == most):
         best = max(left, key=lambda case: len(missing & values(case)))
         missing -= values(best)
         left.remove(best)
@@ -44,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {case.nodeid for cases in tests.values() for case in cover(cases, config.getoption("--salt"))}
+    salt, most = config.getoption("--salt"), config.getoption("--cases")
+    kept = {case.nodeid for cases in tests.values() for case in cover(cases, salt, most)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
     for function in {getattr(item, "obj", None) for item in items}:
