@@ -44,3 +44,12 @@ def test_a_sample_has_every_value_and_few_examples(tmp_path: Path) -> None:
         assert all(f"a={x} " in done.stdout for x in (1, 2, 3)) and done.stdout.count("example.") == 7
         samples.append({word for word in done.stdout.replace(".", "\n").splitlines() if word.startswith("a=")})
     assert samples[0] != samples[1], "the salt decides"
+    done = subprocess.run(
+        [*command, "--cases", "2", "--examples", "3", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "4 passed, 10 deselected" in done.stdout and done.stdout.count("example.") == 3, done.stdout + done.stderr
+    assert done.stdout.count("a=") == 2, "of a test with twelve cases, two"
