@@ -146,6 +146,8 @@ def test_saving(leaking: lowtri.AuditReport, tmp_path: Path) -> None:
     assert leaking.save(tmp_path / "a.html").read_text(encoding="utf-8") == leaking.to_html()
     assert json.loads(leaking.save(tmp_path / "a.json").read_text(encoding="utf-8"))["ok"] is False
     assert leaking.save(tmp_path / "a.txt").read_text(encoding="utf-8") == str(leaking)
+    with pytest.raises(DataError, match=r"a.jpg ends in none of .html, .json, .txt, .svg, .png, .pdf.* Fix: a.svg"):
+        leaking.save(tmp_path / "a.jpg")
     assert leaking.save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "a.png", "a.txt"]
 
@@ -180,14 +182,19 @@ def test_targets(tmp_path: Path) -> None:
     assert target.mask == "causal & window(3)" and tuple(target.example.shape) == (2, 9, 8)
     (tmp_path / "m.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Embedding(40, 3)\ndef bad():\n    return 3\ndef ill():\n    1 / 0\n"
+        "def ends():\n    raise SystemExit(0)\n"
     )
     target = load_target(f"{tmp_path / 'm.py'}:make", length=11)
     assert tuple(target.example.shape) == (2, 11) and int(target.example.max()) < 40
     for text, words in (
-        (f"{tmp_path / 'm.py'}", "say which function makes the model"),
+        (f"{tmp_path / 'm.py'}", "no function is named.\nFix: FILE.py:make_model"),
         (f"{tmp_path / 'm.py'}:nothing", "has no function 'nothing'"),
         (f"{tmp_path / 'm.py'}:bad", "returns neither a model"),
         (f"{tmp_path / 'm.py'}:ill", "ZeroDivisionError: division by zero"),
+        (
+            f"{tmp_path / 'm.py'}:ends",
+            r"called sys.exit\(0\) when it was imported or called.\nFix: .* under if __name__",
+        ),
         (f"{tmp_path / 'absent.py'}:make", "no such file"),
         (str(tmp_path), "no readable config.json"),
         (str(tmp_path / "absent"), "neither a folder with a config.json nor FILE.py:make_model"),
@@ -266,3 +273,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert (tmp_path / "report.html").exists()
     assert run(wrong, json=True, mask="causal & window(5)") == 0  # the mask that it really has
     assert json.loads(capsys.readouterr().out)["verdict"] == "no leak found"
+
+
+def test_the_command_refuses_what_it_cannot_run_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    assert main(["audit", f"{file}:make"]) == 2
+    assert "ends.py:make: called sys.exit(0)" in capsys.readouterr().err
+    assert main(["audit", f"{file}:make", "--out", "a.jpg"]) == 2
+    assert "--out a.jpg ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: a.html" in capsys.readouterr().err
+    right = f"{LEAKS / 'right' / 'gru.py'}:make_model"
+    assert main(["audit", right, "--length", "1000000000"]) == 2
+    assert "Fix: a shorter example, or a smaller length= (--length)" in capsys.readouterr().err
+    assert main(["audit", "--help"]) == 0
+    assert ".png or .pdf" in " ".join(capsys.readouterr().out.split())

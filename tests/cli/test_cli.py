@@ -113,6 +113,12 @@ def test_usage_errors_are_one_line_and_exit_2(
     assert out == ""
 
 
+def interrupted_import() -> ImportError:
+    error = ImportError("numpy._core.multiarray failed to import")
+    error.__cause__ = KeyboardInterrupt()
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -121,6 +127,7 @@ def test_usage_errors_are_one_line_and_exit_2(
         (LeakError("query 0 sees key 1"), 1, "lowtri: query 0 sees key 1\n"),
         (UndecidedError("too noisy"), 3, "lowtri: too noisy\n"),
         (KeyboardInterrupt(), 130, "lowtri: interrupted\n"),
+        (interrupted_import(), 130, "lowtri: interrupted\n"),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "lowtri: a.txt: No such file or directory\n"),
         (
             RuntimeError("first line\nsecond line"),

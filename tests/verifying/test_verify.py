@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -237,3 +238,23 @@ def test_a_function_that_never_answers() -> None:
 
     with pytest.raises(lowtri.UndecidedError, match=r"gave no result within 0.05 s\.\nFix: a longer limit="):
         verify(lambda q, k, v, mask: sleep(1), limit=0.05)
+
+
+def test_the_verdict_counts_in_words_and_names_the_function() -> None:
+    def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **more: Any) -> torch.Tensor:
+        return lowtri.attention(q, k, v, mask, **more) / (1 + (q.shape[2] == 130))
+
+    bound, cases = functools.partial(halved, scale=None), ["full", "130 tokens"]
+    report = verify(bound, cases=cases, gradients=False)
+    assert (
+        report.message
+        == "halved is wrong: 1 difference that no well-known mistake explains (1 difference, 1 case agrees)"
+    )
+    known = verify(bound, cases="130 tokens", gradients=False, differences={"130 tokens": "halved on purpose"})
+    assert known.ok and known.message == "halved differs only as documented: 1 documented difference"
+    with pytest.raises(CallError, match="attend=nothing takes no arrays"):
+        verify(nothing)
+
+
+def nothing(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    raise TypeError("no arrays, please")

@@ -21,6 +21,11 @@ def slow(q, k, v, mask):
     if mask != lowtri.full():
         time.sleep(20)
     return right(q, k, v, mask)
+def closure():
+    def attend(q, k, v, mask):
+        return right(q, k, v, mask)
+    return attend
+made = closure()
 not_a_function = 3
 """
 
@@ -36,6 +41,8 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
     few = ["--dtypes", "float32", "--cases", "causal"]
     assert main(["verify", f"{file}:right", "--dtypes", "fp32,bf16", "--cases", "causal"]) == 0
     assert "right is right: 2 cases agree" in capsys.readouterr().out
+    assert main(["verify", f"{file}:made", *few]) == 0
+    assert "made is right: 1 case agrees" in capsys.readouterr().out
     assert main(["verify", f"{file}:inverted", *few, "--out", str(tmp_path / "r.html"), "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["mistakes"] == ["mask inverted"] and "wrote" in said.err
@@ -51,7 +58,7 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
     [
         (["FILE:other"], "has no function 'other'; it has right, inverted, slow"),
         (["FILE:not_a_function"], "has no function 'not_a_function'"),
-        (["FILE"], "expected FILE.py:attend"),
+        (["FILE"], "Fix: FILE.py:attend"),
         (["no.py:attend"], "no.py: no such file"),
         (["FILE:right", "--signature", "triton"], "signature='triton'; expected mask, sdpa, flash, flex"),
         (["FILE:right", "--dtypes", "int8"], "dtypes=['int8']"),

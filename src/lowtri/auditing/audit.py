@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lowtri.auditing.caches import CACHE, STATE
 from lowtri.auditing.conditions import CODE_PATHS, LONGER, TRAINING
 from lowtri.auditing.content import CHANGE, GRADIENT, POISON, PREFIX, SENSITIVITY
-from lowtri.auditing.context import Context, Options, check_arguments, progress_line, vocabulary
+from lowtri.auditing.context import Context, Options, check_arguments, check_memory, progress_line, vocabulary
 from lowtri.auditing.finding import Finding, Leak
 from lowtri.auditing.inputs import read_example
 from lowtri.auditing.report import AuditReport
@@ -125,6 +125,7 @@ def audit(
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
+    check_memory(max(inputs.n, length or 0))
     if isinstance(mask, Mask | str):
         check_row_lengths("audit", as_mask(mask), inputs.n)
     audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model

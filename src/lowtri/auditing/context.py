@@ -33,6 +33,7 @@ __all__ = [
     "REPEATABLE",
     "TORCH",
     "check_arguments",
+    "check_memory",
     "progress_line",
     "vocabulary",
     "vocabulary_size",
@@ -127,6 +128,17 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
         raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
     if arguments.get("pad_mask") is not None:
         _check_pad_mask(model, arguments["pad_mask"])
+
+
+def check_memory(n: int) -> None:
+    """Raise CallError where the table of all pairs of n positions does not fit into memory."""
+    try:
+        np.empty((n, n), bool)
+    except (MemoryError, ValueError):
+        raise CallError(
+            f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
+            "Fix: a shorter example, or a smaller length= (--length)."
+        ) from None
 
 
 def _check_pad_mask(model: Any, name: Any) -> None:

@@ -1,10 +1,12 @@
-"""A model to audit from the command line: made by a function in a file, or read from a checkpoint folder."""
+"""What the command line names: a function in a Python file, and a model to audit, made by one or read from a checkpoint folder."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import runpy
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,47 @@ from lowtri.auditing.context import vocabulary_size
 from lowtri.auditing.inputs import first_line
 from lowtri.errors import DataError
 
-__all__ = ["Target", "declared_mask", "load_target"]
+__all__ = ["Target", "declared_mask", "function_in_file", "load_target"]
+
+
+def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
+    """What `FILE.py:name` names, and all names of the file.
+
+    Args:
+        example: the name that an error suggests.
+
+    Raises:
+        DataError: if there is no such file or no function of that name in it, or the file cannot be run.
+    """
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not file.endswith(".py"):
+        raise DataError(f"{target}: no function is named.\nFix: FILE.py:{example}, a function in a Python file.")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with _user_code(target):
+        names = runpy.run_path(str(path))
+    if not callable(names.get(name)):
+        functions = [key for key, value in names.items() if callable(value) and not key.startswith("_")]
+        raise DataError(f"{path}: has no function {name!r}; it has {', '.join(functions[:6]) or 'none'}.")
+    return names[name], names
+
+
+@contextlib.contextmanager
+def _user_code(target: str) -> Iterator[None]:
+    """Runs code of the file of `FILE.py:name`, which may import its neighbours; whatever ends it is a DataError, sys.exit too."""
+    folder = str(Path(target.rpartition(":")[0]).parent.resolve())
+    if folder not in sys.path:  # stays: functions import as late as they like
+        sys.path.insert(0, folder)
+    try:
+        yield
+    except SystemExit as error:
+        raise DataError(
+            f"{target}: called sys.exit({error.code!r}) when it was imported or called.\n"
+            'Fix: what ends the program belongs under if __name__ == "__main__":'
+        ) from None
+    except Exception as error:
+        raise DataError(f"{target}: {type(error).__name__}: {error}") from error
 
 
 def declared_mask(config: Any) -> tuple[str, int | None]:
@@ -77,11 +119,8 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
     Raises:
         DataError: if there is no such file, folder or function, or the model cannot be made.
     """
-    path, _, name = text.rpartition(":")
-    if path and path.endswith(".py"):
-        target = _from_file(Path(path), name)
-    elif text.endswith(".py"):
-        raise DataError(f"{text}: say which function makes the model, as {text}:make_model")
+    if text.endswith(".py") or text.rpartition(":")[0].endswith(".py"):
+        target = _from_file(text)
     elif Path(text).is_dir():
         target = _from_folder(Path(text))
     else:
@@ -91,34 +130,21 @@ def load_target(text: str, *, length: int | None = None, vocab_size: int | None 
     return target
 
 
-def _from_file(path: Path, name: str) -> Target:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    # Files may import their neighbours, as they may when run.
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        module = runpy.run_path(str(path))
-        make = module.get(name)
-        if not callable(make):
-            raise DataError(f"{path}: has no function {name!r}")
+def _from_file(text: str) -> Target:
+    make, names = function_in_file(text, "make_model")
+    with _user_code(text):
         result = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path}:{name}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
-        raise DataError(f"{path}:{name}: returns neither a model, nor (model, example), nor (model, example, dict)")
+        raise DataError(f"{text}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
     known = list(inspect.signature(audit).parameters)[2:]  # without the model and the example
     unknown = next((key for key in arguments if key not in known), None)
     if unknown is not None:
         raise DataError(
-            f"{path}:{name}: returns the argument {unknown!r}, which lowtri.audit does not take.\nFix: one of {', '.join(known)}."
+            f"{text}: returns the argument {unknown!r}, which lowtri.audit does not take.\nFix: one of {', '.join(known)}."
         )
-    mask = arguments.pop("mask", module.get("MASK"))
+    mask = arguments.pop("mask", names.get("MASK"))
     return Target(parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
 
 

@@ -272,14 +272,13 @@ class AuditReport:
         ]
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.html`, `.json` or text, or its drawing as `.svg`, `.png` or `.pdf`, atomically.
+        """Write the report as `.html`, `.json` or `.txt`, or its drawing as `.svg`, `.png` or `.pdf`, atomically.
 
         Raises:
-            DataError: if the folder does not exist or is not writable.
+            DataError: if the ending is another one, or the file cannot be written.
         """
-        forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
-        suffix = Path(path).suffix.lower()
-        return save_picture(path, forms if suffix in (*forms, ".png", ".pdf") else {**forms, suffix: self.__str__})
+        forms = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__, ".svg": self.to_svg}
+        return save_picture(path, forms)
 
     def __repr__(self) -> str:
         return f"<AuditReport {self.message}>"

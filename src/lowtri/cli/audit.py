@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Out, Seed, Threads, note, use_threads
+from lowtri.cli.options import Json, Report, Seed, Threads, note, use_threads
 
 
 def command(
@@ -50,7 +50,7 @@ def command(
             "--infer", help="Say which mask the model has, and audit nothing. On a copy with redrawn weights: --redraw."
         ),
     ] = False,
-    out: Out = None,
+    out: Report = None,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -63,7 +63,7 @@ def command(
     where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
     MASK in its file is the mask it declares.
 
-    --out writes the report as .html, .json or text, or its drawing as .svg. Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
+    Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
     """
     use_threads(threads)
     from lowtri.auditing.audit import audit

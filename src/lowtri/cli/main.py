@@ -98,7 +98,7 @@ def _report(error: BaseException) -> int:
         error = unwritten
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 2
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    if isinstance(error, typer.Abort) or _interrupted(error):
         _print_error("interrupted")
         return 130
     if isinstance(error, BrokenPipeError):
@@ -126,6 +126,13 @@ def _report(error: BaseException) -> int:
     first_line = (str(error).strip() or "no message").splitlines()[0]
     _print_error(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
     return 70  # EX_SOFTWARE
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: libraries wrap what ends their own imports in an ImportError or a SystemError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _print_error(message: str) -> None:

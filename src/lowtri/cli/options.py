@@ -17,6 +17,7 @@ __all__ = [
     "MaskText",
     "Model",
     "Out",
+    "Report",
     "Seed",
     "Threads",
     "Weights",
@@ -34,6 +35,14 @@ def writable(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
     if path is not None and path.is_dir():
         raise typer.BadParameter(f"{path} is a folder. Fix: the name of a file in it")
+    return path
+
+
+def _report(path: Path | None) -> Path | None:
+    endings = (".html", ".json", ".txt", ".svg", ".png", ".pdf")
+    path = writable(path)
+    if path is not None and path.suffix.lower() not in endings:
+        raise typer.BadParameter(f"--out {path} ends in none of {', '.join(endings)}. Fix: {path.stem}.html")
     return path
 
 
@@ -59,6 +68,15 @@ Out = Annotated[
     Path | None,
     typer.Option(
         "--out", metavar="FILE", help="Where to write; an old file is replaced whole or not at all.", callback=writable
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Where to write the report, as .html, .json or .txt, or its picture, as .svg, .png or .pdf.",
+        callback=_report,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

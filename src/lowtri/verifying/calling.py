@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -20,7 +21,7 @@ from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case
 from lowtri.verifying.definition import Call, Results
 
-__all__ = ["SIGNATURES", "Arguments", "CallFailed", "Caller", "caller_of"]
+__all__ = ["SIGNATURES", "Arguments", "CallFailed", "Caller", "caller_of", "name_of"]
 
 
 class CallFailed(Exception):
@@ -366,9 +367,16 @@ def caller_of(
                 continue
         return caller
     raise CallError(
-        "verify: attend takes no arrays of torch, numpy, jax. The simplest call (B 2, H 2, N 37, D 16, no mask): "
+        f"verify: attend={name_of(attend)} takes no arrays of torch, numpy, jax. The simplest call (B 2, H 2, N 37, D 16, no mask): "
         f"{reason}.\nFix: check signature= (mask, sdpa, flash, flex, or a function of your own)."
     )
+
+
+def name_of(function: Any) -> str:
+    """A function's own name, also where arguments are bound to it; of other callables their class's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _custom(given: Call) -> Iterable[Arguments]:

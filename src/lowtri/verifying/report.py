@@ -122,7 +122,7 @@ class VerifyReport:
         """The verdict in one line."""
         if self.wrong:
             unexplained = sum(1 for finding in self.wrong if not finding.mistake)
-            names = [*self.mistakes, f"{unexplained} differences that no well-known mistake explains"]
+            names = [*self.mistakes, f"{_count(unexplained, 'difference')} that no well-known mistake explains"]
             if 2 * unexplained > len(self.wrong):  # the evidence for all mistakes together is less
                 names = names[-1:] + names[:-1]
             what = ", ".join(names if unexplained else names[:-1])
@@ -130,9 +130,11 @@ class VerifyReport:
         if not self.decided:
             return f"{self.name}: could not decide: {self.stopped or 'nothing could be compared'}"
         known = sum(1 for finding in self.findings if finding.known)
-        more = f", {_count(known, 'documented difference')}" if known else ""
         raised = sum(status == "not offered" for each in self.results.values() for status in each.values())
-        more += f", {_count(raised, 'case')} not offered" if raised else ""
+        more = f", {_count(raised, 'case')} not offered" if raised else ""
+        if not self.passed:
+            return f"{self.name} differs only as documented: {_count(known, 'documented difference')}{more}"
+        more = (f", {_count(known, 'documented difference')}" if known else "") + more
         return f"{self.name} is right: {_agree(self.passed)} with the definition{more}"
 
     def raise_if_wrong(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowtri.errors import CallError
-from lowtri.verifying.calling import Caller, CallFailed, caller_of
+from lowtri.verifying.calling import Caller, CallFailed, caller_of, name_of
 from lowtri.verifying.cases import CASES, Case
 from lowtri.verifying.definition import Call, Results
 from lowtri.verifying.judging import Trial, tolerances
@@ -87,7 +87,7 @@ def verify(
     findings = run.findings()
     undocumented = Counter(finding.mistake for finding in findings if finding.mistake and not finding.known)
     return VerifyReport(
-        name=getattr(attend, "__name__", type(attend).__name__),
+        name=name_of(attend),
         arrays=run.caller.arrays,
         results={case.name: {dtype: run.status[case, dtype] for dtype in names} for case in chosen},
         findings=tuple(findings),
