@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -135,7 +136,10 @@ def audit(
     findings: list[Finding] = []
     notes: list[str] = []
     with system.prepared():
-        pristine = _copied(system) if STATE in chosen else None
+        pristine = None
+        if STATE in chosen and system.model is system.module:
+            with contextlib.suppress(Exception):  # not every model can be copied
+                pristine = copy.deepcopy(system.model)
         ids = vocabulary(system, inputs, vocab_size)
         allowed, show = declared & real[:, None, :], progress_line(progress, started)
         context = Context(system, inputs, allowed, declared, real, options, ids, show, pristine=pristine)
@@ -189,17 +193,9 @@ def trial_table() -> str:
     """The trials as the Markdown table of docs/audit.md."""
     lines = ["| probe | what it does | what it finds | what it needs |", "|---|---|---|---|"]
     for trial in TRIALS:
-        needs = ", ".join(need.what for need in trial.needs if need.what)
+        needs = ", ".join(need.what for need in trial.needs)
         lines.append(f"| {trial.name} | {trial.does} | {trial.finds} | {needs} |")
     return "\n".join(lines)
-
-
-def _copied(system: System) -> Any:
-    """A copy of the model before its first call; None where none can be made."""
-    try:
-        return copy.deepcopy(system.model) if system.model is system.module else None
-    except Exception:
-        return None
 
 
 def _order(leak: Leak) -> tuple[bool, bool, int, int]:

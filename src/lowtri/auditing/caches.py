@@ -19,7 +19,7 @@ import numpy as np
 
 from lowtri.auditing.conditions import extended
 from lowtri.auditing.context import Bools, Context, Requirement
-from lowtri.auditing.finding import Difference, Finding, Leak, by, compare, movement, moves
+from lowtri.auditing.finding import Difference, Finding, Leak, compare, describe_difference, describe_movement, movement
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.rows import pad_keyword
 from lowtri.auditing.system import Rows, System, without_gradients
@@ -37,9 +37,8 @@ _DRAFT = 2  # tokens that are appended and cropped again
 class Decoder:
     """How a model decodes."""
 
-    run: Callable[
-        ..., Rows
-    ]  # (inputs, sizes, draft=None): the rows, with each part of `sizes` positions appended at once
+    # (inputs, sizes, draft=None): the rows, with each part of `sizes` positions appended at once
+    run: Callable[..., Rows]
     several: bool  # whether a part may have several positions
     prompt: bool = True  # whether the first part may
     crops: bool = False
@@ -210,11 +209,11 @@ def _cache(context: Context) -> Cases:
             difference = yield replace(run.case(None), noted=own_pads)
             if not own_pads and difference is not None and difference.status == "leak":
                 _, query, size = difference.first()
-                warning = f"{way}, cached decoding differs from the whole forward at position {query}, {by(size, '')}"
+                warning = f"{way}, cached decoding differs from the whole forward at position {query}, {describe_difference(size, '')}"
                 warning += "; without pads they agree"
     if failing and _agrees_with_positions(context, decoder, failing):
         warning = "cached decoding differs from the whole forward, unless position_ids are passed"
-    measured = {"ways": tried, "refused": refused, "length": n, **_window(context)}
+    measured = {"ways": tried, "refused": refused, "length": n}
     message = f"cached decoding does not run: {next(iter(refused.values()), 'no way to decode')}"
     if not refused:
         message = f"the mask shows inputs that are not yet appended when decoding {' or '.join(ahead)}"
@@ -264,7 +263,7 @@ class _Run:
         return self.real & _complete(self.context, self.sizes) & ~np.logical_or.accumulate(alone, axis=1)
 
     def leak(self, row: int, query: int, size: float) -> Leak:
-        note = f"decoding {self.way} differs from the whole forward from position {query} on, {by(size, '')}"
+        note = f"decoding {self.way} differs from the whole forward from position {query} on, {describe_difference(size, '')}"
         key = query if self.draft is not None else self.key_that_differs(row, query)
         if key != query:
             note += f"; the two disagree whether it sees position {key}"
@@ -361,12 +360,6 @@ def _complete(context: Context, sizes: list[int]) -> Bools:
     return np.asarray(~early & ~np.any(context.allowed & early[:, None, :], axis=-1))
 
 
-def _window(context: Context) -> dict[str, object]:
-    """The model's own window, and whether the input goes past it."""
-    window = getattr(getattr(context.system.model, "config", None), "sliding_window", None)
-    return {"window": window, "past_the_window": context.n > window} if isinstance(window, int) else {}
-
-
 CACHE = Trial(
     name="cache",
     does="decodes one by one, after a prompt, in uneven chunks, after a rejected draft and with rows of unequal lengths "
@@ -420,7 +413,7 @@ def _leak(
     context: Context, difference: Difference, words: str, used: System, inputs: Inputs, measured: dict[str, Any]
 ) -> Finding:
     row, query, size = difference.first(of_all_rows=True)
-    note = f"the model keeps state between calls: after {words}, output {query} {moves(size)}"
+    note = f"the model keeps state between calls: after {words}, output {query} {describe_movement(size)}"
     leak = Leak(query, query, size, row, note=note)
     fresh = replace(context, system=_copy(context))
     pair = watch(fresh, inputs, row, query), watch(replace(context, system=used), inputs, row, query)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtri.auditing.content import CHANGE, GRADIENT, PREFIX
 from lowtri.auditing.context import Bools, Condition, Context, Requirement
-from lowtri.auditing.finding import Finding, by
+from lowtri.auditing.finding import Finding, describe_difference
 from lowtri.auditing.inputs import Array, Inputs, first_line
 from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, pad, pad_keyword
 from lowtri.auditing.trial import Trial, run_trials
@@ -55,9 +55,10 @@ def _under(
     if without is not None:
         without.base  # noqa: B018 (measured before anything is set)
     for context in contexts:
-        name = context.condition.name
+        condition = context.condition
+        name = condition.added or (_TRAINING if condition.training else context.mode or "as it is")
         try:
-            with context.set():
+            with context.applied():
                 if context.noise.broken is not None:
                     refused[name] = context.noise.broken
                     continue
@@ -83,7 +84,7 @@ def _under(
         message = f"{undecided.condition}, {undecided.probe}: {undecided.message}"
         return Finding("undecided", message, (), measured)
     if differ:
-        text = "; ".join(f"{name}, {by(size, '')}" for name, size in differ.items())
+        text = "; ".join(f"{name}, {describe_difference(size, '')}" for name, size in differ.items())
         return Finding("warning", f"other outputs with {text}", (), measured)
     if not tried:
         return Finding("skipped", next(iter(refused.values()), "no other code path is known"), (), measured)
@@ -102,13 +103,13 @@ def _other_paths(context: Context) -> Iterator[Context]:
     for name in _KEYWORDS:
         if system.accepts(name) or (name.startswith("output_") and hasattr(system.model, "config")):
             for value in (True, False) if name == "need_weights" else (True,):
-                yield context.under(Condition(keyword=(name, value), name=f"{name}={value}"))
+                yield context.under(Condition(keyword=(name, value)))
     if hasattr(system.model, "set_attn_implementation"):
         for name in ("eager", "sdpa"):
             if name != attention_name(system.model):
-                yield context.under(Condition(attention=name, name=f"attn_implementation={name}"))
+                yield context.under(Condition(attention=name))
     if context.options.compile:
-        yield context.under(Condition(compiled=True, name="torch.compile"))
+        yield context.under(Condition(compiled=True))
 
 
 def _not_compiled(finding: Finding, value: object) -> str | None:
@@ -131,7 +132,7 @@ def _no_training(context: Context) -> str | None:
 
 
 def _in_training(context: Context) -> Context:
-    return context.under(replace(context.condition, training=True, name=_TRAINING))
+    return context.under(replace(context.condition, training=True))
 
 
 def _same_in_training(context: Context) -> bool:
@@ -157,7 +158,7 @@ def _same_in_training(context: Context) -> bool:
 def _alike(context: Context, examples: list[Inputs]) -> bool:
     answers: list[list[Any]] = []
     for mode in (context, _in_training(context)):
-        with mode.set():
+        with mode.applied():
             answers.append([_answer(mode, inputs) for inputs in examples])
     return all(
         a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
@@ -220,7 +221,7 @@ def _too_short(finding: Finding, length: int) -> str | None:
 
 
 def _modes(longer: Context) -> Iterator[Context]:
-    longer = longer.under(Condition(length=longer.n, name=longer.mode or "as it is"))
+    longer = longer.under(Condition(length=longer.n))
     yield longer
     if longer.mode == "eval mode" and longer.options.train is None and not _same_in_training(longer):
         yield _in_training(longer)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import REPEATABLE, TORCH, Bools, Context, Requirement
-from lowtri.auditing.finding import Finding, Leak, moves
+from lowtri.auditing.finding import Finding, Leak, describe_movement
 from lowtri.auditing.inputs import Inputs, first_line, positions_first
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial
@@ -35,9 +35,18 @@ def _change(context: Context) -> Cases:
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
-            difference = yield _of_key(context, key, fresh)
+            where = np.arange(n) == key
+            difference = yield Case(
+                inputs.change(where, fresh),
+                context.independent_of(where),
+                lambda row, query, size, key=key: Leak(query, key, size, row),  # type: ignore[misc]
+                same_order=True,
+                every=True,
+                refusable=False,
+                by_row=True,
+            )
             if difference is not None:
-                context.see(difference.moved.max(axis=0), key)
+                context.record_movement(difference.moved.max(axis=0), key)
     for salt, kind in kinds:
         fresh = inputs if kind == "repeated" else context.fresh(salt, kind)
         for query in queries:
@@ -56,21 +65,6 @@ def _change(context: Context) -> Cases:
         "every_pair": len(keys) == n,
     }
     return Summary(f"no hidden input moves an output ({extent})", f"{{count}} pairs leak ({extent})", measured)
-
-
-def _of_key(context: Context, key: int, fresh: Inputs) -> Case:
-    """One key, everywhere in the batch: one column of the table of pairs."""
-    where = np.arange(context.n) == key
-
-    return Case(
-        context.inputs.change(where, fresh),
-        context.independent_of(where),
-        lambda row, query, size: Leak(query, key, size, row),
-        same_order=True,
-        every=True,
-        refusable=False,
-        by_row=True,
-    )
 
 
 def _of_hidden(context: Context, query: int, fresh: Inputs, kind: str, sparse: bool) -> Case:
@@ -102,20 +96,17 @@ def _prefix(context: Context) -> Cases:
     for t in lengths:
         where = context.independent_of(np.arange(context.n) >= t)[:, :t]
         if where.any():
-            difference = yield _cut_off(context, t, where)
+
+            def leak(row: int, query: int, size: float, t: int = t) -> Leak:
+                how = describe_movement(size, f" when the input ends before {t}")
+                return Leak(query, t, size, row, note=f"position {query} sees the length: output {query} {how}")
+
+            difference = yield Case(context.inputs.span(0, t), where, leak, context.base[:, :t], by_row=True)
             (refused if difference is None else tried).append(t)
     measured = {"lengths": tried, "refused": refused}
     message = f"{{count}} of {len(tried)} shorter inputs have other outputs"
     skipped = "" if tried else "the model takes no shorter input"
     return Summary(f"{len(tried)} shorter inputs have the outputs of the whole", message, measured, skipped)
-
-
-def _cut_off(context: Context, t: int, where: Bools) -> Case:
-    def leak(row: int, query: int, size: float) -> Leak:
-        how = moves(size, f" when the input ends before {t}")
-        return Leak(query, t, size, row, note=f"position {query} sees the length: output {query} {how}")
-
-    return Case(context.inputs.span(0, t), where, leak, context.base[:, :t], by_row=True)
 
 
 def _poison(context: Context) -> Finding:
@@ -310,9 +301,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> 
     measured = {
         "queries": len(queries),
         "of": context.n,
-        "every_pair": len(queries) == context.n,
         "greatest": greatest,
-        "not_finite": int((hidden & ~finite).sum()),
     }
     kind = context.noise.classify(greatest, scale)
     if kind == "clean":

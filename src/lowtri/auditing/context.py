@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import operator
 import sys
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from lowtri.auditing.finding import Difference, Noise, compare, measure_noise, movement
 from lowtri.auditing.inputs import Array, Inputs, first_line
-from lowtri.auditing.system import Rows, System, in_mode, module_behind
+from lowtri.auditing.system import Rows, System, in_mode, module_behind, parameters
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, MaskError
 from lowtri.extras import require
@@ -126,8 +125,12 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
             require(f"audit: {name}=", "torch")
     if arguments.get("prefill") is not None and arguments.get("step") is None:
         raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
-    if arguments.get("pad_mask") is not None:
-        _check_pad_mask(model, arguments["pad_mask"])
+    takes, mark = parameters(model), arguments.get("pad_mask")
+    if mark is not None and takes and mark not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        raise CallError(
+            f"audit: pad_mask={mark!r}, but the model takes ({', '.join(takes)}).\n"
+            "Fix: name the one that marks real positions."
+        )
 
 
 def check_memory(n: int) -> None:
@@ -139,18 +142,6 @@ def check_memory(n: int) -> None:
             f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
             "Fix: a shorter example, or a smaller length= (--length)."
         ) from None
-
-
-def _check_pad_mask(model: Any, name: Any) -> None:
-    try:
-        takes = inspect.signature(getattr(model, "forward", model)).parameters
-    except (TypeError, ValueError):
-        return
-    if name not in takes and not any(taken.kind is taken.VAR_KEYWORD for taken in takes.values()):
-        raise CallError(
-            f"audit: pad_mask={name!r}, but the model takes ({', '.join(takes)}).\n"
-            "Fix: name the one that marks real positions."
-        )
 
 
 def _whole(least: float) -> Callable[[Any], bool]:
@@ -185,8 +176,11 @@ def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDA
     size = requested
     if size is None and inputs.discrete:
         size = vocabulary_size(system.module)
-        with contextlib.suppress(Exception):  # the example's own run reports it
-            size = min(filter(None, (size, _looked_up(system, inputs))), default=None)
+        if system.in_torch:
+            from lowtri.auditing.torch_hooks import looked_up
+
+            with contextlib.suppress(Exception):  # the example's own run reports it
+                size = min(filter(None, (size, looked_up(system, inputs))), default=None)
     if size is not None:
         return np.arange(size)
     if len(present) < 2:
@@ -194,12 +188,6 @@ def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDA
             "audit: the example repeats one id, and how many ids there are is not known.\nFix: say vocab_size=."
         )
     return present
-
-
-def _looked_up(system: System, inputs: Inputs) -> int | None:
-    from lowtri.auditing.torch_hooks import looked_up
-
-    return looked_up(system, inputs) if system.in_torch else None
 
 
 def vocabulary_size(model: Any) -> int | None:
@@ -238,16 +226,21 @@ class Condition:
     attention: str = ""  # the implementation that is set
     compiled: bool = False
     length: int | None = None  # of a longer example
-    name: str = ""
+
+    @property
+    def added(self) -> str:
+        """What is added to the call."""
+        if self.keyword is not None:
+            return "{}={}".format(*self.keyword)
+        attention = f"attn_implementation={self.attention}" if self.attention else ""
+        return attention or ("torch.compile" if self.compiled else "")
 
     @property
     def words(self) -> str:
         """As the start of a sentence."""
-        keyword = "" if self.keyword is None else "with {}={}".format(*self.keyword)
-        attention = f"with attn_implementation={self.attention}" if self.attention else ""
         parts = [
             "in training mode" if self.training else "",
-            keyword or attention or ("with torch.compile" if self.compiled else ""),
+            f"with {self.added}" if self.added else "",
             f"in an example of {self.length} positions" if self.length else "",
         ]
         return ", ".join(part for part in parts if part)
@@ -295,7 +288,7 @@ class Context:
         return "training mode" if all(part.training for part in module.modules()) else "eval mode"
 
     def under(self, condition: Condition) -> Context:
-        """This context under a condition (of which `set` sets the mode and the attention)."""
+        """This context under a condition (of which `applied` sets the mode and the attention)."""
         system, inputs = self.system, self.inputs
         if condition.training:
             system = replace(system, training=True)
@@ -308,7 +301,7 @@ class Context:
         return replace(self, system=system, inputs=inputs, condition=condition)
 
     @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """The condition's mode and attention, and what was set before afterwards."""
         module, attention = self.system.module, self.condition.attention
         before = attention_name(module)
@@ -374,7 +367,7 @@ class Context:
         """Another run against the example's own rows."""
         return compare(self.base, after, self.noise, where, **more)
 
-    def see(self, sizes: npt.NDArray[np.float64], key: int) -> None:
+    def record_movement(self, sizes: npt.NDArray[np.float64], key: int) -> None:
         """Record how far each output, (N,), moved with one key."""
         self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
 

@@ -18,7 +18,18 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.system import Rows, System
 
-__all__ = ["Difference", "Finding", "Leak", "Noise", "Status", "by", "compare", "measure_noise", "movement", "moves"]
+__all__ = [
+    "Difference",
+    "Finding",
+    "Leak",
+    "Noise",
+    "Status",
+    "compare",
+    "describe_difference",
+    "describe_movement",
+    "measure_noise",
+    "movement",
+]
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
@@ -36,7 +47,6 @@ class Leak:
     under: str = ""  # the conditions, where they are not the example's own: "in training mode"
     probe: str = ""  # set by `examine`, as is `paired`
     paired: bool = False  # query and key are positions of the trial's input
-    found_by: str = ""  # the trial that found it, where a group of conditions ran it
     drawn: bool = True  # and of the example, so that the drawing can show them
 
     @property
@@ -85,10 +95,10 @@ class Finding:
         return float(self.measured.get("greatest", 0.0))
 
 
-def moves(size: float, when: str = "") -> str:
+def describe_movement(size: float, when: str = "") -> str:
     """What an output does, in words: an infinite size stands for a number that turned infinite or NaN, or back.
 
-    >>> moves(0.25, " when the input ends"), moves(math.inf)
+    >>> describe_movement(0.25, " when the input ends"), describe_movement(math.inf)
     ('moves by 0.25 when the input ends', 'turns from finite to infinite or NaN, or back')
     """
     if math.isinf(size):
@@ -96,10 +106,10 @@ def moves(size: float, when: str = "") -> str:
     return f"moves by {size:.2g}{when}"
 
 
-def by(size: float, up_to: str = "up to ") -> str:
+def describe_difference(size: float, up_to: str = "up to ") -> str:
     """How far two answers are apart, in words that follow a comma.
 
-    >>> by(0.25), by(math.inf)
+    >>> describe_difference(0.25), describe_difference(math.inf)
     ('by up to 0.25', 'one side finite and the other infinite or NaN')
     """
     return "one side finite and the other infinite or NaN" if math.isinf(size) else f"by {up_to}{size:.2g}"
@@ -185,7 +195,7 @@ def measure_noise(system: System, inputs: Inputs, ignored: npt.NDArray[np.bool_]
     reseeded = apart(system(inputs, seed=system.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if floats else 0):
-        broken = f"the same input gives different outputs from run to run ({by(repeat)}, seeds fixed)"
+        broken = f"the same input gives different outputs from run to run ({describe_difference(repeat)}, seeds fixed)"
     reorder = _reorder(system, inputs, first, ignored, eps * scale) if floats else 0.0
     return Noise(eps, repeat, reorder, scale, reseeded > repeat, broken)
 
@@ -225,7 +235,8 @@ def _eps(system: System, rows: Rows) -> float:
         return float(np.finfo(np.float64).eps)
     module = system.module
     kinds: list[Any] = [] if module is None else [p.dtype for p in module.parameters() if p.is_floating_point()]
-    kinds = kinds or [kind for kind in system.signature.dtypes if _is_float(kind)][:1]
+    floats = (kind for kind in system.signature.dtypes if "float" in str(kind))  # of NumPy or of torch
+    kinds = kinds or list(floats)[:1]
     if kinds:
         return max(
             float((np if isinstance(kind, np.dtype) else sys.modules["torch"]).finfo(kind).eps) for kind in kinds
@@ -233,10 +244,6 @@ def _eps(system: System, rows: Rows) -> float:
     # Token ids into a plain callable: its answer is exact in float32 if it was computed there.
     narrow = bool((rows.astype(np.float32) == rows)[np.isfinite(rows)].all())
     return float(np.finfo(np.float32 if narrow else np.float64).eps)
-
-
-def _is_float(kind: Any) -> bool:
-    return kind.kind == "f" if isinstance(kind, np.dtype) else bool(kind.is_floating_point)
 
 
 def _reorder(system: System, inputs: Inputs, first: Rows, ignored: npt.NDArray[np.bool_], rounding: float) -> float:

@@ -122,9 +122,6 @@ def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
         yield _Atom(repr(formula), pairs.reshape(len(labels), *pairs.shape[-2:]), formula)
 
 
-_DRAWS = (("random", 0), ("random", 1), ("extreme", 2))
-
-
 @dataclass(frozen=True)
 class InferredMask:
     """The mask that a model was measured to have; `str()` is its text.
@@ -239,7 +236,7 @@ def _measured(context: Context) -> Bools:
     noise, inputs = context.noise, context.inputs
     seen = np.zeros((inputs.batch, context.n, context.n), bool)
     least = max(64 * noise.eps * noise.magnitude, 4 * noise.repeat, 4 * noise.reorder)
-    for kind, salt in _DRAWS:
+    for salt, kind in enumerate(("random", "random", "extreme")):
         fresh = context.fresh(salt, kind)
         for key in range(context.n):
             rows = context.system(inputs.change(np.arange(context.n) == key, fresh))
@@ -256,7 +253,7 @@ def _layers(context: Context) -> list[Bools]:
         condition = replace(context.condition, attention=attention if attention != attention_name(model) else "")
         options = {**inputs.options, "output_attentions": True} if attention == "eager" else inputs.options
         try:
-            with context.under(condition).set():
+            with context.under(condition).applied():
                 tables = attention_tables(lambda o=options: context.system.answer(replace(inputs, options=o)))  # type: ignore[misc]
         except Exception:
             continue

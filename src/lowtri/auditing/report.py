@@ -229,23 +229,9 @@ class AuditReport:
             | {"leaks": len(finding.leaks)}
             for finding in self.findings
         ]
-        return json_text(
-            {
-                "verdict": self.verdict,
-                "ok": self.ok,
-                "message": self.message,
-                "model": self.model,
-                "mask": self.mask,
-                "positions": self.n,
-                "batch": self.batch,
-                "noise": noise,
-                "leaks": leaks,
-                "findings": findings,
-                "notes": self.notes,
-                "seconds": round(self.seconds, 3),
-                "exit_code": self.exit_code,
-            }
-        )
+        names = ("verdict", "ok", "message", "model", "mask", "batch", "notes", "exit_code")
+        measured = {"positions": self.n, "noise": noise, "leaks": leaks, "findings": findings}
+        return json_text({name: getattr(self, name) for name in names} | measured | {"seconds": round(self.seconds, 3)})
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page with the drawing."""

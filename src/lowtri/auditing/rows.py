@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lowtri.auditing.context import BATCH, REPEATABLE, Bools, Context, Requirement
-from lowtri.auditing.finding import Leak, by, compare, moves
+from lowtri.auditing.finding import Leak, compare, describe_difference, describe_movement
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
@@ -41,7 +40,7 @@ def _rows(context: Context) -> Cases:
 
             def leak(row: int, query: int, size: float, other: int = other, fresh: Inputs = fresh) -> Leak:
                 key = _key_of(context, inputs, fresh, before, (row, query, other))
-                how = f"when input {key} of row {other} changes, output {query} of row {row} {moves(size)}"
+                how = f"when input {key} of row {other} changes, output {query} of row {row} {describe_movement(size)}"
                 return Leak(query, key, size, row, note=f"row {row} sees row {other}: {how}")
 
             unnamed = np.array([row not in named for row in range(batch)])[:, None]
@@ -61,7 +60,11 @@ def _rows(context: Context) -> Cases:
 
         def answers(_: int, query: int, size: float, row: int = row) -> Leak:
             return Leak(
-                query, query, size, row, note=f"row {row} has other outputs alone: output {query} {moves(size)}"
+                query,
+                query,
+                size,
+                row,
+                note=f"row {row} has other outputs alone: output {query} {describe_movement(size)}",
             )
 
         unnamed = np.array([[row not in named]])
@@ -126,7 +129,7 @@ def _packing(context: Context) -> Cases:
         def leak(row: int, query: int, size: float, start: int = start, stop: int = stop) -> Leak:
             note = (
                 f"position {query + start} has another output packed: with its document ({start} to {stop - 1}) alone "
-                f"its output {moves(size)}"
+                f"its output {describe_movement(size)}"
             )
             # The nearest position of another document: before this one, or just behind it.
             return Leak(query + start, start - 1 if start else stop, size, row, note=note)
@@ -259,9 +262,8 @@ def _padding(context: Context) -> Cases:
     placed = name == "positions" or any(system.accepts(prefix + key) for key in ("position_ids", "positions"))
     library = _library(context)
     given, own = name in context.inputs.settings, ~context.ignored
-    right_only = not own.all() and bool(
-        (own[:, :-1] >= own[:, 1:]).all()
-    )  # what the caller does with the other side is not known
+    # What the caller does with the other side is not known.
+    right_only = not own.all() and bool((own[:, :-1] >= own[:, 1:]).all())
     declared = ("lowtri" in library or given or context.options.pad_mask is not None) and not right_only
     try:
         # Without pads, but with positions passed the same way: some models start to count at another number by default.
@@ -282,7 +284,7 @@ def _padding(context: Context) -> Cases:
             continue
         tried.append([left, right])
         side = "left" if left else "right"
-        by_content = context.noise.classify(*_apart(context, first, second, real), same_order=True) != "clean"
+        by_content = compare(first, second, context.noise, real, same_order=True).status != "clean"
         pair = (second, first) if by_content else (first, whole)
         what = (
             f"the content of the pads on the {side}"
@@ -293,23 +295,31 @@ def _padding(context: Context) -> Cases:
             continue  # that the amount counts is known from the right
         # Many models of transformers take the keyword under left padding, and count positions from the pads.
         if left and (not declared or (not by_content and not placed and "transformers" in library)):
-            size, scale = _apart(context, *pair, real)
-            if context.noise.classify(size, scale, same_order=by_content) == "leak":
+            moved = compare(*pair, context.noise, real, same_order=by_content)
+            if moved.status == "leak":
                 why = what if by_content else "having pads"
-                warning = f"left padding is not kept with {name}: {why} moves real outputs, {by(size)}"
+                warning = f"left padding is not kept with {name}: {why} moves real outputs, {describe_difference(moved.greatest)}"
             continue
 
         def leak(row: int, query: int, size: float, left: int = left, what: str = what) -> Leak:
             key = -1 if left else n  # counted as the real positions are
-            return Leak(query, key, size, row, note=f"position {query} sees {what}: its output {moves(size)}")
+            return Leak(
+                query, key, size, row, note=f"position {query} sees {what}: its output {describe_movement(size)}"
+            )
 
-        one, place = examples[0], left
-
-        def two(row: int, q: int, content: bool = by_content, pads: Any = examples, left: int = place) -> Any:
+        def two(row: int, q: int, content: bool = by_content, pads: Any = examples, left: int = left) -> Any:
             other = watch(context, pads[1], row, q + left) if content else watch(context, context.inputs, row, q)
             return watch(context, pads[0], row, q + left), other
 
-        difference = yield Case(one, real, leak, pair[1], _already(pair[0]), same_order=by_content, watch=two)
+        difference = yield Case(
+            examples[0],
+            real,
+            leak,
+            pair[1],
+            lambda _, rows=pair[0]: rows,  # type: ignore[misc]
+            same_order=by_content,
+            watch=two,
+        )
         differs = difference is not None and difference.status != "clean"
         leaking |= differs
         by_amount |= differs and not by_content
@@ -320,16 +330,6 @@ def _padding(context: Context) -> Cases:
     return Summary(clean, message, measured, skipped, "" if leaking else warning)
 
 
-def _already(rows: Rows) -> Callable[[Inputs], Rows]:
-    """A run whose rows are known."""
-    return lambda inputs: rows
-
-
-def _apart(context: Context, before: Rows, after: Rows, where: Bools) -> tuple[float, float]:
-    difference = compare(before, after, context.noise, where)
-    return difference.greatest, difference.scale
-
-
 def _no_padding(context: Context) -> str | None:
     name, prefix = pad_keyword(context), context.system.signature.prefix
     if name is None:
@@ -337,10 +337,6 @@ def _no_padding(context: Context) -> str | None:
     known = {name, f"{prefix}position_ids", "token_type_ids"}
     if set(map(str, context.inputs.settings)) - known:
         return "other inputs follow the positions, and how to pad them is not known"
-    return None
-
-
-def _pads_in_mask(context: Context) -> str | None:
     table = context.declared
     own = table.shape[0] > 1 or not (table[0].diagonal().all() or not table[0].diagonal().any())
     return "the declared mask speaks of pads of its own" if own else None
@@ -351,7 +347,7 @@ PADDING = Trial(
     does="adds pads on either side, with different contents and amounts",
     finds="pads that change outputs at real positions",
     function=_padding,
-    needs=(Requirement("a padding mask", _no_padding), REPEATABLE, Requirement("", _pads_in_mask)),
+    needs=(Requirement("a padding mask", _no_padding), REPEATABLE),
     reshapes=True,
     argument="pad_mask",
 )

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
-__all__ = ["Rows", "System", "check_axes", "in_mode", "module_behind", "redrawn", "without_gradients"]
+__all__ = ["Rows", "System", "check_axes", "in_mode", "module_behind", "parameters", "redrawn", "without_gradients"]
 
 Rows = npt.NDArray[Any]
 
@@ -73,9 +73,10 @@ class System:
             if signature.dtypes[0].kind != "f" or signature.dtypes[0] == np.float64:
                 raise CallError("a callable on NumPy arrays computes in its own precision")
             return replace(self, signature=replace(signature, dtypes=(np.dtype(np.float64),) * len(signature.dtypes)))
-        from lowtri.auditing.torch_hooks import float64_copy
-
-        return replace(self, model=float64_copy(self.model), signature=replace(signature, float64=True))
+        model = (
+            copy.deepcopy(self.model).double() if self.model is self.module else self.model
+        )  # a function is its own copy
+        return replace(self, model=model, signature=replace(signature, float64=True))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -86,10 +87,7 @@ class System:
 
     def accepts(self, name: str) -> bool:
         """Whether the call has a keyword of this name in its signature."""
-        try:
-            return name in inspect.signature(getattr(self.model, "forward", self.model)).parameters
-        except (TypeError, ValueError):
-            return False
+        return name in parameters(self.model)
 
     def _call(self, inputs: Inputs) -> Any:
         args, kwargs = self.signature.arguments(inputs)
@@ -195,6 +193,14 @@ def check_axes(system: System, inputs: Inputs, seed: int) -> None:
             "and changes move outputs along the first axis alone.\n"
             "Fix: position_axis=1 for the first reading, position_axis=0 for the second."
         )
+
+
+def parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """What a callable takes, by name; empty where Python cannot say, as for a builtin."""
+    try:
+        return inspect.signature(getattr(model, "forward", model)).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def module_behind(model: Any) -> Any:

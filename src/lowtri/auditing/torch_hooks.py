@@ -7,7 +7,6 @@ the noise back. So the copy runs under a torch function mode that reads every re
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -22,7 +21,6 @@ __all__ = [
     "Watch",
     "attention_tables",
     "computing_in_float64",
-    "float64_copy",
     "locate",
     "looked_up",
     "run_with_leaves",
@@ -30,11 +28,6 @@ __all__ = [
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
-
-
-def float64_copy(model: Any) -> Any:
-    """A float64 copy of a module; a plain function is its own copy."""
-    return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lowtri.auditing.context import Bools, Context, Options, Requirement
-from lowtri.auditing.finding import Difference, Finding, Leak, by, compare, moves
+from lowtri.auditing.finding import Difference, Finding, Leak, compare, describe_difference, describe_movement
 from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
 from lowtri.errors import CallError, LowtriError
@@ -102,21 +102,20 @@ def examine(context: Context, trial: Trial) -> Finding:
             return Finding("skipped", reason, probe=trial.name)
     context.trial = trial.name
     result = trial.function(context)
-    finding = result if isinstance(result, Finding) else _Tally(context, trial.pairs).finding(result)
+    finding = result if isinstance(result, Finding) else _Comparisons(context, trial.pairs).finding(result)
     words = context.condition.words
-    by_name = trial.name if words else ""
     leaks = tuple(
         # Leaks that other trials found under conditions of their own keep what they are.
         replace(leak, probe=trial.name)
         if leak.under
-        else replace(leak, probe=trial.name, paired=trial.pairs, under=words, found_by=by_name)
+        else replace(leak, probe=trial.name, paired=trial.pairs, under=words)
         for leak in finding.leaks
     )
     return replace(finding, probe=trial.name, condition=words, leaks=leaks)
 
 
 @dataclass
-class _Tally:
+class _Comparisons:
     """What the cases of one trial show so far."""
 
     context: Context
@@ -146,7 +145,7 @@ class _Tally:
             return Finding("warning", summary.warning, (), measured)
         if not leaks:
             return Finding("clean", summary.clean, (), measured)
-        message = f"{summary.leak.format(count=len(leaks))}, {by(self.greatest)}"
+        message = f"{summary.leak.format(count=len(leaks))}, {describe_difference(self.greatest)}"
         return Finding("leak" if self.sure else "doubt", message, leaks, measured, watch=self.watch)
 
     def take(self, case: Case) -> Difference | None:
@@ -214,7 +213,10 @@ class _Tally:
         if pair not in leaks or leaks[pair].size < leak.size:
             leaks[pair] = leak
         if sure and self.watch is None:
-            self.watch = case.watch(*spot) if case.watch else self._two_runs(case, *spot)
+            if case.watch is not None:
+                self.watch = case.watch(*spot)
+            elif case.run is None:
+                self.watch = tuple(watch(self.context, inputs, *spot) for inputs in (self.context.inputs, case.inputs))
 
     def _repeats(self, leak: Leak, case: Case, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows again; then the model is known to repeat itself."""
@@ -224,11 +226,6 @@ class _Tally:
         if before.shape != after.shape:
             return True
         return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
-
-    def _two_runs(self, case: Case, row: int, position: int) -> Any:
-        if case.run is not None:
-            return None
-        return tuple(watch(self.context, inputs, row, position) for inputs in (self.context.inputs, case.inputs))
 
     def _followed(self, case: Case, difference: Difference) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
@@ -256,7 +253,7 @@ class _Tally:
                 keys, (size, _, inputs) = half, moved
             leak = Leak(query, int(keys[0]), size, row)
             if len(keys) > 1:
-                how = moves(size, f" when all {all_keys} inputs hidden from it change together")
+                how = describe_movement(size, f" when all {all_keys} inputs hidden from it change together")
                 leak = replace(leak, note=f"output {query} {how}")
             self.greatest = max(self.greatest, size)
             self._note(leak, kind, replace(case, inputs=inputs), (row, query))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 import queue
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtri.auditing.system import parameters
 from lowtri.errors import CallError, UndecidedError
 from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case
@@ -250,14 +250,10 @@ class Caller:
         return results
 
     def _check_parameters(self, keywords: dict[str, Any]) -> None:
-        try:
-            parameters = inspect.signature(self.attend).parameters
-        except (TypeError, ValueError):  # a builtin has no signature
-            return
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            for name in keywords:
-                if name not in parameters:
-                    raise CallFailed("not offered", f"argument {name}")
+        takes = parameters(self.attend)
+        missing = [name for name in keywords if name not in takes]
+        if takes and missing and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            raise CallFailed("not offered", f"argument {missing[0]}")
 
     def _within_limit(self, work: Callable[[], Any]) -> Any:
         """``work()`` in a thread of its own, so that a call without end leaves a report."""

@@ -76,10 +76,6 @@ def _forgets(name: str) -> Callable[[Call], Changes]:
     return lambda call: [{"visible": call.case.visible_under(call.case.other[name])}] if name in call.case.other else []
 
 
-def _cap_after_bias(call: Call) -> Changes:
-    return [{"cap_after_bias": True}] if call.softcap and call.bias is not None else []
-
-
 def _bias_ignored(call: Call) -> Changes:
     """Also one that is used only where it is -inf."""
     if call.bias is None:
@@ -114,7 +110,9 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
     ],
     "softcap missing": lambda call: [{"softcap": None}],
     "softcap before the scale": lambda call: [{"cap_before_scale": True}] if call.softcap else [],
-    "softcap after the mask's bias": _cap_after_bias,
+    "softcap after the mask's bias": lambda call: (
+        [{"cap_after_bias": True}] if call.softcap and call.bias is not None else []
+    ),
     "bias ignored": _bias_ignored,
     "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.
