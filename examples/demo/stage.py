@@ -163,7 +163,12 @@ def main(acts: Mapping[str, Act], argv: Sequence[str] | None = None) -> int:
         if options.threads < 1:
             parser.error(f"--threads is {options.threads}. Fix: at least 1")
         torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}. Fix: a folder that you may write to")
+    if not os.access(options.out, os.W_OK):
+        parser.error(f"--out {options.out}: it is read-only. Fix: a folder that you may write to")
     context = Context(
         options.out, TOUR if options.tour else DEMO, note=lambda line: print(line, file=sys.stderr, flush=True)
     )

@@ -5,13 +5,35 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lowtri.errors import DataError
 from lowtri.system import replace
 
-__all__ = ["os_error", "write_atomically", "write_text"]
+__all__ = ["os_error", "write_atomically", "write_text", "writing"]
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def writing(function: str, path: str | Path) -> Iterator[None]:
+    """Inside, an error of the operating system becomes an error of ``function`` that names the file and the fix.
+
+    Raises:
+        DataError: where the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        fix = (
+            "free some space, or write to another disk"
+            if error.errno in _DISK_FULL
+            else ("a file in a folder that exists and that you may write to")
+        )
+        raise DataError(f"{function}: {path} cannot be written: {error.strerror}. Fix: {fix}.") from None
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -103,11 +103,14 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--plot", "bench.doc"], "bench: --plot bench.doc: matplotlib writes ."),
-        (["--plot", "nowhere/at/all.png"], "bench: --plot nowhere/at/all.png: there is no folder nowhere/at."),
+        (["--plot", "bench.doc"], "bench.doc ends in none of .svg, .png, .pdf. Fix: bench.svg"),
+        (["--plot", "nowhere/at/all.png"], "there is no folder nowhere/at. Fix: make it first"),
         (["--plot", "a.svg", "--dtype", "float64"], "bench: --dtype is 'float64'. Fix: one of float32, bf16, float16."),
-        (["--plot", "a.svg", "--case", "causal"], "bench: --plot measures lengths of its own. Fix: leave out --case"),
-        (["--plot", "a.svg", "--never-slower"], "Fix: leave out --case, --full, --flex and --never-slower."),
+        (["--plot", "a.svg", "--case", "causal"], "bench: --case does not go with --plot. Fix: drop --case"),
+        (
+            ["--plot", "a.svg", "--never-slower"],
+            "bench: --never-slower does not go with --plot. Fix: drop --never-slower",
+        ),
         (["--plot", "a.svg", "--threads", "100000"], "bench: --threads is 100000, but this process may use"),
     ],
 )

@@ -125,8 +125,3 @@ def test_never_slower_from_the_command_line(
         assert main(["bench", "--never-slower", "--quick", "--json"]) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["slower"] == (39 if code else 0) and ("slower  forward" in err) == bool(code)
-
-
-def test_the_option_to_compile_says_that_it_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["doctor", "--compile", "--no-measure"])
-    assert "--compile does nothing now: the kernels are compiled when lowtri is built" in capsys.readouterr().err

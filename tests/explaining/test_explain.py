@@ -571,8 +571,8 @@ def test_bad_input_is_one_clear_message(arguments: list[str], words: str, capsys
     [
         ("1 2\n3", "is no table of numbers. Fix: a row for each token, all rows of equal length."),
         ("a b", "is no table of numbers"),
-        ("", "holds (0,), or numbers that are not finite. Fix: (tokens, d_model) finite numbers."),
-        ("1 nan\n1 2\n1 2", "not finite"),
+        ("", "is empty. Fix: a row of numbers for each token."),
+        ("1 nan\n1 2\n1 2", "the number at (0, 1) is nan. Fix: finite numbers"),
         ("1 2", "the encodings are (1, 2), but the sentence has 3 tokens: Write | a | poem"),
     ],
 )
@@ -586,7 +586,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: lowtri.explain(qkv()), MaskError, "a mask is required"),
+        (lambda: lowtri.explain(qkv()), MaskError, "mask: got None; expected a mask. Fix: lowtri.full()"),
         (lambda: lowtri.explain((1, 2), mask="full"), CallError, "got 2 arrays, but (q, k, v) are three"),
         (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
         (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
@@ -616,7 +616,7 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
         ),
         (lambda: lowtri.explain(qkv(), scores=np.eye(2), mask="full"), CallError, "scores stand alone"),
         (lambda: lowtri.explain(values=np.eye(2), mask="full"), CallError, "values go with scores"),
-        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "a mask is required"),
+        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "mask: got None; expected a mask. Fix: lowtri.full()"),
         (
             lambda: lowtri.explain(scores=np.ones((3, 2)), mask="full"),
             CallError,

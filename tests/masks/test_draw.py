@@ -644,7 +644,7 @@ def test_the_command_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFi
         (["causal", "--n", "3", "--queries", "4"], "mask: --queries is 4, but there are 3 positions"),
         (["causal", "--svg", "nowhere/m.svg"], "there is no folder nowhere. Fix: make it first"),
         (["causal", "--svg", "m.doc"], "ends in none of .svg, .html, .png, .pdf"),
-        (["heads([causal, full])", "--head", "2"], "head 2 of a mask with batch (1, 2)"),
+        (["heads([causal, full])", "--head", "2"], "head 2 of a mask with 1 batch rows and 2 heads. Fix: "),
         (["heads([causal, full]) & keys(lengths=[1, 2])", "--head", "0"], "Fix: say --batch as well"),
         (["causal", "--frobnicate"], "No such option"),
     ],

@@ -65,7 +65,7 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
         (["FILE:right", "--cases", "zebra"], "cases='zebra'"),
         (
             ["FILE:right", "--out", "r.pfd"],
-            "--out r.pfd ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: r.html",
+            "r.pfd ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: r.html",
         ),
         (["FILE:right", "--difference", "mask inverted"], '--difference "mask inverted"; expected NAME=WHY'),
         (["FILE:right", "--difference", "zebra=it has stripes"], "differences='zebra' is neither a case nor a mistake"),

@@ -145,7 +145,7 @@ def choose(full: bool = False, words: Sequence[str] = ()) -> list[Case]:
     for text in words:
         words_of_text = text.lower().split()
         matching = [case for case in CASES if set(words_of_text) <= set(case.name.lower().split())]
-        if not matching:
+        if not (words_of_text and matching):
             raise DataError(_no_such_case(text, words_of_text))
         chosen += matching
     return [case for case in CASES if case in chosen]
@@ -156,7 +156,7 @@ def _no_such_case(text: str, words: Sequence[str]) -> str:
     unknown = [word for word in words if word not in known]
     similar = difflib.get_close_matches(unknown[0], known, 1) if unknown else []
     hint = f" Did you mean {similar[0]!r}?" if similar else ""
-    return f"bench: no case is named by --case {text!r}.{hint} Words that names are made of: {', '.join(known)}."
+    return f"bench: no case is named by --case {text!r}.{hint} Fix: words of {', '.join(known)}."
 
 
 def growing(who: str, n: int, dtype: str) -> Case:

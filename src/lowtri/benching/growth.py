@@ -30,7 +30,7 @@ from lowtri.benching.timing import (
     torch_threads,
 )
 from lowtri.errors import DataError
-from lowtri.files import write_atomically
+from lowtri.files import write_atomically, writing
 from lowtri.pictures.svg import INK, LINE, QUERY, VISIBLE
 
 __all__ = ["DTYPES", "LENGTHS", "MASKS", "QUICK", "Line", "Point", "as_json", "as_text", "check_plot", "draw", "grow"]
@@ -186,26 +186,21 @@ _SCALES = {"seconds": (1e3, "time of a call, ms"), "bytes": (1e-6, "memory beyon
 _LEAST_BYTES = 2**18  # Linux counts pages in batches: less is drawn as this
 
 
-def check_plot(path: Path) -> None:
-    """Whether :func:`draw` can write there, before minutes of measuring.
+def check_plot() -> None:
+    """Whether :func:`draw` can work, before minutes of measuring.
 
     Raises:
-        DataError: if matplotlib is not installed, or does not write that kind of file, or the folder is missing.
+        DataError: if matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib.backends.backend_agg  # noqa: F401
     except ImportError:
         raise DataError("bench: --plot needs matplotlib. Fix: pip install 'lowtri[plot]'.") from None
-    kinds = sorted(FigureCanvasAgg.filetypes)
-    if path.suffix.lstrip(".").lower() not in kinds:
-        raise DataError(f"bench: --plot {path}: matplotlib writes .{', .'.join(kinds)}. Fix: --plot bench.png.")
-    if not path.absolute().parent.is_dir():
-        raise DataError(f"bench: --plot {path}: there is no folder {path.parent}.")
 
 
 def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -> None:
     """Write the picture, whole or not at all, in the format of the file's name."""
-    check_plot(path)
+    check_plot()
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -231,7 +226,8 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
         what = f"Attention of one head of 64 in {dtype}, forward; median {clock} in turns"
         figure.suptitle(f"{what}\n{headline(facts)}", fontsize=8)
         metadata = {"Date": None} if kind == "svg" else None
-        write_atomically(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))
+        with writing("bench", path):
+            write_atomically(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))
 
 
 def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, note, print_json
+from lowtri.cli.options import Json, note, output_file, print_json
 
 
 def command(
@@ -26,9 +26,16 @@ def command(
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Instead, draw time and memory against length: svg, png or pdf."),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Instead, draw time and memory against length: svg, png or pdf.",
+            callback=output_file(".svg", ".png", ".pdf"),
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="With --plot: float32, bf16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="With --plot: float32, bf16 or float16.", show_default="float32")
+    ] = None,
     never_slower: Annotated[
         bool,
         typer.Option(
@@ -59,6 +66,15 @@ def command(
     from lowtri.errors import DataError, EngineError
     from lowtri.kernels import library
 
+    mode = "--plot" if plot is not None else "--never-slower" if never_slower else "the table"
+    given = {"--full": full, "--case": case, "--flex": flex, "--rounds": rounds != 7, "--never-slower": never_slower}
+    given |= {"--list": list_cases, "--threads": threads != 1, "--dtype": dtype is not None, "--quick": quick}
+    for option in (name for name, value in given.items() if value and name != mode):
+        if option not in _OPTIONS[mode]:
+            modes = [name for name, options in _OPTIONS.items() if option in options]
+            raise DataError(
+                f"bench: {option} does not go with {mode}. Fix: drop {option}; it is for {' or '.join(modes)}."
+            )
     cases = choose(full, case or ())
     if list_cases:
         names = [case.name for case in cases]
@@ -72,7 +88,7 @@ def command(
     from lowtri.benching.table import LONGEST, as_json, as_text, measure
     from lowtri.system import cpus
 
-    if never_slower and plot is None:
+    if never_slower:
         _never_slower(quick, facts(1), json)
         return
     if threads > cpus():
@@ -80,11 +96,7 @@ def command(
             f"bench: --threads is {threads}, but this process may use {cpus()} CPUs. Fix: at most {cpus()}."
         )
     if plot is not None:
-        if never_slower or full or case or flex:
-            raise DataError(
-                "bench: --plot measures lengths of its own. Fix: leave out --case, --full, --flex and --never-slower."
-            )
-        _plot(plot, dtype, quick, facts(threads), json)
+        _plot(plot, dtype or "float32", quick, facts(threads), json)
         return
     peers = [SDPA, *[FLEX] * flex, FORMULA]
     machine = facts(threads)
@@ -94,6 +106,13 @@ def command(
     print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))
 
 
+_OPTIONS = {  # the options of each thing that is measured
+    "the table": ("--full", "--case", "--threads", "--rounds", "--flex", "--list"),
+    "--plot": ("--dtype", "--quick", "--threads"),
+    "--never-slower": ("--quick",),
+}
+
+
 def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bool) -> None:
     from lowtri.benching.growth import DTYPES, LENGTHS, QUICK, as_json, as_text, check_plot, draw, grow
     from lowtri.benching.machine import headline
@@ -101,7 +120,7 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
 
     if dtype not in DTYPES:
         raise DataError(f"bench: --dtype is {dtype!r}. Fix: one of {', '.join(DTYPES)}.")
-    check_plot(file)  # before minutes of measuring
+    check_plot()  # before minutes of measuring
     note(headline(machine))
     lines = list(grow(dtype, machine["threads"], QUICK if quick else LENGTHS, say=note))
     draw(lines, machine, dtype, file)

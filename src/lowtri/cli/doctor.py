@@ -11,9 +11,6 @@ from lowtri.cli.options import Json, Threads, note, print_json, use_threads
 
 def command(
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure for a second.")] = True,
-    compile_ahead: Annotated[
-        bool, typer.Option("--compile", help="Does nothing: the kernels are compiled when lowtri is built.")
-    ] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -26,10 +23,6 @@ def command(
     Exit codes: 0 nothing is missing, 1 something is.
     """
     use_threads(threads)
-    if compile_ahead:
-        note(
-            "--compile does nothing now: the kernels are compiled when lowtri is built, and the option will be removed."
-        )
     from lowtri.benching.checkup import as_text, checkup
 
     report = checkup(measure, say=note)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, note, print_json, use_threads, writable
+from lowtri.cli.options import Json, Seed, Threads, note, output_file, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.explaining.explanation import Explanation
@@ -27,7 +27,7 @@ def command(
         str | None,
         typer.Option("--mask", metavar="TEXT", help="Who may see whom.", show_default="causal, or the model's"),
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="How many heads, without a model.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", min=1, max=64, help="How many heads, without a model.")] = 1,
     model: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +56,11 @@ def command(
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", "--out", metavar="FILE", help="Write all steps there as one page, too.", callback=writable
+            "--html",
+            "--out",
+            metavar="FILE",
+            help="Write all steps there, too: a page as .html, or .json, .txt, .svg, .png, .pdf.",
+            callback=output_file(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
         ),
     ] = None,
     seed: Seed = 42,
@@ -86,10 +90,7 @@ def command(
         text = _SENTENCE if sentence is None else sentence
         explanation = _without_model(text, mask or "causal", encodings, seed, heads, head)
     if html is not None:
-        from lowtri.files import write_text
-
-        write_text(html, explanation.to_html())
-        note(f"wrote {html}")
+        note(f"wrote {explanation.save(html)}")
     if json:
         print_json(explanation.as_dict())
     else:
@@ -166,9 +167,14 @@ def _read(path: Path, most: int = 2) -> Any:
         numbers = np.asarray(rows, dtype=np.float64)
     except (ValueError, TypeError, EOFError, SyntaxError, RecursionError, MemoryError):
         _reject(f"{path} is no table of numbers", "a row for each token, all rows of equal length")
-    if not 2 <= numbers.ndim <= most or 0 in numbers.shape or not np.isfinite(numbers).all():
+    if not numbers.size:
+        _reject(f"{path} is empty", "a row of numbers for each token")
+    if not 2 <= numbers.ndim <= most:
         expected = "(tokens, d_model)" if most == 2 else "(rows, columns) or (heads, rows, columns)"
-        _reject(f"{path} holds {numbers.shape}, or numbers that are not finite", f"{expected} finite numbers")
+        _reject(f"{path} has an array of the shape {numbers.shape}", f"an array of the shape {expected}")
+    if not np.isfinite(numbers).all():
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
+        _reject(f"{path}: the number at {where} is {numbers[where]}", "finite numbers; --mask hides pairs")
     return numbers
 
 

@@ -119,9 +119,10 @@ def command(
     try:
         for piece in text:
             print(piece, end="", flush=True)
-    except KeyboardInterrupt:
+    except BaseException as error:  # the message of an error begins a line
         print(flush=True)
-        _report(_figures(counted, started, len(ids)), stats)
+        if isinstance(error, KeyboardInterrupt):
+            _report(_figures(counted, started, len(ids)), stats)
         raise
     print()
     _report(_figures(counted, started, len(ids)), stats)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowtri.cli.options import Threads, note, use_threads, writable
+from lowtri.cli.options import Threads, note, output_file, use_threads
 
 __all__ = ["command"]
 
@@ -22,7 +22,7 @@ class Language(str, Enum):
 
 def command(
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where to write the page.", callback=writable)
+        Path, typer.Option("--out", metavar="FILE", help="Where to write the page.", callback=output_file(".html"))
     ] = Path("lesson-en.html"),
     lang: Annotated[Language, typer.Option("--lang", help="The language of the page.")] = Language.en,
     threads: Threads = None,

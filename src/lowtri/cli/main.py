@@ -122,6 +122,9 @@ def _report(error: BaseException) -> int:
             f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere"
         )
         return 2
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError
+        _print_error("there is not enough memory for these sizes. Fix: smaller ones, or a machine with more memory")
+        return 2
     # str(error) may be pages long (torch prints C++ frames): its first line says what happened.
     first_line = (str(error).strip() or "no message").splitlines()[0]
     _print_error(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")

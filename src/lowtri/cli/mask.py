@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, note, print_json, writable
+from lowtri.cli.options import Json, note, output_file, print_json
 
 _MOST = 10_000_000  # positions: beyond it the counting takes minutes
 _MOST_CELLS = 64  # positions each way up to which --json holds the table
@@ -41,7 +41,7 @@ def command(
             "--out",
             metavar="FILE",
             help="The picture as .svg, .html, .png or .pdf.",
-            callback=writable,
+            callback=output_file(".svg", ".html", ".png", ".pdf"),
         ),
     ] = None,
     json: Json = False,

@@ -6,7 +6,9 @@ A verb declares the options that it needs: ``def command(..., mask: MaskText = "
 from __future__ import annotations
 
 import json as _json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,27 +25,35 @@ __all__ = [
     "Weights",
     "many",
     "note",
+    "output_file",
     "print_json",
     "use_threads",
-    "writable",
 ]
 
 
-def writable(path: Path | None) -> Path | None:
-    """The callback of every option that names a file to write: a path that cannot be written is reported before the work."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder. Fix: the name of a file in it")
-    return path
+def output_file(*endings: str) -> Callable[[Path | None], Path | None]:
+    """The callback of an option that names a file to write: a path that cannot be written is reported before the work.
 
+    Args:
+        endings: what its name may end in; anything if none are given.
+    """
 
-def _report(path: Path | None) -> Path | None:
-    endings = (".html", ".json", ".txt", ".svg", ".png", ".pdf")
-    path = writable(path)
-    if path is not None and path.suffix.lower() not in endings:
-        raise typer.BadParameter(f"--out {path} ends in none of {', '.join(endings)}. Fix: {path.stem}.html")
-    return path
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder. Fix: the name of a file in it")
+        if endings and path.suffix.lower() not in endings:
+            name = path.stem.strip(".") + endings[0]
+            raise typer.BadParameter(f"{path} ends in none of {', '.join(endings)}. Fix: {name}")
+        if not os.access(folder, os.W_OK):
+            raise typer.BadParameter(f"the folder {path.parent} is read-only. Fix: another folder")
+        return path
+
+    return check
 
 
 MaskText = Annotated[
@@ -52,7 +62,7 @@ MaskText = Annotated[
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, org/name on the Hugging Face hub, or smollm2.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same result.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed gives the same result.")]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, max=1024, help="Threads to compute with.", show_default="torch's own choice"),
@@ -67,7 +77,10 @@ Weights = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Where to write; an old file is replaced whole or not at all.", callback=writable
+        "--out",
+        metavar="FILE",
+        help="Where to write; an old file is replaced whole or not at all.",
+        callback=output_file(),
     ),
 ]
 Report = Annotated[
@@ -76,7 +89,7 @@ Report = Annotated[
         "--out",
         metavar="FILE",
         help="Where to write the report, as .html, .json or .txt, or its picture, as .svg, .png or .pdf.",
-        callback=_report,
+        callback=output_file(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

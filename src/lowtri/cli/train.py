@@ -14,7 +14,7 @@ import typer
 from lowtri.cli.options import Json, MaskText, Seed, Threads, many, note, print_json, use_threads
 
 if TYPE_CHECKING:
-    from lowtri.training.run import Outcome
+    from lowtri.training.run import Outcome, Plan
     from lowtri.training.train import Step
 
 __all__ = ["command"]
@@ -32,10 +32,12 @@ def command(
     batch: Annotated[int, typer.Option(help="Rows in a step.")] = 16,
     context: Annotated[int, typer.Option(help="Tokens in a row, and the model's longest input.")] = 256,
     vocabulary: Annotated[int, typer.Option(help="Tokens to learn; 258 is bytes alone.")] = 4096,
-    hidden: Annotated[int, typer.Option(help="The model's width.")] = 256,
-    layers: Annotated[int, typer.Option(help="Layers.")] = 4,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")] = None,
+    hidden: Annotated[int, typer.Option(min=1, help="The model's width.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 4,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key/value heads.", show_default="as many as heads")
+    ] = None,
     cell: Annotated[str | None, typer.Option(help="lstm, gru or rnn: a recurrent model, no decoder.")] = None,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
     save_every: Annotated[int, typer.Option(help="Steps between savings: the most that a kill can lose.")] = 100,
@@ -82,8 +84,9 @@ def command(
         **{"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads},
         "cell": cell,
     }
-    if out.exists() and not out.is_dir():
-        raise DataError(f"--out: {out} is a file. Fix: a folder")
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.is_dir():
+            raise DataError(f"--out: {folder} is a file. Fix: a folder")
     begun = read_plan(out) if resume else None
     if begun is not None:
         # Options that are not given are as before. Those that are given must be as before, too: run() compares.
@@ -92,6 +95,11 @@ def command(
             omitted.add("files")  # an empty list counts as given in older versions of click
         of_recipe.update({name: getattr(begun.recipe, name) for name in omitted & of_recipe.keys()})
         of_plan.update({name: getattr(begun, name) for name in omitted & of_plan.keys()})
+    elif resume and not files:
+        raise DataError(
+            f"--resume: no run began in {out}. Fix: the folder of a run, or text files to start one: "
+            f"lowtri train book.txt --out {shlex.quote(str(out))}"
+        )
     elif resume:
         note(f"nothing was begun in {out}: starting")
     elif out.exists() and any(out.iterdir()):
@@ -104,6 +112,7 @@ def command(
             "FILES: none were given. Fix: name text files, for instance: lowtri train book.txt --out out/book"
         )
     plan = Plan(**of_plan, recipe=Recipe(**of_recipe))
+    _check_sizes(plan)
     use_threads(threads)
     leaks = not as_mask(plan.mask).is_causal(min(plan.recipe.context, _FURTHEST))
     _check_device(device)
@@ -120,6 +129,26 @@ def command(
             raise
         if processes.is_main:
             _report(outcome, json)
+
+
+def _check_sizes(plan: Plan) -> None:
+    """Raise where heads do not divide the width: before the texts are read, and by the names of the options."""
+    from lowtri.errors import DataError
+
+    kv_heads = plan.heads if plan.kv_heads is None else plan.kv_heads
+    if plan.cell is not None:
+        return
+    if plan.hidden % (2 * plan.heads):  # rotary embedding rotates a head's entries in pairs
+        near = 2 * plan.heads * max(1, round(plan.hidden / (2 * plan.heads)))
+        raise DataError(
+            f"train: --hidden is {plan.hidden}, but {plan.heads} heads need an even number of entries each. "
+            f"Fix: --hidden {near}, or other --heads"
+        )
+    if plan.heads % kv_heads:
+        raise DataError(
+            f"train: --kv-heads is {kv_heads}, but each serves the same number of the {plan.heads} query heads. "
+            f"Fix: a divisor of {plan.heads}"
+        )
 
 
 def _check_device(device: str) -> None:

@@ -23,6 +23,7 @@ from lowtri.ops.reference import Steps, attend
 
 __all__ = ["explain"]
 
+_MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
 _MAPS = ("queries", "keys", "values")
 # name -> formula, sentence. The order is the order of computing.
 _TEXTS = {
@@ -104,7 +105,12 @@ def explain(
     else:
         captured = capture_module(what, inputs, position=position, heads=heads, layer=layer, mask=mask, batch=batch)
     allowed = as_mask(captured.mask if mask is None else mask)
-    count, _, nk = captured.pairs
+    count, nq, nk = captured.pairs
+    if count * nq * nk > _MOST_PAIRS:
+        raise CallError(
+            f"explain: {nq:,} queries, {nk:,} keys and {count} heads have {count * nq * nk:,} pairs, "
+            f"more than {_MOST_PAIRS:,} that fit on a page. Fix: fewer tokens."
+        )
     steps = _every_head(captured.arrays, count)
     visible = _visible(allowed, captured, batch or 0)
     head = captured.head if head is None else head

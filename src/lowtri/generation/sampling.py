@@ -32,11 +32,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise CallError(f"temperature is {self.temperature}; it is 0 (greedy) or a positive number.")
+            raise CallError(
+                f"temperature is {self.temperature}; expected a number, at least 0. "
+                "Fix: 0 for greedy decoding, 1 for the model's own probabilities."
+            )
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise CallError(f"top_k is {self.top_k}; it counts tokens, at least 1. Fix: top_k=None keeps all.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise CallError(f"top_p is {self.top_p}; it is a probability above 0, at most 1.")
+            raise CallError(
+                f"top_p is {self.top_p}; expected a probability above 0, at most 1. Fix: top_p=None keeps all."
+            )
 
 
 def apply_temperature(logits: Logits, temperature: float) -> Logits:

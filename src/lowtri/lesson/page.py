@@ -9,8 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lowtri.errors import DataError
-from lowtri.files import write_text
+from lowtri.files import write_text, writing
 from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
 from lowtri.pictures.pages import json_value, shared_style
@@ -31,14 +30,9 @@ def write_lesson(path: str | Path, language: str = "en") -> Path:
     Raises:
         DataError: if there is no such language, or the file cannot be written.
     """
-    path = Path(path)
-    text = lesson_page(language)
-    try:
+    path, text = Path(path), lesson_page(language)
+    with writing("lesson", path):
         write_text(path, text)
-    except OSError as error:
-        raise DataError(
-            f"lesson: {path} cannot be written: {error.strerror}. Fix: a file in a folder that exists and that you may write to."
-        ) from None
     return path
 
 

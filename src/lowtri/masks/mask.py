@@ -215,7 +215,10 @@ class Mask:
             return self
         rows, heads = (*self.batch, 1)[:2]
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
-            raise MaskError(f"at: batch row {b}, head {h} of a mask with batch {self.batch}.")
+            raise MaskError(
+                f"at: batch row {b}, head {h} of a mask with {rows} batch rows and {heads} heads. "
+                f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
+            )
         return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
 
     def _each(self, function: Callable[[Any], Any]) -> NDArray[Any]:

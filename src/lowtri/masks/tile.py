@@ -38,7 +38,9 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
             f"{function}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}."
         )
     if not least <= value <= POSITION_MAX:
-        raise MaskError(f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62.")
+        raise MaskError(
+            f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62. Fix: {name}={least}."
+        )
     return int(value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.errors import DataError
-from lowtri.files import write_atomically, write_text
+from lowtri.files import write_atomically, write_text, writing
 
 __all__ = ["save_picture"]
 
@@ -49,14 +49,10 @@ def save_picture(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> Pa
     else:
         raise DataError(
             f"save: {path} ends in none of {', '.join([*forms, *_DRAWN])}, the formats that are written. "
-            f"Fix: {target.stem}.svg."
+            f"Fix: {target.stem.strip('.')}.svg."
         )
-    try:
+    with writing("save", path):
         write()
-    except OSError as error:
-        raise DataError(
-            f"save: {path} cannot be written: {error.strerror}. Fix: a file in a folder that exists and that you may write to."
-        ) from None
     return target
 
 

@@ -65,7 +65,7 @@ class Plan:
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads or self.heads,
+            num_key_value_heads=self.heads if self.kv_heads is None else self.kv_heads,
             max_position_embeddings=self.recipe.context,
             mask=repr(as_mask(self.mask)),
         )
