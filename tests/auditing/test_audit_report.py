@@ -281,7 +281,7 @@ def test_the_command_refuses_what_it_cannot_run_or_write(tmp_path: Path, capsys:
     assert main(["audit", f"{file}:make"]) == 2
     assert "ends.py:make: called sys.exit(0)" in capsys.readouterr().err
     assert main(["audit", f"{file}:make", "--out", "a.jpg"]) == 2
-    assert "--out a.jpg ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: a.html" in capsys.readouterr().err
+    assert "a.jpg ends in none of .html, .json, .txt, .svg, .png, .pdf. Fix: a.html" in capsys.readouterr().err
     right = f"{LEAKS / 'right' / 'gru.py'}:make_model"
     assert main(["audit", right, "--length", "1000000000"]) == 2
     assert "Fix: a shorter example, or a smaller length= (--length)" in capsys.readouterr().err
