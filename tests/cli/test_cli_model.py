@@ -104,7 +104,7 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
         (["FOLDER", "--out", "OUT"], "is a folder.\nFix: name the files in it"),
         (["TEXT", "--out", "OUT", "--mask", "causl"], "causl"),
         (["TEXT", "--out", "OUT", "--steps", "0"], "steps: got 0; at least 1 is needed"),
-        (["TEXT", "--out", "OUT", "--heads", "7"], "hidden_size 256 is not a multiple of num_attention_heads 7"),
+        (["TEXT", "--out", "OUT", "--heads", "7"], "--hidden is 256, but 7 heads need an even number of entries"),
         (["TEXT", "--out", "OUT", "--vocabulary", "9"], "vocabulary: got 9; at least 258 are needed"),
         (["TEXT", "--out", "OUT", "--context", "99999"], "one row takes 100000.\nFix: more text, or a smaller context"),
         (["TEXT", "--out", "OUT", "--device", "abacus"], "--device: 'abacus' cannot be used: "),

@@ -72,6 +72,7 @@ def test_links_verbs_and_files_exist(page: str) -> None:
 def test_the_table_of_packages_is_complete() -> None:
     source = ROOT / "src" / "lowtri"
     packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {
+        "assets",
         "errors",
         "extras",
         "files",

@@ -84,11 +84,11 @@ def test_hidden_tokens_are_never_chosen():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -1.0}, r"temperature is -1.0; it is 0 \(greedy\) or a positive number"),
+        ({"temperature": -1.0}, r"temperature is -1.0; expected a number, at least 0. Fix: 0 for greedy"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_k": 0}, "top_k is 0; it counts tokens, at least 1. Fix: top_k=None keeps all"),
-        ({"top_p": 0.0}, "top_p is 0.0; it is a probability above 0, at most 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected a probability above 0, at most 1. Fix: top_p=None"),
         ({"top_p": 1.5}, "top_p is 1.5"),
     ],
 )

@@ -159,7 +159,7 @@ def test_large_arrays_pass_through_a_callback() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no mask": (lambda: attention(*qkv(), None), MaskError, "a mask is required"),
+    "no mask": (lambda: attention(*qkv(), None), MaskError, "expected a mask. Fix: lowtri.full"),
     "a table": (lambda: attention(*qkv(), jnp.ones((N, N), bool)), MaskError, r"write lowtri\.table\(m\)"),
     "NumPy": (lambda: attention(np.zeros((3, 4)), *qkv()[1:], "full"), CallError, r"q is ndarray.*Fix: jnp\.asarray\(q\)"),
     "integers": (lambda: attention(*(x.astype(int) for x in qkv()), "full"), CallError, r"q is int32.*astype\(jnp\.float32\)"),

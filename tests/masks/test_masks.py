@@ -342,7 +342,10 @@ ERRORS = [
     (lambda: causal() | "full", "mask | str: only masks can be joined"),
     (lambda: causal() - 1, "mask - int: only masks can be joined"),
     (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
-    (lambda: documents([[0], [0]]).at(2), "at: batch row 2, head 0 of a mask with batch (2,)"),
+    (
+        lambda: documents([[0], [0]]).at(2),
+        "at: batch row 2, head 0 of a mask with 2 batch rows and 1 heads. Fix: a row from 0 to 1",
+    ),
     (
         lambda: causal().dense(3, 2),
         "cannot stand at the last 3 of 2 keys.\nFix: pass their positions, q_positions=range(nq)",
