@@ -79,7 +79,7 @@ def main() -> None:
         reader = model if limit else elsewhere(model, mask, given.tokens)
         losses, cache = read(reader, streams, limit)
         print(f"| {name} | " + " | ".join(f"{float(losses[a:b].mean()):.3f}" for a, b in spans), end="")
-        print(f" | {cache.held} | {cache.dropped:,} |", flush=True)
+        print(f" | {cache.held} | {cache.evicted:,} |", flush=True)
 
 
 def train(config: DecoderConfig, text: torch.Tensor, steps: int) -> Decoder:

@@ -85,7 +85,7 @@ def main() -> None:
                 speed = {name: done / spent for name, spent in seconds.items()}
                 print(
                     f"| {so_far:,} | {speed['ring']:.0f} | {speed['all']:.0f} | {speed['ring'] / speed['all']:.2f} "
-                    f"| {ring.bytes / 1024:,.0f} | {everything.bytes / 1024:,.0f} | {ring.dropped:,} |",
+                    f"| {ring.bytes / 1024:,.0f} | {everything.bytes / 1024:,.0f} | {ring.evicted:,} |",
                     flush=True,
                 )
                 seconds = dict.fromkeys(seconds, 0.0)

@@ -75,7 +75,7 @@ def check(mask, sizes, block, pads=None, capacity=0):
         expected = lowtri.attention(q[:, :, new], k, v, mask, q_positions=every[:, new], k_positions=every)
         assert np.abs(found - expected).max(initial=0) < 1e-12, f"{mask!r}, {sizes} at {start}"
         start += size
-    assert cache.held + cache.dropped == (n if pads is None else max(0, n - min(pads)))
+    assert cache.held + cache.evicted == (n if pads is None else max(0, n - min(pads)))
     return cache
 
 
@@ -130,7 +130,7 @@ def test_a_window_has_fixed_memory_over_thousands_of_tokens(mask, alive):
             assert len(places) == keys.shape[1] <= cache.capacity
     assert len(sizes) == 1, f"memory moved: {sizes}"
     assert alive <= cache.capacity <= 1.5 * alive
-    assert cache.held <= cache.capacity and cache.held + cache.dropped == 5000
+    assert cache.held <= cache.capacity and cache.held + cache.evicted == 5000
 
 
 def test_the_slots_of_a_window_are_few_runs():
@@ -156,7 +156,7 @@ def test_keys_of_finished_documents_are_evicted():
     token = np.ones((1, 1, 2))
     for _ in range(450):
         cache.append(token, token)
-    assert 50 <= cache.held <= 100 and cache.dropped >= 350
+    assert 50 <= cache.held <= 100 and cache.evicted >= 350
 
 
 def test_a_key_is_evicted_when_no_row_can_see_it():
@@ -187,7 +187,7 @@ def test_the_initial_capacity_is_allocated_at_once():
     for _ in range(99):
         cache.append(token, token)
     assert cache.capacity == 100 and cache.bytes == held == 2 * 100 * 2 * 4 * 4
-    assert repr(cache) == "KVCache(causal): 100 held, 0 dropped, 6400 bytes"
+    assert repr(cache) == "KVCache(causal): 100 held, 0 evicted, 6400 bytes"
 
 
 def test_one_allocator_serves_all_layers():
@@ -200,7 +200,7 @@ def test_one_allocator_serves_all_layers():
             found = lowtri.attention(q[:, :, t : t + 1], keys, values, mask, q_positions=[t], k_positions=places)
             expected = lowtri.attention(q[:, :, : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], mask)[:, :, -1:]
             assert np.abs(found - expected).max() < 1e-12
-    assert cache.dropped > 25 and cache.bytes == 3 * 2 * cache.capacity * ROWS * SIZE * 8
+    assert cache.evicted > 25 and cache.bytes == 3 * 2 * cache.capacity * ROWS * SIZE * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

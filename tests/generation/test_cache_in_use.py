@@ -14,7 +14,7 @@ import torch
 import lowtri
 from lowtri import KVCache, generate
 from lowtri.errors import CallError
-from lowtri.generation.sampling import Sampling, choose
+from lowtri.generation.sampling import Sampling, next_token
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.positions import apply_rotary, rotary_tables
 
@@ -74,7 +74,7 @@ def drawn(model, cache, prompt, n):
     new, tokens, logits, held, rng = torch.tensor([prompt]), [], [], [], np.random.default_rng((0, 0))
     for _ in range(n):
         logits.append(model(new, cache=cache, logits_to_keep=1)[0, -1])
-        tokens.append(choose(logits[-1].numpy(), Sampling(temperature=1.0), rng))
+        tokens.append(next_token(logits[-1].numpy(), Sampling(temperature=1.0), rng))
         held.append(cache.bytes)
         new = torch.tensor([tokens[-1:]])
     return tokens, torch.stack(logits), held
@@ -106,8 +106,8 @@ def test_a_window_with_eviction_generates_the_tokens_of_a_cache_with_all_keys(wi
         settled[0] == ring.bytes == 2 * 2 * ring.capacity * 2 * 8 * 8
     )  # keys and values, layers, slots, heads, D, bytes
     assert grown[-1] > held[-1] * n / window / 4
-    assert ring.held + ring.dropped == every.held == len(prompt) + n - 1 and every.dropped == 0
-    assert ring.held < window + sinks + 64 and ring.dropped > n - window - 64
+    assert ring.held + ring.evicted == every.held == len(prompt) + n - 1 and every.evicted == 0
+    assert ring.held < window + sinks + 64 and ring.evicted > n - window - 64
 
 
 def test_without_the_window_the_tokens_differ():
@@ -235,7 +235,7 @@ def test_a_stream_continues_past_the_context(limit):
     assert np.array_equal(tokens, expected) and len(np.unique(tokens)) > 20
     assert same_stream(logits, exact)
     assert shifts == same == list(range(limit - 9, n, limit - 19)), "each makes room for all places that nobody needs"
-    assert cache.length <= limit and cache.held + cache.dropped == 10 + n - 1
+    assert cache.length <= limit and cache.held + cache.evicted == 10 + n - 1
     assert cache.capacity <= 20 + 2 * 64
 
 
@@ -362,7 +362,7 @@ def test_beam_search_over_ragged_prompts(mask):
         crossed += tokens[b, 0].tolist() != list(generate(model, row, n))
     assert crossed, "beam search found something that greedy search does not"
     dropped = 14 + n - 1 - cache.held
-    assert cache.dropped == dropped and (dropped > 0 or mask == "causal")
+    assert cache.evicted == dropped and (dropped > 0 or mask == "causal")
 
 
 @pytest.mark.not_emulated
@@ -434,7 +434,7 @@ def test_rejected_drafts_do_not_change_later_outputs(mask):
     assert set(accepted) >= {0, 4} and len(set(accepted)) > 3, f"drafts are rejected at every place: {set(accepted)}"
     for used in (cache, guess):
         if mask != "causal":
-            assert used.dropped > 0
+            assert used.evicted > 0
         assert used.bytes == 2 * 2 * 3 * used.capacity * 2 * 8 * 8
 
 
@@ -452,7 +452,7 @@ def test_without_rewind_a_crop_over_several_appends_can_be_too_late():
     with pytest.raises(CallError, match=r"crop: n is \[2\], but keys that queries before \[\d\] may see are evicted"):
         crops(0)
     cache = crops(3)
-    assert cache.length == 16 and cache.dropped > 0
+    assert cache.length == 16 and cache.evicted > 0
     with pytest.raises(CallError, match="KVCache: rewind is -1; it counts tokens, from 0"):
         KVCache("causal", rewind=-1)
 

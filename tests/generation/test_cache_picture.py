@@ -37,7 +37,7 @@ def test_a_sign_for_each_position(mask: str, expected: str) -> None:
     cache = filled(mask, 12)
     line = cache.draw().splitlines()[1]
     assert line == expected == str(cache).splitlines()[1]
-    assert sum(sign != "·" for sign in line) == cache.held and line.count("·") == cache.dropped
+    assert sum(sign != "·" for sign in line) == cache.held and line.count("·") == cache.evicted
 
 
 def test_the_picture_has_the_same_states() -> None:
@@ -66,7 +66,7 @@ def test_rows_of_a_batch_with_padding() -> None:
 
 def test_an_empty_cache() -> None:
     words = [node.text for node in ET.fromstring(KVCache()._repr_svg_()).iter(f"{SPACE}text")]
-    assert words == ["KVCache(causal): 0 held, 0 dropped, 0 bytes", "nothing appended yet"]
+    assert words == ["KVCache(causal): 0 held, 0 evicted, 0 bytes", "nothing appended yet"]
     assert str(KVCache()).splitlines()[0] == words[0]
 
 

@@ -84,7 +84,7 @@ def test_a_cache_is_small_under_a_window():
     with torch.no_grad():
         for _ in range(600):
             model(ids, cache=cache)
-    assert cache.capacity < 200 and cache.dropped > 400
+    assert cache.capacity < 200 and cache.evicted > 400
 
 
 # Sampling

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtri.errors import CallError
-from lowtri.generation.sampling import Sampling, apply_temperature, choose, draw, keep_top_k, keep_top_p, softmax
+from lowtri.generation.sampling import Sampling, apply_temperature, keep_top_k, keep_top_p, next_token, sample, softmax
 
 logits = st.lists(st.integers(-12, 12), min_size=1, max_size=12).map(lambda xs: np.array(xs) / 2.0)
 few = settings(max_examples=60, deadline=None)
@@ -54,31 +54,31 @@ def test_top_p_of_exact_tenths_keeps_no_extra_token():
 @given(logits, st.integers(0, 2**32))
 def test_a_sample_has_positive_probability(x, seed):
     p = softmax(keep_top_k(x, 2))
-    assert p[draw(p, np.random.default_rng(seed))] > 0
+    assert p[sample(p, np.random.default_rng(seed))] > 0
 
 
 def test_samples_follow_the_probabilities():
     rng = np.random.default_rng(0)
     p = np.array([0.1, 0.0, 0.6, 0.3])
-    counts = np.bincount([draw(p, rng) for _ in range(20_000)], minlength=4) / 20_000
+    counts = np.bincount([sample(p, rng) for _ in range(20_000)], minlength=4) / 20_000
     assert np.abs(counts - p).max() < 0.015
 
 
 def test_temperature_0_takes_the_first_maximum_and_low_temperatures_agree():
     x, rng = np.array([1.0, 3.0, 3.0, 0.0], np.float32), np.random.default_rng(1)
-    assert choose(x, Sampling(), rng) == 1
-    assert all(choose(np.array([1.0, 2.0, 4.0]), Sampling(0.01), rng) == 2 for _ in range(50))
-    assert all(choose(x, Sampling(5.0, top_k=1), rng) == 1 for _ in range(50))
-    assert {choose(x, Sampling(5.0, top_p=0.3), rng) for _ in range(50)} <= {1, 2}
+    assert next_token(x, Sampling(), rng) == 1
+    assert all(next_token(np.array([1.0, 2.0, 4.0]), Sampling(0.01), rng) == 2 for _ in range(50))
+    assert all(next_token(x, Sampling(5.0, top_k=1), rng) == 1 for _ in range(50))
+    assert {next_token(x, Sampling(5.0, top_p=0.3), rng) for _ in range(50)} <= {1, 2}
 
 
 def test_a_tiny_temperature_does_not_overflow():
-    assert choose(np.array([-1e4, 1e4, 3.0]), Sampling(1e-300), np.random.default_rng(0)) == 1
+    assert next_token(np.array([-1e4, 1e4, 3.0]), Sampling(1e-300), np.random.default_rng(0)) == 1
 
 
 def test_hidden_tokens_are_never_chosen():
     x, rng = np.array([-np.inf, 0.0, -np.inf]), np.random.default_rng(0)
-    assert {choose(x, Sampling(2.0, top_k=2, top_p=0.9), rng) for _ in range(20)} == {1}
+    assert {next_token(x, Sampling(2.0, top_k=2, top_p=0.9), rng) for _ in range(20)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_invalid_options_are_refused(options, words):
 )
 def test_non_finite_logits_are_refused(row, words):
     with pytest.raises(CallError, match=words):
-        choose(np.array(row), Sampling(), np.random.default_rng(0))
+        next_token(np.array(row), Sampling(), np.random.default_rng(0))

@@ -77,7 +77,7 @@ def test_a_cache_needs_an_open_end_and_equals_the_full_forward() -> None:
     steps = [cache.attend(*[X[:, t : t + 1]] * 3) for t in range(N)]
     whole = attention(X, X, X, "causal & documents(lengths=[3, 5])")
     assert np.allclose(np.concatenate(steps, 1), whole) and np.array_equal(whole, attention(X, X, X, growing))
-    assert cache.dropped == 3  # the first document
+    assert cache.evicted == 3  # the first document
 
 
 def test_a_model_with_documents_generates_past_their_lengths_only_with_an_open_end() -> None:

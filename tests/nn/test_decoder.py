@@ -144,7 +144,7 @@ def test_only_a_contiguous_cache_passes_no_positions_to_attention(monkeypatch):
             told.clear()
             parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
             assert set(told) == {not cache.contiguous}
-        assert not cache.contiguous and cache.dropped > 20, "a ring"
+        assert not cache.contiguous and cache.evicted > 20, "a ring"
         expected, limit = logits_with_rounding(ring, ids_of((1, 40)))
         assert (torch.cat(parts, 1) - expected).abs().max() <= limit
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.generation.cache_picture import CachePicture
-from lowtri.generation.missing import Missing
+from lowtri.generation.lookahead import LookaheadCheck
 from lowtri.generation.slots import SlotAllocator, Slots, ends_of, rows_of
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import is_tensor
@@ -41,7 +41,7 @@ class KVCache(CachePicture):
     ...     keys, values, positions = cache.append(k, v)
     >>> sorted(int(p) for p in positions if p > 95)
     [96, 97, 98, 99]
-    >>> cache.capacity, cache.dropped + cache.held
+    >>> cache.capacity, cache.evicted + cache.held
     (8, 100)
 
     ``cache.attend(q, k, v)`` appends, and then computes the attention of the new queries over all keys that they can see. NumPy
@@ -74,8 +74,8 @@ class KVCache(CachePicture):
             if value < least:
                 raise CallError(f"KVCache: {name} is {value}; it counts tokens, from {least}.")
         self.mask = with_open_end("KVCache", as_mask(mask))
-        missing = None if allow_missing else Missing(self.mask)
-        self._slots = SlotAllocator(self.mask, capacity, block, rewind, missing)
+        lookahead = None if allow_missing else LookaheadCheck(self.mask)
+        self._slots = SlotAllocator(self.mask, capacity, block, rewind, lookahead)
         self._layers = Layers()
         self._positions: NDArray[np.int64] = self._slots.positions[0]  # what the last append returned
         self.contiguous = False  # whether the last append returned keys at 0 .. S-1 in order, the new ones last
@@ -91,7 +91,7 @@ class KVCache(CachePicture):
         return len(self._slots.used)
 
     @property
-    def dropped(self) -> int:
+    def evicted(self) -> int:
         """Number of tokens evicted."""
         return self._slots.evicted
 
@@ -208,7 +208,9 @@ class KVCache(CachePicture):
             if buffers.keys.ndim == 4:
                 buffers.pick(rows)
             elif rows.tolist() != [0]:
-                raise CallError(f"reorder: index is {rows.tolist()}, but keys {describe(buffers.keys)} have no batch.")
+                raise CallError(
+                    f"reorder: index is {rows.tolist()}, but keys {shape_text(buffers.keys)} have no batch."
+                )
         self._slots.reorder(rows)
 
     def crop(self, n: Any) -> None:
@@ -295,8 +297,8 @@ class Layer:
             return
         if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
             raise CallError(
-                f"append: keys {describe(k)} and values {describe(v)} do not continue layer {layer}, "
-                f"whose keys are {describe(self.keys)} and values {describe(self.values)} in (..., H, slots, D)."
+                f"append: keys {shape_text(k)} and values {shape_text(v)} do not continue layer {layer}, "
+                f"whose keys are {shape_text(self.keys)} and values {shape_text(self.values)} in (..., H, slots, D)."
             )
         self.signature = signature
 
@@ -346,19 +348,19 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
             raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
     if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
         raise CallError(
-            f"append: keys {describe(k)} and values {describe(v)} do not fit: "
+            f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
             "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
         )
     rows = (*mask.batch, 1)[0]
     if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
-        raise CallError(f"append: keys {describe(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+        raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
 
 
 def check_query(q: Any, k: Any) -> None:
     """Raise unless queries and keys of the same new tokens fit together."""
     if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
         raise CallError(
-            f"attend: queries {describe(q)} and keys {describe(k)} do not fit: each new token brings a query, a key and "
+            f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
             "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
         )
 
@@ -429,5 +431,5 @@ def batch_of(x: Any) -> int:
     return int(x.shape[0]) if x.ndim == 4 else 1
 
 
-def describe(x: Any) -> str:
+def shape_text(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"

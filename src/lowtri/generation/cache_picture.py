@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.generation.missing import row_masks
+from lowtri.generation.lookahead import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
@@ -40,14 +40,14 @@ class CachePicture:
         @property
         def held(self) -> int: ...
         @property
-        def dropped(self) -> int: ...
+        def evicted(self) -> int: ...
         @property
         def capacity(self) -> int: ...
         @property
         def bytes(self) -> int: ...
 
     def __repr__(self) -> str:
-        return f"KVCache({self.mask!r}): {self.held} held, {self.dropped} dropped, {self.bytes} bytes"
+        return f"KVCache({self.mask!r}): {self.held} held, {self.evicted} evicted, {self.bytes} bytes"
 
     def draw(self) -> str:
         """The positions from 0 on, a sign for each, and a line for each row of a batch with positions of its own.
@@ -58,7 +58,7 @@ class CachePicture:
         >>> for t in range(12):
         ...     _ = cache.append(np.zeros((1, 8)), np.zeros((1, 8)))
         >>> print(cache.draw())
-        KVCache(causal & (window(4) | first(2))): 6 held, 6 dropped, 768 bytes
+        KVCache(causal & (window(4) | first(2))): 6 held, 6 evicted, 768 bytes
         ██······░▓▓▓
         · not held: evicted, or padding
         ░ held, hidden from now on
@@ -93,7 +93,7 @@ class CachePicture:
         )
 
     def _repr_html_(self) -> str:
-        held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.dropped:,} tokens evicted, {self.bytes:,} bytes"
+        held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.evicted:,} tokens evicted, {self.bytes:,} bytes"
         return card("cache", self._repr_svg_(), held, str(self))
 
     def _cells(self) -> tuple[list[NDArray[np.int8]], int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtri.errors import CallError
 from lowtri.generation.models import NextLogits, context_of, next_logits
-from lowtri.generation.sampling import Sampling, choose
+from lowtri.generation.sampling import Sampling, next_token
 from lowtri.generation.text import Pieces, encode, own_stop, stop_ids
 from lowtri.masks.arrays import in_numpy, is_tensor
 
@@ -136,7 +136,7 @@ def _steps(
         logits = model(new)  # (B, V)
         chosen: list[int | None] = []
         for row, previous, rng in zip(logits, new, generators, strict=True):
-            token = choose(row, sampling, rng) if previous else None
+            token = next_token(row, sampling, rng) if previous else None
             chosen.append(None if token in ends else token)
         new = [[] if token is None else [token] for token in chosen]
         if not any(new):

@@ -1,6 +1,6 @@
 """Sampling: pure functions from the logits of one row to one token, by temperature, top-k and top-p.
 
-The filters map logits to logits, with -inf for removed tokens, so they compose; ``choose`` applies them in the usual order.
+The filters map logits to logits, with -inf for removed tokens, so they compose; ``next_token`` applies them in the usual order.
 Computed in NumPy float64: the cost is small compared with a model's step, and a seed gives the same samples on every device.
 """
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["Sampling", "apply_temperature", "choose", "draw", "keep_top_k", "keep_top_p", "softmax"]
+__all__ = ["Sampling", "apply_temperature", "keep_top_k", "keep_top_p", "next_token", "sample", "softmax"]
 
 Logits = NDArray[np.floating]  # (V,)
 
@@ -92,13 +92,13 @@ def softmax(logits: Logits) -> NDArray[np.float64]:
     return weights / weights.sum()
 
 
-def draw(probabilities: NDArray[np.float64], rng: np.random.Generator) -> int:
-    """Sample one token by inverting the cumulative distribution; a token of probability 0 is never drawn."""
+def sample(probabilities: NDArray[np.float64], rng: np.random.Generator) -> int:
+    """Sample one token by inverting the cumulative distribution; a token of probability 0 is never sampled."""
     sums = np.cumsum(probabilities)
     return int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
 
 
-def choose(logits: Logits, sampling: Sampling, rng: np.random.Generator) -> int:
+def next_token(logits: Logits, sampling: Sampling, rng: np.random.Generator) -> int:
     """The next token of one row: at temperature 0 the most probable (the first of ties), else a sample.
 
     Raises:
@@ -115,4 +115,4 @@ def choose(logits: Logits, sampling: Sampling, rng: np.random.Generator) -> int:
         filtered = keep_top_k(filtered, sampling.top_k)
     if sampling.top_p is not None and sampling.top_p < 1:
         filtered = keep_top_p(filtered, sampling.top_p)
-    return draw(softmax(filtered), rng)
+    return sample(softmax(filtered), rng)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.generation.missing import Missing, row_masks, seen
+from lowtri.generation.lookahead import LookaheadCheck, row_masks, seen
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.arrays import positions_in_numpy
 
@@ -37,7 +37,7 @@ class SlotAllocator:
     have the same positions, then B.
     """
 
-    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, missing: Missing | None) -> None:
+    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, lookahead: LookaheadCheck | None) -> None:
         self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
@@ -48,7 +48,7 @@ class SlotAllocator:
         self.slots: Slots = slice(0, 0)  # its slots
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
-        self.missing = missing  # None if queries may come before keys that the mask shows them
+        self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         # How many slots were in use when each had the position of its own number; or that an eviction rules it out.
         self._ordered = _UNKNOWN
         self._free = np.arange(capacity)
@@ -101,8 +101,8 @@ class SlotAllocator:
         follows = positions is None or same(positions, new)
         if not follows:
             new = following(positions, self.next, n, rows)
-        if self.missing is not None:
-            self.missing.check(new, self.next)
+        if self.lookahead is not None:
+            self.lookahead.check(new, self.next)
         if len(new) > len(self.positions):
             self._widen(len(new))
         self.moved = None
@@ -127,8 +127,8 @@ class SlotAllocator:
             )
         if len(n) > len(self.positions):
             self._widen(len(n))
-        if self.missing is not None:
-            self.missing.crop(n, self.next)
+        if self.lookahead is not None:
+            self.lookahead.crop(n, self.next)
         self.positions[self.positions >= n[:, None]] = -1
         self.next = np.minimum(self.next, n)
         newest = int(self.positions.max(0, initial=-1).argmax()) if self.capacity else 0
@@ -139,8 +139,8 @@ class SlotAllocator:
         if len(self.positions) > 1:
             self.positions, self.next = self.positions[index], self.next[index]
             self._complete_from = self._complete_from[index]
-        if self.missing is not None:
-            self.missing.reorder(index)
+        if self.lookahead is not None:
+            self.lookahead.reorder(index)
 
     def shift(self, keep: int) -> NDArray[np.int64]:
         """Close the gap of evicted tokens after position ``keep``; return by how much each slot's token moved, (R, top).
@@ -162,8 +162,8 @@ class SlotAllocator:
         self.evicted += int(np.count_nonzero((before < 0).all(0)))
         self.positions[:, used] = after
         self.next = self.next - back
-        if self.missing is not None:
-            self.missing.shift(keep, back)
+        if self.lookahead is not None:
+            self.lookahead.shift(keep, back)
         self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
         self._list_free()
         return moved[:, : self.top]
@@ -208,10 +208,10 @@ class SlotAllocator:
 
     def _invisible(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the keys ``k`` (R, S) no query from ``first`` (R,) on can see in any row and head, (S,)."""
-        real = k[k >= 0]
-        if not len(real):
+        tokens = k[k >= 0]
+        if not len(tokens):
             return np.ones(k.shape[1], bool)
-        whole = np.asarray(self.mask.tile(int(first.min()), POSITION_MAX, int(real.min()), int(real.max()) + 1))
+        whole = np.asarray(self.mask.tile(int(first.min()), POSITION_MAX, int(tokens.min()), int(tokens.max()) + 1))
         if np.all(whole == FULL):
             return np.zeros(k.shape[1], bool)
         return np.asarray(self._invisible_by_row(k, first).all(0))

@@ -63,8 +63,8 @@ class Keys(ArrayMask):
         n = len(self.valid.array)
         start, stop = np.minimum(k0, n), np.minimum(k1, n)
         past_the_array = (k1 - k0) - (stop - start)
-        real = self._counts[stop] - self._counts[start] + past_the_array
-        return tile_answer(full=real == k1 - k0, empty=real == 0) + 0 * q0
+        valid = self._counts[stop] - self._counts[start] + past_the_array
+        return tile_answer(full=valid == k1 - k0, empty=valid == 0) + 0 * q0
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [k0]

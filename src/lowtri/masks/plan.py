@@ -249,7 +249,7 @@ def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
     for level in range(levels - 1, -1, -1):
         q_boxes, k_boxes = queries[level], keys[level]
         answer = mask.tile(q_boxes.low[i], q_boxes.stop[i], k_boxes.low[j], k_boxes.stop[j])
-        is_full = (answer == FULL) & q_boxes.real[i] & k_boxes.real[j]
+        is_full = (answer == FULL) & q_boxes.all_tokens[i] & k_boxes.all_tokens[j]
         a, b = i[is_full], j[is_full]
         edges = [a << level, np.minimum((a + 1) << level, rows), b << level, np.minimum((b + 1) << level, columns)]
         full.append(np.stack(edges, axis=1))
@@ -443,7 +443,7 @@ class Boxes(NamedTuple):
 
     low: Ints  # the least position
     stop: Ints  # one past the greatest
-    real: NDArray[np.bool_]  # whether every position holds a token
+    all_tokens: NDArray[np.bool_]  # whether every position holds a token
 
 
 def boxes(positions: Ints, tile: int) -> list[Boxes]:
@@ -458,7 +458,7 @@ def boxes(positions: Ints, tile: int) -> list[Boxes]:
         below = levels[-1]
         edges = np.arange(0, len(below.low), 2)
         low, stop = np.minimum.reduceat(below.low, edges), np.maximum.reduceat(below.stop, edges)
-        levels.append(Boxes(low, stop, np.logical_and.reduceat(below.real, edges)))
+        levels.append(Boxes(low, stop, np.logical_and.reduceat(below.all_tokens, edges)))
     return levels
 
 
@@ -468,7 +468,7 @@ class _Tiles(NamedTuple):
     positions: Ints  # (tiles, tile), the last one padded with -1: no token
     boxes: Boxes
     sizes: Ints  # positions in each tile
-    real: NDArray[np.bool_]  # whether the tile is whole and every position of it holds a token
+    whole: NDArray[np.bool_]  # whether the tile is full-size and every position of it holds a token
     ordered: NDArray[np.bool_]  # whether, moreover, its positions count up by one
 
 
@@ -476,8 +476,8 @@ def _tiles(positions: Ints, tile: int) -> _Tiles:
     count = -(-len(positions) // tile)
     tiles = np.pad(positions, (0, count * tile - len(positions)), constant_values=-1).reshape(-1, tile)
     sizes = np.minimum(tile, len(positions) - tile * np.arange(count))
-    real = np.all(tiles >= 0, axis=1)
-    return _Tiles(tiles, boxes(positions, tile)[0], sizes, real, real & np.all(np.diff(tiles, axis=1) == 1, axis=1))
+    whole = np.all(tiles >= 0, axis=1)
+    return _Tiles(tiles, boxes(positions, tile)[0], sizes, whole, whole & np.all(np.diff(tiles, axis=1) == 1, axis=1))
 
 
 def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Words]:
@@ -515,14 +515,14 @@ def _without_holes(
 ) -> tuple[Ints, Words]:
     """The bits with the pairs cleared in which a position holds no token."""
     group, words = bits
-    incomplete = np.flatnonzero(~(queries.real[row] & keys.real[column]))
+    incomplete = np.flatnonzero(~(queries.whole[row] & keys.whole[column]))
     if not len(incomplete):
         return bits
     tokens = np.packbits(queries.positions[row[incomplete]] >= 0, axis=1, bitorder="little").view(np.uint64)  # (n, 1)
-    real = np.where(keys.positions[column[incomplete]] >= 0, tokens, np.uint64(0))  # (n, tile_k)
-    real &= words[group[incomplete]]
+    with_tokens = np.where(keys.positions[column[incomplete]] >= 0, tokens, np.uint64(0))  # (n, tile_k)
+    with_tokens &= words[group[incomplete]]
     group[incomplete] = len(words) + np.arange(len(incomplete))
-    return group, np.concatenate([words, real])
+    return group, np.concatenate([words, with_tokens])
 
 
 def _group_by_key(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Ints]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
-__all__ = ["Missing", "row_masks", "seen", "visible_pair"]
+__all__ = ["LookaheadCheck", "row_masks", "seen", "visible_pair"]
 
 _AHEAD, _MOST_AHEAD = 64, 4096  # number of future queries per vectorised tile call
 _LAST = 128  # queries of an append checked for a certain key; the keys' own check covers the others
@@ -29,7 +29,7 @@ _FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most 
 _EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
 
 
-class Missing:
+class LookaheadCheck:
     """Raises where a query would lack a key that its mask shows; one for each cache."""
 
     def __init__(self, mask: Mask) -> None:
@@ -101,19 +101,25 @@ class Missing:
             self._ahead = min(2 * self._ahead, _MOST_AHEAD)
             return
         self._ahead = _AHEAD
-        q = q[:, :_AHEAD, None]
-        k = np.minimum(q + 1 + _EDGES, POSITION_MAX)  # (1, A, S + 1)
-        certain = np.any(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL, -1)[0]
+        certain = self._later_keys(q[:, :_AHEAD], q[:, :_AHEAD] + 1)[0].any(-1)[0]
         self._uncertain = range(start, start + _first_false(~certain))
+
+    def _later_keys(self, q: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """The proof by tiles that queries (R, A) see a later key: for ranges from ``end`` (R, A or 1) on, whether one is FULL.
+
+        Returns:
+            (R, A, S) bool, and where the ranges begin and end, (R, A or 1, S + 1).
+        """
+        k = np.minimum(end[..., None] + _EDGES, POSITION_MAX)
+        return seen(self.mask, q[..., None], q[..., None] + 1, k[..., :-1], k[..., 1:]) == FULL, k
 
     def _check_queries(self, positions: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
         """Raise if a new query certainly sees a key from ``end`` (R,) on; return from where on they may see one, (R,)."""
-        q = positions[:, -_LAST:, None]
-        k = np.minimum(end[:, None, None] + _EDGES, POSITION_MAX)  # (R, 1, S + 1)
-        certain = np.argwhere(seen(self.mask, q, q + 1, k[..., :-1], k[..., 1:]) == FULL)
-        for b, i, s in certain[:1].tolist():
+        q = positions[:, -_LAST:]
+        certain, k = self._later_keys(q, end[:, None])
+        for b, i, s in np.argwhere(certain)[:1].tolist():
             masks = row_masks(self.mask, b, len(positions))
-            self._raise(int(q[b, i, 0]), int(k[b, 0, s]), masks, "is not in the cache yet")
+            self._raise(int(q[b, i]), int(k[b, 0, s]), masks, "is not in the cache yet")
         may = seen(self.mask, positions, positions + 1, end[:, None], POSITION_MAX) != EMPTY  # (R, N)
         return np.where(may, positions, POSITION_MAX).min(1, initial=POSITION_MAX)
 
