@@ -101,7 +101,7 @@ class LookaheadCheck:
             self._ahead = min(2 * self._ahead, _MOST_AHEAD)
             return
         self._ahead = _AHEAD
-        certain = self._later_keys(q[:, :_AHEAD], q[:, :_AHEAD] + 1)[0].any(-1)[0]
+        certain = np.asarray(self._later_keys(q[:, :_AHEAD], q[:, :_AHEAD] + 1)[0][0].any(-1))  # (A,)
         self._uncertain = range(start, start + _first_false(~certain))
 
     def _later_keys(self, q: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
