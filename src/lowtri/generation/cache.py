@@ -208,9 +208,7 @@ class KVCache(CachePicture):
             if buffers.keys.ndim == 4:
                 buffers.pick(rows)
             elif rows.tolist() != [0]:
-                raise CallError(
-                    f"reorder: index is {rows.tolist()}, but keys {shape_text(buffers.keys)} have no batch."
-                )
+                raise CallError(f"reorder: got index {rows.tolist()}; keys {shape_text(buffers.keys)} have no batch.")
         self._slots.reorder(rows)
 
     def crop(self, n: Any) -> None:
