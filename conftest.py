@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import amx_emulated  # noqa: F401 - an instruction set, before lowtri chooses one
-from lowtri.backends.cpu import team
+from lowtri.backends.cpu import launch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def small_calls_use_all_threads() -> Iterator[None]:
     """Tests of several threads compute small calls, which run on one thread elsewhere, as in processes that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team, "GRAIN", 1)
+        patch.setattr(launch, "GRAIN", 1)
         yield
 
 

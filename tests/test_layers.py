@@ -65,7 +65,7 @@ BUDGETS = {
     "plain": 100,
     "ops": 780,
     "kernels": 3890,
-    "backends": 1310,
+    "backends": 1280,
     "dispatch": 1090,
     "generation": 1124,
     "nn": 2230,
@@ -80,7 +80,7 @@ BUDGETS = {
     "cli": 1223,
     "__main__": 20,
 }
-MAX_FILES = 237
+MAX_FILES = 232
 MAX_LINES = 600  # of a file: a file is a subject, not a fragment of one
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {

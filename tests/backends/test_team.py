@@ -10,7 +10,7 @@ import torch
 
 import lowtri
 from lowtri.backends import cpu
-from lowtri.backends.cpu import team
+from lowtri.backends.cpu import launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
@@ -21,7 +21,7 @@ GRAIN = 2**20
 @pytest.fixture(autouse=True)
 def _grain_and_threads(monkeypatch: pytest.MonkeyPatch):
     """Four threads, and the work of each as users have it; all other tests run with another."""
-    monkeypatch.setattr(team, "GRAIN", GRAIN)
+    monkeypatch.setattr(launch, "GRAIN", GRAIN)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     PREPARED.clear()
@@ -89,7 +89,7 @@ def test_a_window_counts_the_tiles_that_it_touches() -> None:
     x = torch.zeros(1, 1, 512, 64)
     for mask, tiles in (("full", 32), ("causal", 20), ("window(64)", 11)):  # of 64 x 128 pairs: each is a grain of work
         call = replace(describe(x, x, x, mask, CallOptions())[0], threads=64)
-        assert team.tile_threads("forward", call, call.plan()) == tiles
+        assert launch.tile_threads("forward", call, call.plan()) == tiles
 
 
 def test_a_call_that_sees_nothing_runs_on_one_thread() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lowtri
-from lowtri.backends.cpu.prepared import CpuForward
+from lowtri.backends.cpu.forward import CpuForward
 from lowtri.errors import CallError
 
 D_OUTPUTS = {

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import lowtri
+from lowtri.backends.cpu.forward import CpuForward
 from lowtri.backends.cpu.launch import Launch
-from lowtri.backends.cpu.prepared import CpuForward
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import abi, compilation, select, target, threads
@@ -204,9 +204,10 @@ def test_hidden_non_finite_values_have_no_effect_in_bf16(rows: str, nq: int, val
 @pytest.mark.parametrize("nq", [1, 100])
 def test_float16_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, kind: str, nq: int) -> None:
     """With gaps between rows, and sizes that are not whole vectors: no tensor is cast."""
-    from lowtri.backends.cpu import prepared
+    from lowtri.backends.cpu import decode, forward, layout
 
-    monkeypatch.setattr(prepared, "to_dtype", lambda x, dtype: pytest.fail("a tensor was cast"))
+    for module in (decode, forward, layout):
+        monkeypatch.setattr(module, "to_dtype", lambda x, dtype: pytest.fail("a tensor was cast"))
     for d in (32, 36, 5):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(nq, 100, d, torch.float16))
         arrays = [x.numpy() for x in (q, k, v)] if kind == "numpy" else [q, k, v]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
+from lowtri.backends.cpu.launch import LARGE, ask_for_large_pages
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes such advice")
 

@@ -13,7 +13,7 @@ import lowtri
 from amx_emulated import with_tiles
 from lowtri.backends import cpu
 from lowtri.backends.cpu.decode import CpuDecode
-from lowtri.backends.cpu.prepared import CpuForward
+from lowtri.backends.cpu.forward import CpuForward
 from lowtri.errors import EngineError
 from lowtri.kernels import compilation, target, threads
 from lowtri.kernels.abi import Abi

@@ -30,8 +30,8 @@ class Prepared:
         is_selective: the mask is kept to for finite, moderate numbers only, and ``accepts`` inspects them under ``engine="auto"``.
         any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
         table_bytes: of the table of visible keys, where ``any_keys`` has one.
-        is_plain: q, k and v are the only inputs and the output is the only result. There are also ``record_plain(q, k, v)`` and
-            ``gradients_plain(q, k, v, output, recorded, d_output)``: without tuples, small calls are ten microseconds shorter.
+        qkv_only: q, k and v are the only inputs and the output is the only result. There are also ``record_qkv(q, k, v)`` and
+            ``gradients_qkv(q, k, v, output, recorded, d_output)``: without tuples, small calls are ten microseconds shorter.
     """
 
     nbytes: int = 512
@@ -41,7 +41,7 @@ class Prepared:
     is_selective: bool = False
     any_keys: bool = False
     table_bytes: int = 0
-    is_plain: bool = False
+    qkv_only: bool = False
 
     def run(self, inputs: Inputs) -> Result:
         """The result; torch differentiates it unless the prepared call ``computes_gradients`` or has a ``formula_dtype``."""

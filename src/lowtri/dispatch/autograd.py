@@ -25,7 +25,7 @@ __all__ = ["differentiable"]
 
 def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
-    if prepared.is_plain:
+    if prepared.qkv_only:
         return Result(_apply_to_qkv(prepared, call, inputs.q, inputs.k, inputs.v))
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
@@ -73,7 +73,7 @@ class _QKVFunction(_Differentiable):
 
     @staticmethod
     def forward(ctx: Any, prepared: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
-        output, recorded = prepared.record_plain(q, k, v)
+        output, recorded = prepared.record_qkv(q, k, v)
         ctx.prepared, ctx.call, ctx.recorded = prepared, call, [recorded]
         _save(ctx, q, k, v, output)
         return output
@@ -84,7 +84,7 @@ class _QKVFunction(_Differentiable):
             return _Differentiable.backward(ctx, d_output)
         q, k, v, output = saved = ctx.saved_tensors
         _check_unpacked(ctx, saved)
-        return None, None, *ctx.prepared.gradients_plain(q, k, v, output, ctx.recorded[0], d_output)
+        return None, None, *ctx.prepared.gradients_qkv(q, k, v, output, ctx.recorded[0], d_output)
 
 
 # Plain tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.decode import CpuDecode
-from lowtri.backends.cpu.prepared import CpuForward
-from lowtri.backends.cpu.specs import is_decoded
+from lowtri.backends.cpu.forward import CpuForward
+from lowtri.backends.cpu.layout import is_decoded
 from lowtri.kernels import library
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair

@@ -13,12 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.arrays import empty, to_dtype
-from lowtri.backends.cpu.fields import address, packed, strides
-from lowtri.backends.cpu.launch import Launch, word
-from lowtri.backends.cpu.reading import ArrayLayout
-from lowtri.backends.cpu.specs import pack, spec_for
-from lowtri.backends.cpu.team import decode_threads
+from lowtri.backends.cpu.launch import Launch, decode_threads, word
+from lowtri.backends.cpu.layout import ArrayLayout, address, empty, pack, packed, spec_for, strides, to_dtype
 from lowtri.kernels.abi import DECODE
 from lowtri.kernels.scratch import CACHE_KEYS, decode_scratch, decode_shared_scratch
 from lowtri.ops.call import Call, Inputs, Keys, Result
@@ -82,7 +78,7 @@ class CpuDecode(Prepared):
         lse: Any = None
         if call.return_lse:
             lse = empty(q, call.q.shape[:3], self.lse_strides, reading.compute_dtype)
-        first = reading.first_pair(bias, reading.bias_strides) if bias is not None else 0
+        first = reading.bias_address(bias, reading.bias_strides) if bias is not None else 0
         if call.is_numpy:
             self.launch.run_at(*map(address, (q, k, v, output, lse)), first, address(sinks))
         else:

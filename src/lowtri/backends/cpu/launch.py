@@ -1,25 +1,33 @@
-"""A kernel's launch: its record, its scratch memory, and the team of threads.
+"""A kernel's launch: its record, its threads, and memory: scratch memory, and large pages for new tensors.
 
 A launch is prepared from everything about a call except its addresses. It can run many times, also from several threads at once.
+
+A call has as many threads as its work is worth, at most as many as it may use. A thread whose core is busy with something else starts
+up to 8 ms late, and the others wait for it. So a small call runs on one thread, as torch's own operations do below their grain size.
+The number depends on the call alone, so equal calls give equal results.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowtri.backends.cpu.fields import Fields
 from lowtri.kernels.abi import Abi, aligned
 from lowtri.kernels.library import code
 from lowtri.kernels.threads import run_team
 from lowtri.kernels.variants import symbol
+from lowtri.masks.plan import TILE_Q, Plan
+from lowtri.ops.call import Call
 
-__all__ = ["Launch", "word"]
+__all__ = ["LARGE", "Fields", "Launch", "ask_for_large_pages", "decode_threads", "tile_threads", "word"]
+
+Fields: TypeAlias = dict[str, Any]  # of a kernel's record, named as in :mod:`lowtri.kernels.abi`
 
 
 class Launch:
@@ -126,3 +134,49 @@ def _take_scratch(size: int) -> _Scratch:
     except IndexError:
         return _Scratch(size)
     return scratch if scratch.size >= size else _Scratch(size)
+
+
+# Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of
+# two in it matters little. On an AMD EPYC (Zen 4) two threads take 0.6 to 0.75 of the time where the work is worth them by this number,
+# and 0.75 to 1.2 of it where it is not. It chooses no algorithm.
+GRAIN = 2**20
+_READ = 2  # a byte of keys and values takes as long as so many multiplications
+_STARTED = 16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
+_PRODUCTS = {"forward": 2, "backward": 5}  # of matrices
+
+
+def tile_threads(family: str, call: Call, plan: Plan) -> int:
+    """For the tiles that the kernel of this family computes: forward or backward."""
+    batch, heads, _, nq, nk, d, dv = call.sizes
+    tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
+    pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // len(plan.mask_pairs))
+    return _threads(call, batch * heads * pairs * (d + dv) * _PRODUCTS[family] // 2)
+
+
+def decode_threads(call: Call, keys: int, number_bytes: int) -> int:
+    """For few queries and so many keys: what is multiplied or read, whichever takes longer."""
+    batch, heads, kv_heads, nq, _, d, dv = call.sizes
+    return _threads(call, batch * keys * (d + dv) * max(heads * nq, kv_heads * number_bytes * _READ))
+
+
+def _threads(call: Call, multiplications: int) -> int:
+    grain = GRAIN * _STARTED if call.is_numpy else GRAIN
+    return max(1, min(call.threads, multiplications // grain))
+
+
+# Pages of 2 MB for large new tensors, on Linux. The system gives out memory page by page as it is first written, and clears each page,
+# so that writing a new output of 32 MB once takes 12 ms with pages of 4 KB and 3.5 ms with pages of 2 MB (AMD EPYC, Zen 4). NumPy asks
+# for them itself, from the same size on.
+LARGE = 2**22  # bytes
+
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # on Linux only
+_madvise = None if _ADVICE is None else ctypes.CDLL(None).madvise
+if _madvise is not None:
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+def ask_for_large_pages(address: int, nbytes: int) -> None:
+    """Ask for them in this new memory. The system may refuse, which changes nothing."""
+    if _madvise is not None:
+        skipped = -address % mmap.PAGESIZE
+        _madvise(address + skipped, max(0, nbytes - skipped), _ADVICE)

@@ -6,12 +6,20 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.arrays import empty, to_dtype, torch_dtype
-from lowtri.backends.cpu.fields import Strides, address, like_array, of_plan, packed, strides
-from lowtri.backends.cpu.gradients import CpuBackward
-from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import Launch
-from lowtri.backends.cpu.reading import ArrayLayout
+from lowtri.backends.cpu.backward import CpuBackward
+from lowtri.backends.cpu.launch import LARGE, Launch, ask_for_large_pages
+from lowtri.backends.cpu.layout import (
+    ArrayLayout,
+    Strides,
+    address,
+    empty,
+    like_array,
+    of_plan,
+    packed,
+    strides,
+    to_dtype,
+    torch_dtype,
+)
 from lowtri.kernels.scratch import KEYS
 from lowtri.ops.call import Call, Inputs, Result
 
@@ -47,7 +55,7 @@ class CpuForward(Prepared):
         self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
         self.launch = self._prepare_forward(self.plan)
         self.sums_in_dtype = call.dtype == self.reading.compute_dtype  # so are the gradients
-        self.is_plain = self.reading.unchanged and self.lse_planes == 2 and not call.return_lse
+        self.qkv_only = self.reading.unchanged and self.lse_planes == 2 and not call.return_lse
         self._gradients: dict[Layout, CpuBackward] = {}
         self.nbytes = 8192 + self.plan.nbytes
 
@@ -65,7 +73,7 @@ class CpuForward(Prepared):
         """Output (B, Hq, Nq, Dv) in the dtype of q, and the sums."""
         reading = self.reading
         if reading.unchanged:
-            return self.record_plain(*inputs[:3])
+            return self.record_qkv(*inputs[:3])
         q, k, v, bias, sinks = reading.inputs(inputs)
         output = empty(q, self.output_shape, self.output_strides, reading.dtype)
         if output.nbytes >= LARGE:
@@ -73,11 +81,11 @@ class CpuForward(Prepared):
         sums: Any = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype) if self.lse_planes else None
         lse = address(sums)
         lse_low = lse + sums.nbytes // 2 if self.lse_planes == 2 else 0
-        first = reading.first_pair(bias, reading.bias_strides)
+        first = reading.bias_address(bias, reading.bias_strides)
         self.launch.run_at(*map(address, (q, k, v, output)), lse, lse_low, first, address(sinks))
         return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
 
-    def record_plain(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def record_qkv(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Output and sums from tensors that the kernels read as they are: the shortest way, since small calls take microseconds."""
         output = q.new_empty_strided(self.output_shape, self.output_strides)
         where, sums, lse, lse_low = output.data_ptr(), None, 0, 0
@@ -91,9 +99,7 @@ class CpuForward(Prepared):
         self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, lse_low, 0, 0)
         return output, sums
 
-    def gradients_plain(
-        self, q: Any, k: Any, v: Any, output: Any, recorded: Any, d_output: Any
-    ) -> tuple[Any, Any, Any]:
+    def gradients_qkv(self, q: Any, k: Any, v: Any, output: Any, recorded: Any, d_output: Any) -> tuple[Any, Any, Any]:
         """:meth:`gradients` of q, k and v where there is nothing else."""
         layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), None
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)

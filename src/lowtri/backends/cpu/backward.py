@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtri.backends.cpu.arrays import to_dtype
-from lowtri.backends.cpu.fields import Strides, like_array, of_bias, of_plan, packed, strides
-from lowtri.backends.cpu.large_pages import LARGE, ask_for_large_pages
-from lowtri.backends.cpu.launch import Launch
-from lowtri.backends.cpu.reading import ArrayLayout
-from lowtri.backends.cpu.team import tile_threads
+from lowtri.backends.cpu.launch import LARGE, Launch, ask_for_large_pages, tile_threads
+from lowtri.backends.cpu.layout import ArrayLayout, Strides, like_array, of_bias, of_plan, packed, strides, to_dtype
 from lowtri.kernels.scratch import key_rows, padded
 from lowtri.kernels.variants import Array
 from lowtri.ops.call import Inputs, Result
@@ -104,10 +100,10 @@ class CpuBackward:
             lse,
             0 if recorded is None else lse_address + lse.nbytes // 2,
             d_output,
-            0 if bias is None else self.reading.first_pair(bias, self.reading.bias_strides),
+            0 if bias is None else self.reading.bias_address(bias, self.reading.bias_strides),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),
-            0 if d_bias is None else self.reading.first_pair(d_bias, (1,)),
+            0 if d_bias is None else self.reading.bias_address(d_bias, (1,)),
         )
         if not self.is_exact:
             *_, nk, d, dv = self.call.sizes
