@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.backends.cpu.forward import CpuForward
+from lowtri.backends import cpu
 from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
@@ -93,7 +93,7 @@ def run(launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
 
 def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> None:
     calls = [qkv(100, 100, 32, seed=seed) for seed in range(8)]
-    launch = CpuForward(describe(*calls[0], "causal")[0]).launch
+    launch = cpu.prepare(describe(*calls[0], "causal")[0]).launch
     alone = [lowtri.attention(*call, "causal", engine="cpu") for call in calls]
     with ThreadPoolExecutor(8) as pool:
         for actual, expected in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
@@ -102,7 +102,7 @@ def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> N
 
 def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
     call = qkv(100, 100, 32)
-    launch = CpuForward(describe(*call, "causal")[0]).launch
+    launch = cpu.prepare(describe(*call, "causal")[0]).launch
     with pytest.raises(KeyError, match="sinks"):
         launch.run(q=0, k=0, v=0, o=0, lse=0, lse_low=0, bias=0)
     with pytest.raises(KeyError, match="the kernel has no arrays \\['values'\\]"):

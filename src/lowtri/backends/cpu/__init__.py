@@ -8,7 +8,7 @@ from __future__ import annotations
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.backends.cpu.forward import CpuForward
-from lowtri.backends.cpu.layout import is_decoded
+from lowtri.backends.cpu.layout import select
 from lowtri.kernels import library
 from lowtri.ops.call import Call
 from lowtri.ops.distance_bias import first_pair
@@ -37,4 +37,5 @@ def supports(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Prepared:
-    return CpuDecode(call) if not call.needs_grad and is_decoded(call) else CpuForward(call)
+    selection = select(call)
+    return CpuDecode(call, selection) if selection.family == "decode" else CpuForward(call, selection)

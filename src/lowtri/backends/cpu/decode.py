@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.launch import Launch, decode_threads, word
-from lowtri.backends.cpu.layout import ArrayLayout, address, empty, pack, packed, spec_for, strides, to_dtype
+from lowtri.backends.cpu.layout import ArrayLayout, Selection, address, empty, packed, strides, to_dtype
 from lowtri.kernels.abi import DECODE
 from lowtri.kernels.scratch import CACHE_KEYS, decode_scratch, decode_shared_scratch
 from lowtri.ops.call import Call, Inputs, Keys, Result
@@ -36,10 +36,8 @@ class CpuDecode(Prepared):
     any_keys = True
     launch: Launch
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.reading = call, ArrayLayout(call, decodes=True)
-        self.reading.arrays[0] = pack(self.reading.arrays[0])  # the few queries are made contiguous in each run
-        self.spec = spec_for("decode", self.reading.dtype, self.reading.arrays)
+    def __init__(self, call: Call, selection: Selection) -> None:
+        self.call, self.reading, self.spec = call, ArrayLayout(call, selection), selection.spec
         self.input_bytes, self.in_pairs = self.spec.input_bytes, self.spec.per_word == 2
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
         self.output_strides, self.lse_strides = packed(self.output_shape), packed(self.output_shape[:3])

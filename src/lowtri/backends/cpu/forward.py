@@ -10,12 +10,14 @@ from lowtri.backends.cpu.backward import CpuBackward
 from lowtri.backends.cpu.launch import LARGE, Launch, ask_for_large_pages
 from lowtri.backends.cpu.layout import (
     ArrayLayout,
+    Selection,
     Strides,
     address,
     empty,
     like_array,
     of_plan,
     packed,
+    select,
     strides,
     to_dtype,
     torch_dtype,
@@ -41,9 +43,8 @@ class CpuForward(Prepared):
     computes_gradients = True
     from_output = True
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.reading = ArrayLayout(call, decodes=False)
+    def __init__(self, call: Call, selection: Selection) -> None:
+        self.call, self.reading = call, ArrayLayout(call, selection)
         self.plan = call.plan(KEYS)
         self.output_shape = (*call.q.shape[:3], call.v.shape[3])
         like_q = like_array(self.reading.arrays[0], call.v.shape[3])
@@ -134,7 +135,7 @@ class CpuForward(Prepared):
                 v=call.v._replace(strides=v),
                 bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
             )
-            reading = ArrayLayout(moved, decodes=False)
+            reading = ArrayLayout(moved, select(moved))
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
         prepared = self._gradients[layout] = CpuBackward(reading, self.plan, output, d_output)

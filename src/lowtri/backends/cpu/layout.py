@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lowtri.backends.cpu.launch import Fields, Launch, tile_threads
 from lowtri.kernels import abi
 from lowtri.kernels.scratch import SCRATCH, packed_shared_scratch
+from lowtri.kernels.spec import KernelSpec
 from lowtri.kernels.variants import Array
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import ArrayInfo, Call, Inputs
@@ -18,16 +18,15 @@ from lowtri.ops.distance_bias import first_pair
 
 __all__ = [
     "ArrayLayout",
+    "Selection",
     "Strides",
     "address",
     "empty",
-    "is_decoded",
     "like_array",
     "of_bias",
     "of_plan",
-    "pack",
     "packed",
-    "spec_for",
+    "select",
     "strides",
     "to_dtype",
     "torch_dtype",
@@ -44,30 +43,28 @@ _FEW_QUERIES_TILES = 8
 class ArrayLayout:
     """The arrays of a call as the kernels read them.
 
-    Half types are read directly, or cast to float32 if the CPU lacks the instructions.
+    Half types are read directly, or cast to float32 if the CPU lacks the instructions. The decode kernel reads contiguous queries.
 
     Attributes:
         cast: whether q, k and v are cast to float32.
+        spec: of the kernel; the backward kernel has that of the forward.
         dtype, compute_dtype: of the arrays that the kernels read, and of sums, log-sum-exps, biases and gradients.
         arrays: q, k and v.
         unchanged: whether the kernels read the tensors as they are, and there are no others.
     """
 
-    def __init__(self, call: Call, decodes: bool) -> None:
-        self.call, self.decodes = call, decodes
-        self.cast = spec_of("forward", call) is None
+    def __init__(self, call: Call, selection: Selection) -> None:
+        family, self.spec, self.cast = selection
+        self.call, self.decodes = call, family == "decode"
         self.compute_dtype = "float64" if call.dtype == "float64" else "float32"
         self.dtype = "float32" if self.cast else call.dtype
         self.arrays = [pack(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        if self.decodes:
+            self.arrays[0] = pack(call.q)
         bias = call.bias
         self.bias_strides = () if bias is None else pack(bias).strides if self._casts(bias) else bias.strides
         self.unchanged = not (call.is_numpy or self.cast or call.bias or call.sinks)
-        self.unchanged &= not decodes or call.q.strides == packed(call.q.shape)  # few queries must be contiguous
-
-    @cached_property
-    def spec(self) -> Any:
-        """The spec of the forward kernel and its gradients."""
-        return spec_for("forward", self.dtype, self.arrays)
+        self.unchanged &= not self.decodes or call.q.strides == packed(call.q.shape)
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
@@ -107,26 +104,37 @@ class ArrayLayout:
         return bias.dtype != self.compute_dtype
 
 
-def is_decoded(call: Call) -> bool:
-    """Whether the decode kernel runs the call: few queries, and rows that can be read in whole vectors."""
-    spec = spec_of("forward", call)
-    if call.q.shape[2] >= (_FEW_QUERIES_TILES if spec is not None and spec.on_tiles else _FEW_QUERIES):
-        return False
-    arrays = [pack(x) if spec is None else x for x in (call.q, call.k, call.v)]  # without a spec, after a cast
-    return spec_for("decode", "float32" if spec is None else call.dtype, [pack(arrays[0]), *arrays[1:]]) is not None
+class Selection(NamedTuple):
+    """The kernel of a call: its family, forward (with its gradients) or decode; and whether q, k and v are cast to float32 for it."""
+
+    family: str
+    spec: KernelSpec
+    cast: bool
 
 
-def spec_of(family: str, call: Call) -> Any:
-    """The spec of the kernel that reads the call's arrays without a cast, or None."""
-    return spec_for(family, call.dtype, [call.q, call.k, call.v])
+def select(call: Call) -> Selection:
+    """The kernel that runs a call: decode for few queries without gradients, if their rows can be read in whole vectors."""
+    dtype, arrays = call.dtype, [call.q, call.k, call.v]
+    forward = _spec_of("forward", dtype, arrays)
+    cast = forward is None
+    if forward is None:
+        dtype, arrays = "float32", [pack(x) for x in arrays]
+        forward = _spec_of("forward", dtype, arrays)
+        assert forward is not None, "contiguous arrays in float32 are read on every CPU"
+    if not call.needs_grad and call.q.shape[2] < (_FEW_QUERIES_TILES if forward.on_tiles else _FEW_QUERIES):
+        decode = _spec_of("decode", dtype, [pack(arrays[0]), *arrays[1:]])
+        if decode is not None:
+            return Selection("decode", decode, cast)
+    return Selection("forward", forward, cast)
 
 
-def spec_for(family: str, dtype: str, arrays: list[ArrayInfo]) -> Any:
+def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | None:
     """The spec of the kernel that reads arrays of this dtype and layout, or None."""
     # Imported late: the import finds out which CPU this is, and raises if LOWTRI_ISA names another.
-    from lowtri.kernels import select
+    from lowtri.kernels.select import spec_of
 
-    return select.spec_of(family, dtype, *(Array(x.strides, x.shape[3]) for x in arrays))
+    q, k, v = (Array(x.strides, x.shape[3]) for x in arrays)
+    return spec_of(family, dtype, q, k, v)
 
 
 def of_call(call: Call, q: Strides, k: Strides, v: Strides, bias: Strides) -> Fields:
