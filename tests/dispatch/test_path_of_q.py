@@ -101,13 +101,13 @@ def test_a_token_of_a_cache_runs_few_files_in_every_layer(mask: str, rows: int, 
         cache.attend(new(40), new(40), new(40), positions, layer=layer)
     most, calls = 0, []
     for t in range(100):
-        before = [cache._slots._free, cache._slots.missing._no_later]
+        before = [cache._slots._free, cache._slots.lookahead._no_later]
         ran = [
             len(files_that_run(lambda layer=layer: cache.attend(new(1), new(1), new(1), layer=layer)))
             for layer in range(2)
         ]
         # A token that evicts others, lets the buffers grow, or looks further ahead for keys that may be missing runs more.
-        after = [cache._slots._free, cache._slots.missing._no_later]
+        after = [cache._slots._free, cache._slots.lookahead._no_later]
         if t and all(x is y for x, y in zip(before, after, strict=True)):
             most = max(most, *ran)
         calls.append(len(PREPARED))
