@@ -260,7 +260,7 @@ def test_wrong_arguments_raise_as_in_eager_mode() -> None:
     x = inputs()
     with pytest.raises(MaskError, match="there is no mask 'casual'"):
         compiled(lambda q, k, v: attention(q, k, v, "casual"))(*x)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a mask is required"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="mask: got None; expected a mask"):
         compiled(lambda q, k, v: attention(q, k, v, None))(*x)
     with pytest.raises(lowtri.CallError, match="k and v differ in length"):
         compiled(lambda q, k, v: attention(q, k, v[:, :, :8], "causal"))(*x)

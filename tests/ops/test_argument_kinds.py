@@ -417,6 +417,8 @@ whole = st.integers(-(2**63), 2**64 - 1)
 def test_positions_of_any_size(places: list[int], text: str, as_tensor: bool) -> None:
     x = np.random.default_rng(0).normal(size=(4, 4))
     array = np.array(places)  # int64, uint64, or floats where no integer dtype has them all
+    if array.dtype.kind == "u":
+        array = array.astype(np.uint64)  # NumPy gives ulonglong here, which torch cannot take
     given_places = torch.from_numpy(array) if as_tensor else array
     try:
         found = attention(
