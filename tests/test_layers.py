@@ -60,7 +60,7 @@ BUDGETS = {
     "files": 57,
     "pictures": 520,
     "compat": 420,
-    "masks": 2025,
+    "masks": 1960,
     "showing": 270,
     "plain": 100,
     "ops": 780,
@@ -68,9 +68,9 @@ BUDGETS = {
     "backends": 1288,
     "dispatch": 1090,
     "generation": 1124,
-    "nn": 2230,
-    "parallel": 1180,
-    "training": 1015,
+    "nn": 2191,
+    "parallel": 1172,
+    "training": 1005,
     "auditing": 3509,
     "verifying": 1238,
     "explaining": 750,
@@ -232,13 +232,13 @@ def test_no_backend_imports_another() -> None:
 
 
 def test_packages_import_only_declared_names() -> None:
-    """A name that another package imports is in the ``__all__`` of its file; private names stay in their file."""
+    """Private names stay in their file; of a public module, other packages import only what its ``__all__`` lists."""
     wrong = []
     for statement in IMPORTS:
+        declared = not statement.name.startswith("_") or statement.name == "__version__"
         if package_of(statement.file) != statement.module.split(".")[1] and statement.name not in ("", "__version__"):
-            declared = statement.name in importlib.import_module(statement.module).__all__
-        else:
-            declared = not statement.name.startswith("_") or statement.name == "__version__"
+            public = getattr(importlib.import_module(statement.module), "__all__", None)
+            declared = declared and (public is None or statement.name in public)
         if not declared:
             wrong.append(str(statement))
     assert wrong == []
@@ -292,15 +292,11 @@ def test_no_function_has_many_parameters() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
 def test_all_is_exact(path: Path) -> None:
-    """Every file with functions or classes has an ``__all__``; each name in it is there, once."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    """Each name in an ``__all__`` is there, once. Public modules have one; elsewhere the underscore says what is private."""
     dotted = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
     module = importlib.import_module(dotted)
-    declared = getattr(module, "__all__", None)
-    if declared is None:
-        assert not {name for name in defined if not name.startswith("_")} or path.parent.name == "cli"
-        return
+    declared = getattr(module, "__all__", [])
+    assert declared or dotted not in ("lowtri", "lowtri.nn", "lowtri.parallel", "lowtri.plain", "lowtri.masks")
     assert len(declared) == len(set(declared))
     assert [name for name in declared if not hasattr(module, name)] == []
     assert [name for name in declared if name.startswith("_") and name != "__version__"] == []

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowtri.errors import DataError
 from lowtri.generation.generate import generate
-from lowtri.nn.decoder import Decoder, DecoderConfig
+from lowtri.nn import Decoder, DecoderConfig
 from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, encode_document, learn
 from lowtri.training.recipe import Recipe, split
 from lowtri.training.train import Step, train

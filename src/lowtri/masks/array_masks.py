@@ -18,8 +18,6 @@ from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import PARTIAL, POSITION_MAX, Answer, Positions, tile_answer, within
 
-__all__ = ["ArrayMask", "KeyLengths", "Keys", "Table", "hidden", "keys", "table"]
-
 
 class ArrayMask(Mask):
     """A mask whose fields are arrays: their leading dimensions are its batch."""

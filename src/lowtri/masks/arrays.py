@@ -20,21 +20,6 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.tile import POSITION_MAX
 
-__all__ = [
-    "ROWS",
-    "TABLES",
-    "VECTOR",
-    "FrozenArray",
-    "bool_array",
-    "in_numpy",
-    "integer_array",
-    "is_fake",
-    "is_tensor",
-    "is_traced",
-    "positions_in_numpy",
-    "why_not_plain",
-]
-
 # Shapes that arguments take, by rank.
 VECTOR = {1: "(N,)"}
 ROWS = {**VECTOR, 2: "(B, N)"}

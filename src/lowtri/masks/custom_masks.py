@@ -15,8 +15,6 @@ from lowtri.masks.mask import Mask, combine, constructor
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import Answer, Positions, shown
 
-__all__ = ["Heads", "Where", "heads", "where"]
-
 
 @dataclass(frozen=True, repr=False)
 class Where(Mask):

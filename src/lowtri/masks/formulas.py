@@ -13,8 +13,6 @@ import numpy as np
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, tile_answer
 
-__all__ = ["Band", "First", "band", "causal", "first", "full", "strided", "window"]
-
 
 @dataclass(frozen=True, repr=False)
 class Full(Mask):

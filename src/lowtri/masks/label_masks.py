@@ -20,11 +20,6 @@ from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, same_label, shown, within
 
-__all__ = [
-    *("Chunks", "Documents", "PackedDocuments", "RangeMinMax", "check_row_lengths", "chunks", "documents"),
-    "with_open_end",
-]
-
 
 class Labelled(Mask):
     """A query sees the keys of its own label. Unless a kind of mask says otherwise, labels ascend with the positions."""

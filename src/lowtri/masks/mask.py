@@ -35,23 +35,6 @@ from lowtri.masks.tile import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    *(
-        "CONSTRUCTORS",
-        "MAX_DEPTH",
-        "And",
-        "Constructor",
-        "Join",
-        "Mask",
-        "Not",
-        "Or",
-        "called",
-        "combine",
-        "constructor",
-    ),
-    *("default_positions", "field_text", "first_position"),
-]
-
 MAX_DEPTH = 100  # operators inside operators: every question recurses through them
 _MAX_SIZE = 1000  # masks under all operators together
 _PAIRS_AT_ONCE = 2**22  # of a table: about 32 MB of intermediate numbers

@@ -28,19 +28,6 @@ from lowtri.pictures.labels import Tokens, aligned, display_width, shortened, to
 from lowtri.pictures.pages import card, page
 from lowtri.pictures.svg import HIDDEN, LETTER, MAX_CELLS, Grid, document, fill, legend, legend_width, text
 
-__all__ = [
-    "MAX_PANELS",
-    "MIN_POSITIONS",
-    "cells_of",
-    "draw",
-    "html",
-    "picture_size",
-    "save",
-    "shown_as_html",
-    "shown_as_svg",
-    "svg",
-]
-
 _PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show what the mask answers for a tile
 MIN_POSITIONS = 12  # of a picture whose size nobody gave
 MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted

@@ -32,19 +32,6 @@ from lowtri.masks.formulas import causal
 from lowtri.masks.mask import And, Join, Mask, Not, default_positions
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX
 
-__all__ = [
-    "TILE_Q",
-    "Plan",
-    "is_causal",
-    "key_ranges",
-    "keys_seen",
-    "pairs",
-    "plan",
-    "queries_that_see",
-    "row_of_runs",
-    "tile_patterns",
-]
-
 Ints = NDArray[np.int64]
 TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
 _TILES_AT_ONCE = 4096  # a million words: 4 MB for each mask that is joined

@@ -28,8 +28,6 @@ from lowtri.masks.arrays import FrozenArray, in_numpy
 from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, Mask, called
 from lowtri.masks.tile import shown
 
-__all__ = ["as_mask", "mask", "pack", "unpack"]
-
 MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand documents
 _STRENGTH = {"|": 1, "&": 2, "-": 3}
 _JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {

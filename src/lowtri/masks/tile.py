@@ -14,11 +14,6 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 
-__all__ = [
-    *("EMPTY", "FULL", "MAX_POSITIONS", "PARTIAL", "POSITION_MAX", "TILES", "Answer", "Positions", "Tile"),
-    *("check_count", "checked_edge", "checked_positions", "same_label", "shown", "tile_answer", "within"),
-]
-
 POSITION_MAX = 2**62
 """Greater than any position, and small enough that the sum of two fits into int64. As the end of a tile it means no end."""
 

@@ -21,10 +21,10 @@ from lowtri.extras import require
 require("lowtri.nn", "torch")
 
 from lowtri.nn.attention import MaskedSelfAttention, MultiHeadAttention
-from lowtri.nn.config import DecoderConfig, GPT2Config
+from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.positions import sinusoidal
-from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
+from lowtri.nn.recurrent import RecurrentLM
 
 __all__ = [
     "Decoder",

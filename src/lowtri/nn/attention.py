@@ -24,8 +24,6 @@ from lowtri.masks import Mask, as_mask
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 from lowtri.nn.quantized import fuse_linears
 
-__all__ = ["Cache", "MaskedSelfAttention", "MultiHeadAttention"]
-
 
 class Cache(Protocol):
     """Keys and values of all layers. A cache may also have ``contiguous``, as :class:`lowtri.KVCache` does."""

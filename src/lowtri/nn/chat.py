@@ -18,8 +18,6 @@ from lowtri.extras import is_installed
 from lowtri.nn import chat_render
 from lowtri.nn.files import brief, read_json, read_text
 
-__all__ = ["chat_text", "template_of"]
-
 SECONDS, MEMORY = 10.0, 2**29  # limits of a template; real ones take milliseconds
 _PACKAGES = ("transformers", "jinja2")
 

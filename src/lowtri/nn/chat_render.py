@@ -11,8 +11,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Render the template from stdin to stdout."""

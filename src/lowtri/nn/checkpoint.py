@@ -37,9 +37,6 @@ from lowtri.nn.recurrent import RecurrentLM
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BEGIN", "END", "Pretrained", "load", "load_named", "load_tokenizer", "save"]
-
-
 BEGIN, END = "<|begin|>", "<|end|>"  # begin- and end-of-document tokens of tokenizers that lowtri trains
 
 

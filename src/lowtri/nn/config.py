@@ -12,9 +12,6 @@ from lowtri.errors import CallError, DataError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.positions import RopeScaling
 
-__all__ = ["CELLS", "DecoderConfig", "GPT2Config", "RecurrentConfig", "check_not_set", "check_sizes"]
-
-
 CELLS = ("lstm", "gru", "rnn")  # of a RecurrentLM
 
 

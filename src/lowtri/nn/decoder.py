@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from lowtri.nn.attention import Cache
 
-__all__ = ["Decoder", "DecoderConfig"]
-
 _FIXES = {
     "config": "Decoder(config), or from_pretrained(path, mask=...)",
     "mask": "from_pretrained(path, mask=...), or mask= in the call or in make_cache()",

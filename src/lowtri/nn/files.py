@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-__all__ = ["brief", "encode", "file_in", "guarded", "load_tokenizer", "read_json", "read_text", "write_folder"]
-
-
 LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes about 20 times that
 
 

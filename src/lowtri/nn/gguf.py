@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-__all__ = ["Header", "StoredTensor", "config_of", "converted", "is_gguf", "read_header", "tensor_names", "tokenizer_of"]
-
-
 _FORM = 2  # version of the folders written here; a new version converts again
 _SCALING = "rope_freqs.weight"
 

@@ -30,9 +30,6 @@ from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig
 from lowtri.nn.files import brief
 from lowtri.nn.positions import RopeScaling
 
-__all__ = ["check_layers", "damaged_config", "end_ids", "from_conv1d", "from_json", "to_conv1d", "to_json"]
-
-
 # For each model_type, transformers' class.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -31,8 +31,6 @@ from lowtri.nn.quantized import fuse_linears
 if TYPE_CHECKING:
     from lowtri.nn.attention import Cache
 
-__all__ = ["Embedding", "GPT2Body", "LlamaBody", "body_of"]
-
 
 class Embedding(nn.Embedding):
     """torch's, which draws no weights on the meta device: for that torch loads its compiler, which takes a second."""

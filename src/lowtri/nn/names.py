@@ -32,18 +32,6 @@ from lowtri.nn.files import brief, file_in, read_json
 from lowtri.nn.gguf import converted, is_gguf
 from lowtri.nn.hf_config import end_ids, from_conv1d, from_json
 
-__all__ = [
-    "FILES",
-    "PACKAGED",
-    "Checkpoint",
-    "Packaged",
-    "as_dtype",
-    "download",
-    "folder_of",
-    "is_hub_name",
-    "read_checkpoint",
-]
-
 
 def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> Path:
     """The checkpoint folder for a name; an existing path takes precedence over a package's or a hub's name.

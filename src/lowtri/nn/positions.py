@@ -17,8 +17,6 @@ from torch import Tensor
 from lowtri.errors import CallError
 from lowtri.masks.arrays import why_not_plain
 
-__all__ = ["RopeScaling", "apply_rotary", "from_pairs", "rotary_frequencies", "rotary_tables", "sinusoidal"]
-
 
 def sinusoidal(n: int, d: int) -> Tensor:
     """Sines and cosines of the positions ``0 .. n-1``, from high frequencies (left columns) to low (right columns).

@@ -38,19 +38,6 @@ from lowtri.ops.guards import active_mode, is_plain
 if TYPE_CHECKING:
     from lowtri.kernels.token_rows import TokenRows
 
-__all__ = [
-    "Choices",
-    "FewTokensNorm",
-    "MEASURED",
-    "Product",
-    "QuantizedLinear",
-    "WEIGHTS",
-    "compiled_row_ops",
-    "fuse_linears",
-]
-__all__ += ["quantize", "rows_index", "seconds"]
-
-
 Product: TypeAlias = Callable[[Tensor], Tensor]  # (..., in) to (..., out), both float32
 Runs: TypeAlias = Sequence[Sequence[Callable[[], object]]]  # for each way the same products
 

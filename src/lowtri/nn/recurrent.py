@@ -18,8 +18,6 @@ from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.config import RecurrentConfig, check_not_set
 
-__all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState"]
-
 _CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 

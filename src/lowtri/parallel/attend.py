@@ -25,9 +25,6 @@ from lowtri.masks import Mask
 from lowtri.parallel.exchange import Exchange, Pending
 from lowtri.parallel.runs import Ints
 
-__all__ = ["Bias", "Setting", "attend", "bias_of_positions", "module_options", "take", "wrong_tensors"]
-
-
 Bias = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from lowtri.errors import CallError, LowtriError, RankError
 
-__all__ = ["agree", "all_gather", "all_to_all", "barrier", "describe_call", "guard"]
-
 
 def all_gather(out: Tensor, x: Tensor, group: Any, *, async_op: bool = False) -> Any:
     """``out`` has the ``x`` of each rank, one after the other."""

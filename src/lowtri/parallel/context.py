@@ -21,8 +21,6 @@ from lowtri.parallel.exchange import Exchange, exchange_of
 from lowtri.parallel.runs import Ints
 from lowtri.parallel.shards import ShardPlan
 
-__all__ = ["ContextParallel"]
-
 
 class ContextParallel:
     """A sequence that is spread over processes by a plan, and its exact attention, with gradients.

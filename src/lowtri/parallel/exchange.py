@@ -23,8 +23,6 @@ from lowtri.parallel.collectives import guard
 from lowtri.parallel.runs import Ints, first_tokens
 from lowtri.parallel.shards import ShardPlan
 
-__all__ = ["Exchange", "Pending", "Route", "exchange_of", "route_of"]
-
 
 class Pending:
     """Rows on their way."""

@@ -20,9 +20,6 @@ from lowtri.masks.tile import check_count
 from lowtri.parallel.runs import Ints, Runs, block_pairs, block_runs, first_tokens, runs_of_ranks
 from lowtri.parallel.shards import LayoutCost, ShardPlan, imbalance_of
 
-__all__ = ["plan_shards", "candidate_layouts"]
-
-
 _BLOCKS_OF_A_RANK = 16  # from there on, longer blocks cost little balance
 _MOST_BLOCKS = 2**16
 _EVEN = 1.15  # imbalance

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from lowtri.masks.plan import TILE_Q, Plan
 
-__all__ = ["Ints", "Runs", "block_pairs", "block_runs", "first_tokens", "runs_of_ranks"]
-
 Ints = NDArray[np.int64]
 
 

@@ -22,8 +22,6 @@ from lowtri.parallel.attend import Bias, bias_of_positions, module_options, take
 from lowtri.parallel.runs import Ints, first_tokens
 from lowtri.parallel.shards import ShardPlan
 
-__all__ = ["EarlierKeys", "Layer", "SequentialShards", "SequentialStep", "Source", "order_of_shards"]
-
 
 class SequentialShards:
     """The shards of a plan one after the other in one process: a training step over a long row in the memory of one shard.

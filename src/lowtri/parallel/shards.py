@@ -16,8 +16,6 @@ from lowtri.parallel.runs import Ints, Runs, first_tokens
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, MAX_CELLS, State, Strip, fill, strips_svg
 
-__all__ = ["RankRow", "ShardPlan", "LayoutCost", "as_svg", "as_text", "imbalance_of"]
-
 
 class LayoutCost(NamedTuple):
     """What a way of dealing gives.

@@ -29,9 +29,6 @@ from lowtri.training.corpus import Packed
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
 
-__all__ = ["History", "Run", "Saver", "check_sizes", "content_of", "full_weights", "newest", "restore"]
-
-
 _ALONE = "torch.distributed is disabled"  # the beginning of torch's warning where one process saves or loads
 
 

@@ -27,9 +27,6 @@ from lowtri.nn.checkpoint import BEGIN, END
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BYTES", "Document", "IGNORED", "Packed", "Rows", "encode_document", "learn", "read_files"]
-
-
 IGNORED = -100  # a target that torch's cross_entropy skips by default
 
 

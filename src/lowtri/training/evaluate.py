@@ -18,8 +18,6 @@ from lowtri.generation.models import stepwise_cache
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.recurrent import RecurrentLM
 
-__all__ = ["Evaluation", "Score", "evaluate"]
-
 
 class Score(NamedTuple):
     """How well every token of a text was predicted from those before it."""

@@ -16,8 +16,6 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["LOCK", "only_training"]
-
 LOCK = ".training.lock"
 _FAR = 2**20  # Windows locks bytes, and a locked one cannot be read: this one lies behind the process number
 _BUSY = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK, errno.EACCES)

@@ -25,9 +25,6 @@ from lowtri.parallel.context import ContextParallel
 from lowtri.parallel.planning import plan_shards
 from lowtri.training.corpus import IGNORED, Rows
 
-__all__ = ["Processes", "initialise", "processes_of_torchrun", "reported_once"]
-
-
 T = TypeVar("T")
 
 _STEP = timedelta(minutes=10)  # for a process that hangs in a step; one that has ended is noticed at once

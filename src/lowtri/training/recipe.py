@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from lowtri.errors import CallError
 
-__all__ = ["Recipe", "rows_of_step", "split"]
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -26,17 +26,17 @@ from lowtri.errors import DataError
 from lowtri.files import write_atomically, write_text
 from lowtri.masks import as_mask
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.nn.checkpoint import load_tokenizer, save
-from lowtri.nn.decoder import Decoder, DecoderConfig
-from lowtri.nn.recurrent import RecurrentConfig, RecurrentLM
+from lowtri.nn.checkpoint import save
+from lowtri.nn.config import DecoderConfig, RecurrentConfig
+from lowtri.nn.decoder import Decoder
+from lowtri.nn.files import load_tokenizer
+from lowtri.nn.recurrent import RecurrentLM
 from lowtri.training.checkpoints import History, full_weights, newest
 from lowtri.training.corpus import Packed, encode_document, learn, read_files
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
 from lowtri.training.train import Step, first_loss, train
-
-__all__ = ["Outcome", "Plan", "read_plan", "run"]
 
 PLAN, STATE, WEIGHTS = "training.json", "training-state", "model.safetensors"
 

@@ -24,8 +24,6 @@ from lowtri.training.corpus import IGNORED, Packed, Rows
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe, rows_of_step, split
 
-__all__ = ["Step", "first_loss", "train"]
-
 
 class Step(NamedTuple):
     """What ``watch`` receives after each step."""
