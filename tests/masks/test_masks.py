@@ -210,6 +210,32 @@ def test_infinity_is_the_end_of_a_tile() -> None:
     assert strided(3).tile(0, POSITION_MAX, 1, 2) == PARTIAL
 
 
+def test_formulas_of_users_have_tile_answers() -> None:
+    """Of sums, comparisons, & | ~; other formulas, and broken ones, are evaluated pair by pair."""
+    ours = where(lambda q, k: (k <= q) & ((q - k < 3) | ~(k // 4 != 1) | (k % 4 == 2)))
+    q, k = np.arange(24)[:, None, None, None], np.arange(24)[:, None, None]
+    size = np.array([1, 2, 5])
+    answers = ours.tile(q, q + size[:, None], k, k + size)
+    seen: set[int] = set()
+    for index in np.ndindex(answers.shape):
+        i, j, a, b = index
+        inside = ours(np.arange(i, i + size[a])[:, None], np.arange(j, j + size[b]))
+        assert answers[index] == PARTIAL or (
+            answers[index] == (FULL if inside.all() else EMPTY) and inside.min() == inside.max()
+        )
+        seen.add(int(answers[index]))
+    assert seen == {EMPTY, PARTIAL, FULL}
+    unknown = [
+        lambda q, k: np.maximum(q, k) > 3,
+        lambda q, k: q * k > 0,
+        lambda q, k: q % 2 == 0 and k,
+        lambda q, k: q / 2 > k,
+    ]
+    unknown += [lambda q, k: True, lambda q, k: np.ones(3, bool)[q], lambda q, k: q % np.arange(1, 3) == 0]
+    for fn in unknown:
+        assert where(fn).tile(0, 9, 0, 9) == PARTIAL and where(fn).tile(np.arange(3), 9, 0, 9).tolist() == [PARTIAL] * 3
+
+
 # Batches.
 
 

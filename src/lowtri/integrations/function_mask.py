@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import FULL, PARTIAL, Answer, Positions
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Interval, Positions, ascending
 
 __all__ = ["INDICES", "Bounds", "FunctionMask", "Trace", "bounds_of", "operation", "trace"]
 
@@ -68,23 +68,25 @@ class FunctionMask(Mask):
     def _at(self, b: int, h: int) -> Mask:
         return self._unbatched[b, h]
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+    def _of_tile(self, q: Interval, k: Interval) -> Interval:
         if self.size is not None:  # positions past the last index do not occur in a call
-            nq, nk = self.size
-            q0, q1, k0, k1 = (np.minimum(x, n) for x, n in zip((q0, q1, k0, k1), (nq - 1, nq, nk - 1, nk), strict=True))
-        answer: Any = PARTIAL + 0 * (q0 + k0)
+            q, k = (ascending(partial(np.minimum, n - 1), x) for x, n in zip((q, k), self.size, strict=True))
+        every: Any = False
+        some: Any = True
         # Without sizes, the function is traced only where evaluating the pairs takes longer than that.
-        pairs = np.sum(np.multiply(q1 - q0, k1 - k0, dtype=float))
+        pairs = np.sum(np.multiply(q.high - q.low + 1, k.high - k.low + 1, dtype=float))
         if (self.size is not None or pairs >= _PAIRS_AT_ONCE) and (bounds := self.bounds()) is not None:
-            result = bounds(Range(q0, q1 - 1), Range(k0, k1 - 1), self.b, self.h)
+            result = bounds(Range(q.low, q.high), Range(k.low, k.high), self.b, self.h)
             if result is not None:
-                answer = answer + (result.low >= 1) - (result.high <= 0)
+                every, some = result.low >= 1, result.high >= 1
         if self.known is not None:
-            known = self.known(self.b, self.h, q0, q1, k0, k1)
-            answer = np.where(known == PARTIAL, answer, known)
-        return int(answer) if np.ndim(answer) == 0 else answer
+            known = self.known(self.b, self.h, q.low, q.high + 1, k.low, k.high + 1)
+            every, some = (known == FULL) | ((known == PARTIAL) & every), (known != EMPTY) & some | (known == FULL)
+        return Interval(every, some)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
+        if isinstance(q, Interval):
+            return self._of_tile(q, k)
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         limits = (None, None) if self.size is None else (self.size[0] - 1, self.size[1] - 1)
         # The result at position -1 is not used, but an index must lie inside.
@@ -354,7 +356,8 @@ class _Program:
         key = (node, *fixed[:at], None, *fixed[at + 1 :])
         if key not in self.extremes:
             self.extremes[key] = RangeMinMax(tensor[tuple(fixed)].detach().cpu().numpy().astype(np.int64))
-        return Range(*self.extremes[key](indices[at].low, indices[at].high + 1))
+        extremes = self.extremes[key][Interval(indices[at].low, indices[at].high)]
+        return Range(extremes.low, extremes.high)
 
 
 def _gives_bools(node: Node) -> bool:

@@ -16,7 +16,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
 from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.tile import PARTIAL, POSITION_MAX, Answer, Positions, tile_answer, within
+from lowtri.masks.tile import POSITION_MAX, Interval, Positions, within
 
 
 class ArrayMask(Mask):
@@ -50,19 +50,19 @@ class Keys(ArrayMask):
     depends_on_query = False
 
     @cached_property
+    def _flags(self) -> NDArray[np.bool_]:
+        return np.append(self.valid.array, True)  # the last flag is that of all keys past the array
+
+    @cached_property
     def _counts(self) -> NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(self.valid.array)])
+        return np.concatenate([[0], np.cumsum(self._flags)])
 
     def _sees(self, q: Positions, k: Positions) -> Any:
-        n = len(self.valid.array)
-        return (self.valid.array[within(k, n)] | (k >= n)) & (q >= 0)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        n = len(self.valid.array)
-        start, stop = np.minimum(k0, n), np.minimum(k1, n)
-        past_the_array = (k1 - k0) - (stop - start)
-        valid = self._counts[stop] - self._counts[start] + past_the_array
-        return tile_answer(full=valid == k1 - k0, empty=valid == 0) + 0 * q0
+        k = within(k, len(self._flags))
+        if not isinstance(k, Interval):
+            return self._flags[k] & (q >= 0)
+        valid = self._counts[k.high + 1] - self._counts[k.low]
+        return Interval(valid == k.high - k.low + 1, valid > 0) & (q >= 0)
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [k0]
@@ -145,6 +145,8 @@ class Table(ArrayMask):
         return max(nk - nq, 0)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
+        if isinstance(q, Interval):
+            return self._of_tile(q, k)
         nq, nk = self.table.array.shape
         rows, last = q - self._start, self._start + nq - 1
         # A negative position holds no token and needs no row; without queries or without keys there are no pairs.
@@ -157,15 +159,14 @@ class Table(ArrayMask):
             )
         return self.table.array[within(rows, nq), within(k, nk)]
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
+    def _of_tile(self, q: Interval, k: Interval) -> Interval:
         nq, nk = self.table.array.shape
-        rows0, rows1 = np.clip(q0 - self._start, 0, nq), np.clip(q1 - self._start, 0, nq)
-        cols0, cols1 = np.clip(k0, 0, nk), np.clip(k1, 0, nk)
-        inside = (rows1 - rows0 == q1 - q0) & (cols1 - cols0 == k1 - k0)
+        rows, columns = within(q - self._start, nq), within(k, nk)
+        inside = (rows.high - rows.low == q.high - q.low) & (columns.high - columns.low == k.high - k.low)
+        (top, bottom), (left, right) = (rows.low, rows.high + 1), (columns.low, columns.high + 1)
         sums = self._sums
-        visible = sums[rows1, cols1] - sums[rows0, cols1] - sums[rows1, cols0] + sums[rows0, cols0]
-        area = (rows1 - rows0) * (cols1 - cols0)
-        return np.where(inside, tile_answer(full=visible == area, empty=visible == 0), PARTIAL)
+        visible = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+        return Interval(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
 
 
 @constructor(in_text=False)

@@ -13,16 +13,23 @@ import numpy as np
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask, combine, constructor
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Answer, Positions, shown
+from lowtri.masks.tile import Interval, Positions, shown
 
 
 @dataclass(frozen=True, repr=False)
 class Where(Mask):
-    """A user's formula: only its values are known."""
+    """A user's formula. Of comparisons and sums its tile answers are known; other formulas are evaluated for every pair."""
 
     fn: Callable[[Any, Any], Any]
 
     def _sees(self, q: Positions, k: Positions) -> Any:
+        if isinstance(q, Interval):
+            with contextlib.suppress(
+                Exception
+            ):  # whatever a user's function does with positions that are neither ints nor arrays
+                if isinstance(visible := self.fn(q, k), Interval):
+                    return Interval(False, False) | visible
+            return Interval(False, True)
         try:
             visible = np.asarray(self.fn(q, k))
         except ValueError as error:
@@ -43,9 +50,6 @@ class Where(Mask):
                 "Fix: compute with q and k, element by element."
             ) from None
         return visible if shape else bool(visible)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 1 + 0 * (q0 + k0)  # always PARTIAL: plans then evaluate the pairs
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         if arrays is not None:
@@ -68,7 +72,8 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
         fn: takes positions (ints, or integer arrays that broadcast) and returns bools, True = may see. It must be pure, since
             plans are cached.
 
-    Plans evaluate the function for every pair. Where possible, restrict it by a mask with tile answers: ``window(n) & where(fn)``.
+    Formulas of ``+ - // %``, comparisons and ``& | ~`` with whole numbers have tile answers: whole tiles are skipped, or need no
+    mask. Any other formula is evaluated for every pair. Restrict it, where possible: ``window(n) & where(fn)``.
 
     Raises:
         MaskError: if ``fn`` is not callable or does not take two positions; on evaluation, if it does not return bools.

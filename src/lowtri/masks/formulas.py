@@ -1,6 +1,6 @@
 """Masks that are formulas over positions: for each, its dataclass and the public function that makes it.
 
-The formulas take ints and NumPy arrays alike, and their tile answers are exact.
+The formulas take ints, NumPy arrays and intervals alike, and their tile answers are exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, tile_answer
+from lowtri.masks.tile import POSITION_MAX, Positions, check_count
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,9 +20,6 @@ class Full(Mask):
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (q >= 0) & (k >= 0)  # always true, in the shape of the answer
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 2 + 0 * (q0 + k0)  # always FULL, in the shape of the answer
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return []
@@ -55,12 +52,6 @@ class Band(Mask):
             return k <= q
         distance = q - k
         return (distance <= self.before) & (distance >= -self.after)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        least, most = q0 - (k1 - 1), (q1 - 1) - k0  # every distance between the two occurs
-        return tile_answer(
-            full=(least >= -self.after) & (most <= self.before), empty=(most < -self.after) | (least > self.before)
-        )
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 - k0]
@@ -146,9 +137,6 @@ class First(Mask):
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (k < self.n) & (q >= 0)
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return tile_answer(full=k1 <= self.n, empty=k0 >= self.n) + 0 * q0
-
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [np.clip(self.n - k0, 0, nk)]
 
@@ -180,11 +168,6 @@ class Strided(Mask):
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return (q - k) % self.n == 0
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        least, most = q0 - (k1 - 1), (q1 - 1) - k0
-        multiple = most // self.n * self.n  # the greatest multiple of n that could occur
-        return tile_answer(full=(self.n == 1) | ((least == most) & (multiple == most)), empty=multiple < least)
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [(q0 - k0) % self.n]

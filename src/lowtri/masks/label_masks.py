@@ -18,7 +18,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.array_masks import ArrayMask
 from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.tile import POSITION_MAX, Answer, Positions, check_count, same_label, shown, within
+from lowtri.masks.tile import POSITION_MAX, Interval, Positions, ascending, check_count, shown, within
 
 
 class Labelled(Mask):
@@ -27,26 +27,19 @@ class Labelled(Mask):
     def _label(self, positions: Positions, of_keys: bool) -> Any:
         raise TypeError(f"{type(self).__name__} has no labels")
 
-    def _range(self, start: Positions, stop: Positions, of_keys: bool) -> tuple[Any, Any]:
-        """The least and the greatest label of some positions."""
-        return self._label(start, of_keys), self._label(stop - 1, of_keys)
-
     _edges: Any = None  # where the keys of each label begin and end, two arrays; None where labels do not ascend
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self._label(q, False) == self._label(k, True)
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return same_label(*self._range(q0, q1, False), *self._range(k0, k1, True))
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
         """If all queries have one label, the range of its keys within the tile; else the position itself."""
         edges = self._edges
         if edges is None:
             return None
-        least, greatest = self._range(q0, q0 + nq, False)
-        single = least == greatest
-        keys = [np.where(single, np.clip(edge[least] - k0, 0, nk), -1) for edge in edges]
+        labels = self._label(Interval(q0, q0 + nq - 1), False)
+        single = labels.low == labels.high
+        keys = [np.where(single, np.clip(edge[labels.low] - k0, 0, nk), -1) for edge in edges]
         return [*keys, np.where(single, -1, q0), np.where(single, -1, k0)]
 
 
@@ -56,11 +49,6 @@ class Chunks(Labelled):
 
     def _label(self, positions: Positions, of_keys: bool) -> Any:
         return positions // self.n
-
-    def _tile(
-        self, q0: Positions, q1: Positions, k0: Positions, k1: Positions
-    ) -> Answer:  # without the calls of _range
-        return same_label(q0 // self.n, (q1 - 1) // self.n, k0 // self.n, (k1 - 1) // self.n)
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [q0 % self.n, k0 - q0]
@@ -106,7 +94,7 @@ class PackedDocuments(Labelled):
         return np.concatenate([[0], self._cuts]), np.concatenate([self._cuts, [POSITION_MAX]])
 
     def _label(self, positions: Positions, of_keys: bool) -> Any:
-        return self._cuts.searchsorted(positions, side="right")
+        return ascending(lambda x: self._cuts.searchsorted(x, side="right"), positions)
 
     def _text(self, arrays: list[Any] | None = None) -> str:
         return f"documents(lengths={list(self.lengths)}{', open_end=True' * self.open_end})"
@@ -137,11 +125,7 @@ class Documents(ArrayMask, Labelled):
         return (of_keys if queries is keys else RangeMinMax(queries)), of_keys
 
     def _label(self, positions: Positions, of_keys: bool) -> Any:
-        labels = self._labels[of_keys]
-        return labels[within(positions, len(labels))]
-
-    def _range(self, start: Positions, stop: Positions, of_keys: bool) -> tuple[Any, Any]:
-        return self._ranges[of_keys](start, stop)
+        return self._ranges[of_keys][positions]
 
     @cached_property
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -251,10 +235,17 @@ def _of_lengths(lengths: list[int], open_end: bool) -> Mask:
 
 
 class RangeMinMax:
-    """Least and greatest label in any range of positions: a sparse table, in which two overlapping powers of two cover the range."""
+    """Labels by position, and the least and greatest label in any range of positions. Positions past the end have the last label.
+
+    Ranges are answered by a sparse table, in which two overlapping powers of two cover the range.
+
+    >>> labels = RangeMinMax(np.array([3, 1, 2]))
+    >>> labels[1], labels[Interval(0, 1)]
+    (np.int64(1), Interval(array(1), array(3)))
+    """
 
     def __init__(self, labels: NDArray[Any]) -> None:
-        self.n = len(labels)
+        self.labels, self.n = labels, len(labels)
         self.ordered = bool(np.all(labels[1:] >= labels[:-1]))
         self.least, self.greatest = [labels], [labels]
         while not self.ordered and 2 ** len(self.least) <= self.n:
@@ -263,10 +254,11 @@ class RangeMinMax:
             self.least.append(np.minimum(low[:-half], low[half:]))
             self.greatest.append(np.maximum(high[:-half], high[half:]))
 
-    def __call__(self, start: Positions, stop: Positions) -> tuple[Any, Any]:
-        start, last = within(start, self.n), within(stop - 1, self.n)
-        if self.ordered:  # packed documents: the first and last label of the range
-            return self.least[0][start], self.least[0][last]
+    def __getitem__(self, positions: Positions) -> Any:
+        positions = within(positions, self.n)
+        if self.ordered or not isinstance(positions, Interval):  # ordered: the first and last label of the range
+            return ascending(self.labels.__getitem__, positions)
+        start, last = positions.low, positions.high
         level = np.frexp(np.asarray(last - start + 1, np.float64))[1] - 1  # floor of log2 of the length
         low, high = (np.empty(np.shape(level), self.least[0].dtype) for _ in range(2))
         for depth in np.unique(level):
@@ -274,4 +266,4 @@ class RangeMinMax:
             left, right = np.asarray(start)[same], np.asarray(last)[same] - 2**depth + 1
             low[same] = np.minimum(self.least[depth][left], self.least[depth][right])
             high[same] = np.maximum(self.greatest[depth][left], self.greatest[depth][right])
-        return low, high
+        return Interval(low, high)

@@ -1,8 +1,8 @@
 """Mask: its answers for pairs and tiles, its tables, texts and operators; and the registry of functions that make masks by name.
 
-``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. A kind of mask implements two formulas,
-``_sees`` and ``_tile``, for non-negative positions and non-empty tiles; Mask adds what holds for every mask: negative positions (no
-token), empty tiles, POSITION_MAX, and one answer for each batch row and head.
+``mask(q, k)`` is true when the query at position ``q`` may see the key at position ``k``. A kind of mask implements one formula,
+``_sees``, for non-negative positions: ints, arrays, and the intervals of a tile. Mask adds what holds for every mask: negative
+positions (no token), empty tiles, POSITION_MAX, and one answer for each batch row and head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtri.masks.tile import (
     PARTIAL,
     POSITION_MAX,
     TILES,
-    Answer,
+    Interval,
     Positions,
     check_count,
     checked_edge,
@@ -108,13 +108,11 @@ class Mask:
     row_lengths: tuple[int, ...] = ()
     """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
 
-    # What a subclass implements, for non-negative positions and non-empty rectangles.
+    # What a subclass implements, for non-negative positions.
 
     def _sees(self, q: Positions, k: Positions) -> Any:
+        """Whether queries at ``q`` see keys at ``k``: a bool, an array of bools, or an :class:`Interval` of them for intervals."""
         raise TypeError(f"{type(self).__name__} has no formula")
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        raise TypeError(f"{type(self).__name__} has no tile formula")
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
         """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where that is unknown.
@@ -179,7 +177,8 @@ class Mask:
                 return self.tile(q0, min(q1, POSITION_MAX), k0, min(k1, POSITION_MAX))
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
-            return TILES[self._tile(q0, q1, k0, k1)]
+            visible = self._sees(Interval(q0, q1 - 1), Interval(k0, k1 - 1))
+            return TILES[int(visible.low) + int(visible.high)]
         edges = [checked_edge(edge) for edge in (q0, q1, k0, k1)]
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
@@ -187,8 +186,9 @@ class Mask:
         has_negative = (q0 < 0) | (k0 < 0)
         q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
         no_pairs = (q1 <= q0) | (k1 <= k0)
-        # Formulas may use the last position of a tile: give tiles without pairs one.
-        answer = self._tile(q0, np.maximum(q1, q0 + 1), k0, np.maximum(k1, k0 + 1))
+        # Intervals have at least one position; the answers for tiles without pairs are replaced.
+        visible = self._sees(Interval(q0, np.maximum(q1 - 1, q0)), Interval(k0, np.maximum(k1 - 1, k0)))
+        answer = np.add(visible.low, visible.high, dtype=np.int8)
         answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
         return np.where(no_pairs, EMPTY, answer).astype(np.int8)
 
@@ -434,34 +434,26 @@ class Join(Mask):
 
 
 class And(Join):
-    """Visible where both masks are: the minimum of two answers."""
+    """Visible where both masks are."""
 
     _sign, _strength = "&", 2
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) & self.right._sees(q, k)
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return min(left, right) if type(q0) is int else np.minimum(left, right)
-
 
 class Or(Join):
-    """Visible where either mask is: the maximum of two answers."""
+    """Visible where either mask is."""
 
     _sign, _strength = "|", 1
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) | self.right._sees(q, k)
 
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        left, right = self.left._tile(q0, q1, k0, k1), self.right._tile(q0, q1, k0, k1)
-        return max(left, right) if type(q0) is int else np.maximum(left, right)
-
 
 @dataclass(frozen=True, repr=False)
 class Not(Mask):
-    """Visible where the other mask is not: EMPTY and FULL swap."""
+    """Visible where the other mask is not."""
 
     inner: Mask
 
@@ -471,9 +463,6 @@ class Not(Mask):
     def _sees(self, q: Positions, k: Positions) -> Any:
         visible = self.inner._sees(q, k)
         return not visible if isinstance(visible, bool) else ~visible
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        return 2 - self.inner._tile(q0, q1, k0, k1)
 
     def _at(self, b: int, h: int) -> Mask:
         return Not(self.inner.at(b, h))

@@ -2,10 +2,19 @@
 
 The answers are EMPTY (no query sees any key), FULL (every query sees every key), PARTIAL (anything else). EMPTY and FULL must never
 be wrong; PARTIAL is always allowed.
+
+They are those of a mask's formula for pairs, evaluated on the range of the queries and the range of the keys (interval arithmetic):
+
+>>> q, k = Interval(4, 7), Interval(0, 3)
+>>> k <= q, k > q
+(Interval(True, True), Interval(False, False))
+>>> q - k, (q - k) % 4 == 0
+(Interval(1, 7), Interval(False, True))
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -19,7 +28,9 @@ POSITION_MAX = 2**62
 
 MAX_POSITIONS = 2**28  # positions in one array: 2 GB
 
-Positions: TypeAlias = Any  # a Python int or a NumPy array of ints; formulas are written once for both
+Positions: TypeAlias = (
+    Any  # a Python int, a NumPy array of ints, or an Interval of these; formulas are written once for all
+)
 
 
 def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
@@ -83,7 +94,103 @@ def within(positions: Positions, n: int) -> Any:
     """Positions as indices of an array of n entries; later positions get the index of its last entry."""
     if type(positions) is int:
         return min(max(positions, 0), n - 1)
+    if isinstance(positions, Interval):
+        return Interval(within(positions.low, n), within(positions.high, n))
     return np.clip(positions, 0, n - 1)
+
+
+def ascending(function: Callable[[Any], Any], x: Any) -> Any:
+    """A function whose values do not decrease, of ints, arrays, or an Interval."""
+    return Interval(function(x.low), function(x.high)) if isinstance(x, Interval) else function(x)
+
+
+class Interval:
+    """The least and the greatest value of a term over a tile, ints or arrays of ints. Of a comparison these are bools: whether it
+    holds for every pair, and whether it may hold for some pair.
+
+    The ends of a result may lie further apart than the values that occur, where a term occurs twice. Operations without such a rule
+    raise TypeError.
+    """
+
+    __slots__ = ("high", "low")
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # NumPy's functions raise a TypeError
+
+    def __init__(self, low: Any, high: Any) -> None:
+        self.low, self.high = low, high
+
+    def __add__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low + low, self.high + high)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low - high, self.high - low)
+
+    def __rsub__(self, other: Any) -> Interval:
+        return Interval(other - self.high, other - self.low)
+
+    def __floordiv__(self, n: int) -> Interval:
+        return Interval(self.low // _divisor(n), self.high // n)
+
+    def __mod__(self, n: int) -> Interval:
+        same = self.low // _divisor(n) == self.high // n  # else every remainder may occur
+        return Interval(self.low % n * same, self.high % n * same + (n - 1) * (1 - same))
+
+    def __le__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.high <= low, self.low <= high)
+
+    def __lt__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.high < low, self.low < high)
+
+    def __ge__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low >= high, self.high >= low)
+
+    def __gt__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low > high, self.high > low)
+
+    def __eq__(self, other: object) -> Interval:  # type: ignore[override]
+        low, high = _ends(other)
+        every = (self.low == self.high) & (low == high) & (self.low == low)
+        return Interval(every, (self.low <= high) & (low <= self.high))
+
+    def __ne__(self, other: object) -> Interval:  # type: ignore[override]
+        return ~(self == other)
+
+    def __and__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low & low, self.high & high)
+
+    def __or__(self, other: Any) -> Interval:
+        low, high = _ends(other)
+        return Interval(self.low | low, self.high | high)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> Interval:
+        return Interval(self.high ^ True, self.low ^ True)
+
+    def __bool__(self) -> bool:
+        raise TypeError("an interval is neither true nor false")
+
+    def __repr__(self) -> str:
+        return f"Interval({self.low!r}, {self.high!r})"
+
+
+def _ends(x: Any) -> tuple[Any, Any]:
+    return (x.low, x.high) if isinstance(x, Interval) else (x, x)
+
+
+def _divisor(n: Any) -> int:
+    if not isinstance(n, int) or n < 1:
+        raise TypeError(f"intervals are divided by whole numbers of at least 1, not by {shown(n)}")
+    return n
 
 
 Answer: TypeAlias = Any  # 0, 1, 2 or an array of them
@@ -100,15 +207,3 @@ class Tile(IntEnum):
 EMPTY, PARTIAL, FULL = Tile.EMPTY, Tile.PARTIAL, Tile.FULL
 TILES = (EMPTY, PARTIAL, FULL)
 """By number: a look-up is five times faster than ``Tile(answer)``."""
-
-
-def tile_answer(full: Any, empty: Any) -> Answer:
-    """The answer from two facts that exclude each other; ints and arrays alike."""
-    return 1 + full - empty
-
-
-def same_label(q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Answer:
-    """The answer of ``label of q == label of k`` for a tile, from the least and greatest label of its queries and of its keys."""
-    return tile_answer(
-        full=(q_low == q_high) & (k_low == k_high) & (q_low == k_low), empty=(q_high < k_low) | (k_high < q_low)
-    )

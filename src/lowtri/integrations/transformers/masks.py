@@ -33,7 +33,7 @@ from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, band, causal, full
 from lowtri.masks.label_masks import Documents, RangeMinMax, chunks
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import EMPTY, POSITION_MAX, Answer, Positions, within
+from lowtri.masks.tile import EMPTY, POSITION_MAX, Positions
 
 __all__ = ["RemappedMask", "ShiftedMask", "make_mask", "read_function"]
 
@@ -303,13 +303,8 @@ class RemappedMask(Mask):
         return RangeMinMax(self.positions.array)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
-        positions = self.positions.array
-        return self.inner._sees(positions[within(q, len(positions))], positions[within(k, len(positions))])
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        (q_low, q_high), (k_low, k_high) = self._range_min_max(q0, q1), self._range_min_max(k0, k1)
-        # The bounding box holds positions that do not occur; EMPTY and FULL of the whole box are still true of those that do.
-        return self.inner._tile(q_low, q_high + 1, k_low, k_high + 1)
+        # Intervals may contain positions that do not occur; what is true of all of them is still true of those that do.
+        return self.inner._sees(self._range_min_max[q], self._range_min_max[k])
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int], RemappedMask]:
@@ -340,10 +335,6 @@ class ShiftedMask(Mask):
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
-
-    def _tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        by = self.by[0]
-        return self.inner._tile(q0 + by, q1 + by, k0 + by, k1 + by)
 
     def _at(self, b: int, h: int) -> Mask:
         return ShiftedMask(self.inner, (self.by[b],))
