@@ -60,7 +60,7 @@ BUDGETS = {
     "files": 57,
     "pictures": 520,
     "compat": 420,
-    "masks": 1960,
+    "masks": 1992,
     "showing": 270,
     "plain": 100,
     "ops": 780,
