@@ -29,6 +29,7 @@ def asked(address: int) -> bool:
 
 
 @linux
+@pytest.mark.not_emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_outputs_and_gradients_ask_for_large_pages(dtype: torch.dtype) -> None:
     n = LARGE // 64 // dtype.itemsize
@@ -41,6 +42,7 @@ def test_large_outputs_and_gradients_ask_for_large_pages(dtype: torch.dtype) -> 
 
 
 @linux
+@pytest.mark.not_emulated
 def test_memory_keeps_its_content() -> None:
     with mmap.mmap(-1, 2**23) as memory:
         whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -65,8 +65,12 @@ def change(folder: Path, **fields: Any) -> None:
 
 def test_a_library_is_used_without_its_sources_being_looked_at(native: Path) -> None:
     assert library.unusable() is None and library.built() == {"baseline"}
-    assert library.cpuid(0, 0)[0] > 0
     assert not library.can_use("avx2")
+
+
+@pytest.mark.x86
+def test_a_library_asks_the_cpu_for_its_features(native: Path) -> None:
+    assert library.cpuid(0, 0)[0] > 0
 
 
 def truncate(folder: Path) -> None:
@@ -114,6 +118,7 @@ def test_a_kernel_that_was_not_built_is_named(native: Path) -> None:
         library.code("lowtri_forward_x")
 
 
+@pytest.mark.compiler
 def test_a_stale_library_of_a_checkout_is_not_used(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (native / "build.py").write_text("")
     monkeypatch.setattr(library, "_BUILDER", native / "build.py")

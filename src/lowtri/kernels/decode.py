@@ -112,10 +112,10 @@ def softmax_block(scores, keys, rows, m, l, output, dv, partial, spec):
         for i in range(count):
             greatest = hidden
             for address in range(block + 4 * CACHE_SCORES * i, block + 4 * (CACHE_SCORES * i + keys), 64):
-                greatest = maximum(load(address, spec), greatest)
+                greatest = maximum(load(address, spec), greatest, spec)
             store(of_rows + 64 * i, greatest)
         old = load(block_m, spec)
-        new = maximum(reduce_rows_max(of_rows, spec), old)
+        new = maximum(reduce_rows_max(of_rows, spec), old, spec)
         shift = sub(zero, select_greater(new, hidden, new, zero))
         if any_greater(new, old):
             rescale = exp2(add(old, shift), spec)

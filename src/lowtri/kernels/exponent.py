@@ -52,7 +52,7 @@ def _split(b: Any, x: Any, degree: int, operations: Any) -> tuple[Any, Any]:
     """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1. 2 ** n is 0 from the least exponent down, so for -inf, too."""
     bits, bias = (52, 1023) if _is_double(x.type) else (23, 127)
     kind, least = integers(x.type), constant(x.type, float(-bias))
-    x = b.select(b.fcmp_ordered(">", least, x), least, x)  # NaN stays NaN
+    x = operations.at_least(b, x, least)
     # The last digit of a number this large is 1, so the sum is rounded to n + bias, which its last bits hold.
     large = constant(x.type, 1.5 * 2.0**bits + bias)
     shifted = b.fadd(x, large)

@@ -238,9 +238,9 @@ def fma(typing, x, y, z, spec):
 
 
 @intrinsic
-def maximum(typing, x, y):
-    """The greater number; y where either is NaN. One instruction, unlike the maximum of IEEE 754."""
-    return x(x, y), lambda c, b, s, a: b.select(b.fcmp_ordered(">", *a), *a)
+def maximum(typing, x, y, spec):
+    """The greater number; y where x is NaN."""
+    return x(x, y, spec), lambda c, b, s, a: spec.value.operations.maximum(b, *a[:2])
 
 
 @intrinsic

@@ -52,18 +52,18 @@ def new_shift(scores, step, factors, first, last, m, l, output, vector, size, sp
     j = first
     while j + 4 <= last:
         row = scores + step * j
-        a, b = maximum(load(row, spec), a), maximum(load(row + step, spec), b)
-        c, d = maximum(load(row + 2 * step, spec), c), maximum(load(row + 3 * step, spec), d)
+        a, b = maximum(load(row, spec), a, spec), maximum(load(row + step, spec), b, spec)
+        c, d = maximum(load(row + 2 * step, spec), c, spec), maximum(load(row + 3 * step, spec), d, spec)
         j += 4
     while j < last:
-        a = maximum(load(scores + step * j, spec), a)
+        a = maximum(load(scores + step * j, spec), a, spec)
         j += 1
-    greatest = mul(maximum(maximum(a, b), maximum(c, d)), factors)
+    greatest = mul(maximum(maximum(a, b, spec), maximum(c, d, spec), spec), factors)
     old = load(m, spec)
     limit = add(old, splat(MAX_RISE, spec))
     if any_greater(greatest, limit):
         # Lane by lane: the keys of one query do not change a bit of another query's result.
-        new = select_greater(greatest, limit, maximum(greatest, old), old)
+        new = select_greater(greatest, limit, maximum(greatest, old, spec), old)
         rescale = exp2(sub(old, select_greater(new, hidden, new, zero)), spec)
         store(m, new)
         store(l, mul(load(l, spec), rescale))
@@ -79,7 +79,7 @@ def shifts_large_scores(scores, step, factors, shift, first, last, spec):
 
     fma rounds the shift but not the product; for scores this large the difference exceeds 1. So both are rounded.
     """
-    amount, large = maximum(shift, sub(splat(0.0, spec), shift)), splat(LARGE, spec)
+    amount, large = maximum(shift, sub(splat(0.0, spec), shift), spec), splat(LARGE, spec)
     if not any_greater(amount, large):
         return False
     for address in range(scores + step * first, scores + step * last, step):
@@ -194,7 +194,7 @@ def softmax_vector(lane, scores, scale_log2, first, last, m, l, output, size, pa
         # no query's shift depends on whether another query of the vector exceeds it.
         limit = splat(2.0**MAX_RISE - 1.0, spec)
         shift = total = sub(zero, old)
-        needs_maximum = any_greater(maximum(shift, old), splat(LARGE, spec))
+        needs_maximum = any_greater(maximum(shift, old, spec), splat(LARGE, spec))
         while True:
             if needs_maximum:
                 shift = new_shift(column, spec.unit_row, factors, first, last, m, l, output, 0, size, spec)

@@ -13,7 +13,7 @@ from lowtri.kernels.operations.amx import AmxOperations
 from lowtri.kernels.operations.avx512 import Avx512Operations
 from lowtri.kernels.operations.avx512_bf16 import Avx512Bf16Operations
 from lowtri.kernels.operations.baseline import Operations
-from lowtri.kernels.operations.neon_bf16 import NeonBf16Operations
+from lowtri.kernels.operations.neon import NeonBf16Operations, NeonOperations
 
 __all__ = ["operations_of"]
 
@@ -22,6 +22,7 @@ _OPERATIONS: dict[type[isa.Baseline], type[Operations]] = {
     isa.Avx512: Avx512Operations,
     isa.Avx512Bf16: Avx512Bf16Operations,
     isa.Amx: AmxOperations,
+    isa.Neon: NeonOperations,
     isa.NeonBf16: NeonBf16Operations,
 }
 

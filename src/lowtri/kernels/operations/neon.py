@@ -1,7 +1,8 @@
-"""The operations of NEON with its bf16 instructions: BFDOT for dot products of pairs, and BFCVTN to round.
+"""The operations of NEON: a maximum in one instruction, and with its bf16 instructions dot products of pairs and rounding.
 
-BFDOT adds the two products of a lane without rounding between them, flushes denormal numbers and rounds to odd before it adds the sum;
-CPUs with FEAT_EBF16 may be set to round as usual. Source: Arm Architecture Reference Manual, BFDOT.
+FMAXNM returns the number where the other operand is NaN, and FMAX returns NaN; a comparison and a selection are two instructions. BFDOT
+adds the two products of a lane without rounding between them, flushes denormal numbers and rounds to odd before it adds the sum; CPUs
+with FEAT_EBF16 may be set to round as usual. Source: Arm Architecture Reference Manual, BFDOT, FMAX and FMAXNM.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from llvmlite import ir
 from lowtri.kernels.operations.avx512_bf16 import BFloat
 from lowtri.kernels.operations.baseline import Operations, call
 
-__all__ = ["NeonBf16Operations"]
+__all__ = ["NeonBf16Operations", "NeonOperations"]
 
 _REGISTER = 4  # floats
 
 
-class NeonBf16Operations(Operations):
+class NeonOperations(Operations):
+    def maximum(self, b: Any, x: Any, y: Any) -> Any:
+        return call(b, f"llvm.maxnum.v{x.type.count}f{_bits(x)}", x.type, [x, y])
+
+    def at_least(self, b: Any, x: Any, least: Any) -> Any:
+        return call(b, f"llvm.maximum.v{x.type.count}f{_bits(x)}", x.type, [x, least])
+
+
+def _bits(x: Any) -> int:
+    return 64 if x.type.element == ir.DoubleType() else 32
+
+
+class NeonBf16Operations(NeonOperations):
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         kind = ir.VectorType(BFloat(), 2 * _REGISTER)
         name = "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
