@@ -100,7 +100,7 @@ def generators() -> None:
             model,
             corpus,
             recipe,
-            watch=lambda step: print(step.number, round(step.loss, 3), flush=True) if step.number % 60 == 0 else None,
+            on_step=lambda step: print(step.number, round(step.loss, 3), flush=True) if step.number % 60 == 0 else None,
         )
         model.eval()
         with torch.no_grad():

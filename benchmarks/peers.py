@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     machine = facts(1)
     names = [SDPA, FLEX, *_FOUND]
     rows = list(
-        measure(choose(words=given.case), names, 1, longest=LONGEST, say=lambda words: print(words, flush=True))
+        measure(choose(words=given.case), names, 1, longest=LONGEST, progress=lambda words: print(words, flush=True))
     )
     print(json.dumps(as_json(rows, machine)) if given.json else as_text(rows, machine, width=200))
     for row in rows:

@@ -188,7 +188,7 @@ def _train(
     some = unseen[:16]
     curve: list[Point] = []
 
-    def watch(step: Step) -> None:
+    def on_step(step: Step) -> None:
         if step.validation is not None:
             forced, stepwise = (
                 float(_losses(run(model, some[:, :-1]), some).mean()) for run in (all_at_once, with_a_cache)
@@ -199,7 +199,7 @@ def _train(
                 f"step by step {stepwise:.3f} nats"
             )
 
-    train(model, corpus, setting.recipe, watch=watch)
+    train(model, corpus, setting.recipe, on_step=on_step)
     model.eval()
     return tuple(curve)
 

@@ -138,7 +138,7 @@ def test_every_kind_of_case_is_measured(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(table, "in_turns", partial(in_turns, seconds=0))
     before = torch.get_num_threads()
     said: list[str] = []
-    (row,) = table.measure([case], [peers.SDPA, peers.FORMULA], say=said.append)
+    (row,) = table.measure([case], [peers.SDPA, peers.FORMULA], progress=said.append)
     assert said == [f"1/1  {case.name}"]
     assert list(row.figures) == [peers.OURS, peers.SDPA, peers.FORMULA]
     for figure in row.figures.values():

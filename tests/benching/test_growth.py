@@ -43,7 +43,7 @@ def test_lengths_and_masks() -> None:
 def test_both_are_measured_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "available_bytes", lambda: 2 * 5 * 1023 * 1024)  # no table of 1,024 x 1,024
     before, said = torch.get_num_threads(), []
-    measured = list(growth.grow(lengths=(512, 1024), say=said.append))
+    measured = list(growth.grow(lengths=(512, 1024), progress=said.append))
     assert [line.split(" tokens: ")[0] for line in said] == [
         f"{who} {n}" for who in growth.MASKS for n in ("512", "1,024")
     ]

@@ -385,7 +385,7 @@ def test_evaluating_is_the_mean_loss_of_each_token_given_those_before_it_in_its_
                 row = text[(at - 1) // 10 * 10 : at]
                 wanted.append(-model(torch.tensor([row]))[0, -1].log_softmax(-1)[text[at]].item())
     seen: list[int] = []
-    result = evaluate(model, texts, size_in_bytes=200, watch=seen.append)
+    result = evaluate(model, texts, size_in_bytes=200, progress=seen.append)
     assert result.tokens == len(wanted) == seen[-1] == 33 + 1 + 0 + 10 + 9
     assert result.at_once.loss == pytest.approx(sum(wanted) / len(wanted), abs=1e-5)
     assert result.stepwise is not None and result.stepwise.loss == pytest.approx(result.at_once.loss, abs=1e-5)

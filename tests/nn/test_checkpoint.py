@@ -14,7 +14,7 @@ import torch
 
 from lowtri.errors import DataError
 from lowtri.files import write_atomically
-from lowtri.nn import Decoder, DecoderConfig
+from lowtri.nn import Decoder, DecoderConfig, GPT2Config
 from lowtri.nn.checkpoint import load, save
 from lowtri.training.corpus import learn
 from rounding import with_rounding
@@ -218,3 +218,12 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"num_key_value_heads": 2}])
+def test_a_gpt2_that_config_json_cannot_describe_is_not_saved(sizes: dict[str, int], tmp_path: Path) -> None:
+    """transformers has no key for these, so they would be lost."""
+    model = Decoder(GPT2Config(50, 32, num_hidden_layers=1, max_position_embeddings=16, **sizes))
+    with pytest.raises(DataError, match=r"save: .*head_dim .*num_key_value_heads .*\nFix: GPT2Config without head_dim"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -386,7 +386,7 @@ def training_run(group: Any, case: Training) -> dict[str, Any]:
     state = None if case.folder is None else case.folder / "training-state"
     try:
         with reported_once(ranks.stores[0]) if case.together else nullcontext(), changed_saving(case, processes.rank):
-            history = train(model, case.corpus(), case.recipe, state=state, watch=watched.append, processes=processes)
+            history = train(model, case.corpus(), case.recipe, state=state, on_step=watched.append, processes=processes)
     except (lowtri.LowtriError, OSError) as error:
         saved = [] if case.folder is None else [path.name for path in case.folder.glob("*/step-*")]
         return {"error": f"{type(error).__name__}: {error}", "saved": saved}

@@ -54,17 +54,17 @@ RECIPE = Recipe(steps=12, batch=3, context=8, lr=1e-2, validate_every=4, save_ev
 
 
 def test_a_text_that_repeats_is_learnt_and_the_watcher_sees_it() -> None:
-    told: list[Step] = []
+    steps: list[Step] = []
     recipe = Recipe(steps=80, batch=4, context=8, lr=3e-2, validate_every=30)
-    history = train(small(), Packed.of([[1, 2, 3, 4, 5] * 60]), recipe, watch=told.append)
+    history = train(small(), Packed.of([[1, 2, 3, 4, 5] * 60]), recipe, on_step=steps.append)
     assert history.losses[0] > 2.5 and history.losses[-1] < 0.3
-    assert [step.number for step in told] == list(range(1, 81))
-    assert [step.loss for step in told] == history.losses
-    assert [(step.number, step.validation) for step in told if step.validation is not None] == history.validations
+    assert [step.number for step in steps] == list(range(1, 81))
+    assert [step.loss for step in steps] == history.losses
+    assert [(step.number, step.validation) for step in steps if step.validation is not None] == history.validations
     assert [number for number, _ in history.validations] == [30, 60, 80]
     assert history.validations[-1][1] < 0.3
-    assert [step.lr for step in told] == [recipe.lr_at(number) for number in range(80)]
-    assert all(step.tokens_per_second > 0 for step in told)
+    assert [step.lr for step in steps] == [recipe.lr_at(number) for number in range(80)]
+    assert all(step.tokens_per_second > 0 for step in steps)
 
 
 def test_packed_documents_cost_what_they_cost_alone() -> None:
@@ -152,13 +152,13 @@ def test_a_run_stopped_after_any_step_continues_bit_for_bit(stop: int, tmp_path:
     straight, state = small(), tmp_path / "state"
     history = train(straight, corpus(), RECIPE)
     with pytest.raises(Killed):
-        train(small(), corpus(), RECIPE, state=state, watch=kill)
+        train(small(), corpus(), RECIPE, state=state, on_step=kill)
     resumed = small(seed=99)  # other weights: all must come from the state, where there is one
     if stop < RECIPE.save_every:
         assert not state.exists()
         resumed = small()
     seen: list[int] = []
-    after = train(resumed, corpus(), RECIPE, state=state, watch=lambda step: seen.append(step.number))
+    after = train(resumed, corpus(), RECIPE, state=state, on_step=lambda step: seen.append(step.number))
     assert seen[0] == stop // RECIPE.save_every * RECIPE.save_every + 1
     assert after.losses == history.losses and after.validations == history.validations
     assert equal(straight, resumed)
@@ -231,7 +231,7 @@ def test_the_example_draws_the_losses_of_a_finished_run(finished: Path, tmp_path
 def test_a_finished_run_is_reported_and_not_run_again(plan: Plan, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.iterdir()}
     notes: list[str] = []
-    outcome = run(plan, finished, note=notes.append)
+    outcome = run(plan, finished, progress=notes.append)
     assert len(outcome.history.losses) == 6 and [number for number, _ in outcome.history.validations] == [3, 6]
     assert notes == [f"{finished} is finished: 6 steps"]
     assert before == {path: path.stat().st_mtime_ns for path in finished.iterdir()}
@@ -265,6 +265,18 @@ def test_a_plan_that_cannot_work_leaves_nothing_behind(change: dict[str, Any], p
     with pytest.raises((DataError, CallError, MaskError)):
         run(Plan(**{**plan.__dict__, **change}), folder)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"vocabulary": 3}, "vocabulary: got 3"), ({"cell": "foo"}, "cell is 'foo'")]
+)
+def test_sizes_are_checked_before_texts_are_read(
+    change: dict[str, Any], message: str, plan: Plan, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    with pytest.raises((DataError, CallError), match=message):
+        run(Plan(**{**plan.__dict__, **change, "files": ("/nowhere/a.txt",)}), tmp_path / "out", progress=lines.append)
+    assert lines == []
 
 
 def test_a_run_killed_at_any_file_continues_bit_for_bit(
@@ -352,12 +364,12 @@ def test_a_full_disk_in_the_loop_alone_names_the_file_and_keeps_the_old_one(tmp_
 
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            train(small(), corpus(), RECIPE, state=state, watch=fills)
+            train(small(), corpus(), RECIPE, state=state, on_step=fills)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert caught.value.filename == str(state)
     seen: list[int] = []
-    train(small(seed=99), corpus(), RECIPE, state=state, watch=lambda step: seen.append(step.number))
+    train(small(seed=99), corpus(), RECIPE, state=state, on_step=lambda step: seen.append(step.number))
     assert seen[0] == 6 and [path.name for path in state.iterdir()] == ["step-12"]
 
 
@@ -377,7 +389,7 @@ def test_a_second_training_in_a_folder_is_rejected_by_its_name(plan: Plan, tmp_p
             words.append(str(caught.value))
             assert half.exists(), "the second has touched nothing"
 
-    run(plan, folder, watch=second)
+    run(plan, folder, on_step=second)
     assert words == [
         f"{folder} is in use by another training (process {os.getpid()}).\n"
         "Fix: another folder, or wait until it has ended"
@@ -397,7 +409,7 @@ def test_of_two_trainings_that_begin_together_one_is_rejected(plan: Plan, tmp_pa
     with pytest.raises(
         DataError, match=r"out was written by another program since this run began.\nFix: another folder"
     ):
-        run(plan, folder, note=other)
+        run(plan, folder, progress=other)
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
@@ -439,7 +451,7 @@ def test_ctrl_c_prints_how_to_continue(
     words += ["--context", "32", "--batch", "2", "--steps", "6", "--save-every", "2", "--out", str(folder)]
     real = runs.train
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "train", lambda *args, **options: real(*args, **{**options, "watch": pressed}))
+        patch.setattr(runs, "train", lambda *args, **options: real(*args, **{**options, "on_step": pressed}))
         assert main(words) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-2:] == [

@@ -21,12 +21,12 @@ __all__ = ["as_text", "checkup"]
 _READ_BYTES = 2**27
 
 
-def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """The report. Its ``trouble`` lists what is missing and what follows.
 
     Args:
         measure: also measure for about a second.
-        say: takes a line about what comes next.
+        progress: takes a line about what comes next.
     """
     torch = importlib.import_module("torch") if is_installed("torch") else None
     report: dict[str, Any] = {
@@ -68,7 +68,7 @@ def checkup(measure: bool = True, say: Callable[[str], None] = lambda _: None) -
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
     if measure and torch is not None:
-        say("measuring for a second")
+        progress("measuring for a second")
         report["speed"] = _speed(torch)
     return report
 

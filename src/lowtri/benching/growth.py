@@ -72,7 +72,7 @@ def grow(
     threads: int = 1,
     lengths: Sequence[int] = LENGTHS,
     longest: float = _LONGEST,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Line]:
     """The lines of lowtri and of torch for each mask: batch 1, one head.
 
@@ -80,7 +80,7 @@ def grow(
         dtype: one of ``DTYPES``.
         lengths: multiples of 512, in growing order.
         longest: seconds; an implementation whose next run would take longer, by the square of the length, ends there.
-        say: takes a line about each length.
+        progress: takes a line about each length.
 
     Raises:
         UndecidedError: if the two give different outputs; nothing is timed then.
@@ -93,7 +93,7 @@ def grow(
             for n in lengths:
                 _extend(lines, n, dtype, longest, clock)
                 last = [line.points[-1] for line in lines if line.points and line.points[-1].n == n]
-                say(f"{who} {n:,} tokens: " + ", ".join(f"{point.seconds * 1e3:,.2f} ms" for point in last))
+                progress(f"{who} {n:,} tokens: " + ", ".join(f"{point.seconds * 1e3:,.2f} ms" for point in last))
             yield from lines
 
 

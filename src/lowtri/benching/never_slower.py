@@ -55,14 +55,14 @@ class Comparison:
 
 def compare(
     cases: Sequence[Case],
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     turns: int = ROUNDS,
     measure: Callable[[Case, int], Comparison] | None = None,
 ) -> list[Comparison]:
     """A comparison for each case, from the second pass for those that looked slower in the first.
 
     Args:
-        say: takes a line about each call that is slower in both.
+        progress: takes a line about each call that is slower in both.
         turns: how often each of the two runs at least.
         measure: measures a case in so many turns, :func:`in_turns_with_torch` if not given.
     """
@@ -70,11 +70,11 @@ def compare(
     found = [measure(case, turns) for case in cases]
     slower = [i for i, one in enumerate(found) if one.is_slower]
     if slower:
-        say(f"{len(slower)} of {len(found)} calls look slower and are measured again.")
+        progress(f"{len(slower)} of {len(found)} calls look slower and are measured again.")
     for i in slower:
         found[i] = measure(cases[i], max(turns, _MORE_TURNS))
         if found[i].is_slower:
-            say(_line(found[i]))
+            progress(_line(found[i]))
     return found
 
 

@@ -69,7 +69,7 @@ def measure(
     threads: int = 1,
     rounds: int = ROUNDS,
     longest: float = LONGEST,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     workers: Mapping[str, Worker] | None = None,
 ) -> Iterator[Row]:
     """A row for each case.
@@ -77,7 +77,7 @@ def measure(
     Args:
         names: what to measure besides lowtri: names in :mod:`lowtri.benching.peers`, or in ``workers``.
         longest: seconds; an implementation that takes longer for one run is left out.
-        say: takes a line about what comes next.
+        progress: takes a line about what comes next.
         workers: other processes by name; ``benchmarks/mkl_avx512.py`` has one.
 
     Raises:
@@ -85,7 +85,7 @@ def measure(
     """
     with torch_threads(threads):
         for number, case in enumerate(cases, 1):
-            say(f"{number}/{len(cases)}  {case.name}")
+            progress(f"{number}/{len(cases)}  {case.name}")
             yield _row(case, [OURS, *names], threads, rounds, longest, workers or {})
 
 

@@ -102,7 +102,7 @@ def command(
     machine = facts(threads)
     note(headline(machine))
     longest = 60.0 if full else LONGEST
-    rows = list(measure(cases, peers, threads, rounds=rounds, longest=longest, say=note))
+    rows = list(measure(cases, peers, threads, rounds=rounds, longest=longest, progress=note))
     print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))
 
 
@@ -122,7 +122,7 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
         raise DataError(f"bench: --dtype is {dtype!r}. Fix: one of {', '.join(DTYPES)}.")
     check_plot()  # before minutes of measuring
     note(headline(machine))
-    lines = list(grow(dtype, machine["threads"], QUICK if quick else LENGTHS, say=note))
+    lines = list(grow(dtype, machine["threads"], QUICK if quick else LENGTHS, progress=note))
     draw(lines, machine, dtype, file)
     note(f"wrote {file}")
     print_json(as_json(lines, {**machine, "dtype": dtype})) if json else print(as_text(lines))
@@ -135,7 +135,7 @@ def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
     from lowtri.system import cpus
 
     note(headline(machine))
-    found = compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), say=note)
+    found = compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), progress=note)
     print_json(as_json(found, machine)) if json else print(as_text(found, headline(machine)))
     if any(one.is_slower for one in found):
         raise typer.Exit(1)

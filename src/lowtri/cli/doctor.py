@@ -25,7 +25,7 @@ def command(
     use_threads(threads)
     from lowtri.benching.checkup import as_text, checkup
 
-    report = checkup(measure, say=note)
+    report = checkup(measure, progress=note)
     print_json(report) if json else print(as_text(report))
     if report["trouble"]:
         raise typer.Exit(1)

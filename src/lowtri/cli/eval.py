@@ -42,14 +42,14 @@ def command(
 
     use_threads(threads)
     documents = read_files(files)
-    network, tokenizer, _ = load_named(model, weights=weights, note=note)
+    network, tokenizer, _ = load_named(model, weights=weights, progress=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     texts = [encode(tokenizer, document.text)[:limit] for document in documents]
     predicted = [tokenizer.decode(text[1:]) for text in texts]
-    with _watched(sum(max(0, len(text) - 1) for text in texts)) as watch:
+    with _watched(sum(max(0, len(text) - 1) for text in texts)) as progress:
         result = evaluate(
-            network, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, watch=watch
+            network, texts, sum(len(text.encode()) for text in predicted), stepwise=not at_once, progress=progress
         )
     if not math.isfinite(result.at_once.loss):
         raise DataError(

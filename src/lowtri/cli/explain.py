@@ -105,7 +105,7 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     layers = _layers_of(name) if layer else None
     if layers is not None and layer >= layers:  # before the weights are loaded
         _reject(f"--layer is {layer}, but {name} has {layers} layers", f"0 to {layers - 1}")
-    model, tokenizer, _ = load_named(name, mask=mask, note=note)
+    model, tokenizer, _ = load_named(name, mask=mask, progress=note)
     if tokenizer is None:
         _reject(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
     ids = encode(tokenizer, sentence)

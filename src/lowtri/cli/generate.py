@@ -83,7 +83,7 @@ def command(
         raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
-    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, weights=weights, note=note)
+    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, weights=weights, progress=note)
     if tokenizer is None:
         raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
     text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt

@@ -117,15 +117,15 @@ def command(
     leaks = not as_mask(plan.mask).is_causal(min(plan.recipe.context, _FURTHEST))
     _check_device(device)
     with processes_of_torchrun(dp, sp) as processes:
-        say = note if processes.is_main else lambda _: None
+        progress = note if processes.is_main else lambda _: None
         if leaks:
-            say(f"the mask {plan.mask} shows what is predicted: this loss means nothing. Fix: a causal mask")
+            progress(f"the mask {plan.mask} shows what is predicted: this loss means nothing. Fix: a causal mask")
         try:
-            with _watched(plan.recipe.steps, processes.is_main) as watch:
-                outcome = run(plan, out, device=device, note=say, watch=watch, processes=processes)
+            with _watched(plan.recipe.steps, processes.is_main) as on_step:
+                outcome = run(plan, out, device=device, progress=progress, on_step=on_step, processes=processes)
         except KeyboardInterrupt:
             if read_plan(out) is not None:
-                say(f"what was saved is in {out}; go on with: lowtri train --out {shlex.quote(str(out))} --resume")
+                progress(f"what was saved is in {out}; go on with: lowtri train --out {shlex.quote(str(out))} --resume")
             raise
         if processes.is_main:
             _report(outcome, json)
@@ -189,13 +189,13 @@ def _watched(steps: int, is_main: bool) -> Iterator[Callable[[Step], None]]:
         task = progress.add_task("", total=steps)
         held_out = ""
 
-        def watch(step: Step) -> None:
+        def on_step(step: Step) -> None:
             nonlocal held_out
             held_out = f"held out {step.validation:.3f}" if step.validation is not None else held_out
             description = f"loss {step.loss:.3f}  {held_out}  {step.tokens_per_second:,.0f} tokens/s"
             progress.update(task, completed=step.number, description=description)
 
-        yield watch
+        yield on_step
 
 
 def _line(step: Step) -> str:

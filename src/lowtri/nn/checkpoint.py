@@ -99,7 +99,7 @@ def load_named(
     dtype: torch.dtype | str | None = None,
     mask: Mask | str | None = None,
     weights: str | None = None,
-    note: Callable[[str], object] | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> Pretrained:
     """A model by its name: see :func:`~lowtri.nn.names.folder_of` for names, :meth:`lowtri.nn.Decoder.from_pretrained` for the rest.
 
@@ -112,7 +112,7 @@ def load_named(
     if weights is not None and weights not in WEIGHTS:
         raise DataError(f"weights is {weights!r:.60}. Fix: {', '.join(WEIGHTS)}")
     wanted = as_dtype(dtype if weights is None else dtype or torch.float32)
-    folder = folder_of(name, note)
+    folder = folder_of(name, progress)
     model, tokenizer = load(folder, mask=mask)
     if wanted is not None:
         model = model.to(wanted)

@@ -63,12 +63,12 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def converted(path: str | Path, note: Callable[[str], object] | None = None) -> Path:
+def converted(path: str | Path, progress: Callable[[str], object] | None = None) -> Path:
     """The checkpoint folder of a GGUF file; converted at the first call, and again when the file has changed.
 
     Args:
         path: the file.
-        note: called with a message before the conversion.
+        progress: called with a message before the conversion.
 
     Raises:
         DataError: if the package ``gguf`` is missing, the file is damaged, the model is unsupported (the message names the
@@ -80,8 +80,8 @@ def converted(path: str | Path, note: Callable[[str], object] | None = None) -> 
     folder = cache_folder() / "gguf" / f"{path.stem}-{key}"
     if (folder / "model.safetensors").exists():
         return folder
-    if note is not None:
-        note(f"converting {path.name} once, to {folder}")
+    if progress is not None:
+        progress(f"converting {path.name} once, to {folder}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

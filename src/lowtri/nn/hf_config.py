@@ -237,7 +237,7 @@ def to_json(config: DecoderConfig | RecurrentConfig) -> dict[str, Any]:
     """The content of config.json.
 
     Raises:
-        DataError: if no model_type of transformers describes this decoder.
+        DataError: if no model_type of transformers describes this decoder, such as a GPT-2 with another head_dim.
     """
     if isinstance(config, RecurrentConfig):
         return {"model_type": _RECURRENT, **asdict(config), "lowtri_mask": config.mask}
@@ -264,6 +264,13 @@ def to_json(config: DecoderConfig | RecurrentConfig) -> dict[str, Any]:
 def _kind_of(config: DecoderConfig) -> str:
     """The model_type with which transformers computes the same."""
     if isinstance(config, GPT2Config):
+        heads, size = config.num_attention_heads, config.head_dim
+        if heads * size != config.hidden_size or heads != config.num_key_value_heads:
+            raise DataError(
+                f"save: GPT-2's config.json has no keys for head_dim {size} and num_key_value_heads {config.num_key_value_heads} "
+                f"with hidden_size {config.hidden_size} and num_attention_heads {heads}.\n"
+                "Fix: GPT2Config without head_dim and num_key_value_heads, or a DecoderConfig."
+            )
         return "gpt2"
     features = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
     windowed = _window_size(config) is not None

@@ -33,12 +33,12 @@ from lowtri.nn.gguf import converted, is_gguf
 from lowtri.nn.hf_config import end_ids, from_conv1d, from_json
 
 
-def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> Path:
+def folder_of(name: str | Path, progress: Callable[[str], object] | None = None) -> Path:
     """The checkpoint folder for a name; an existing path takes precedence over a package's or a hub's name.
 
     Args:
         name: a path (as a str or a Path), or one of the other names (as a str).
-        note: called with a message before a conversion.
+        progress: called with a message before a conversion.
 
     Raises:
         DataError: if there is no such model, or it cannot be downloaded or converted.
@@ -61,7 +61,7 @@ def folder_of(name: str | Path, note: Callable[[str], object] | None = None) -> 
         )
     if not is_gguf(path):
         raise DataError(f"{path} is a file, but not a GGUF file. Fix: the folder of a model, or a GGUF file")
-    return converted(path, note)
+    return converted(path, progress)
 
 
 def _suggestion(name: str) -> str:

@@ -140,8 +140,8 @@ def rotary_tables(
     """
     if size < 2 or size % 2:
         raise CallError(f"rotary: the head size is {size}, but entries are rotated in pairs. Fix: an even head size.")
-    if not torch.compiler.is_compiling() and (trouble := why_not_plain("positions", positions)):
-        raise CallError(f"rotary: {trouble}")
+    if not torch.compiler.is_compiling() and (reason := why_not_plain("positions", positions)):
+        raise CallError(f"rotary: {reason}")
     positions = torch.as_tensor(np.asarray(positions) if isinstance(positions, list | tuple) else positions)
     if positions.ndim not in (1, 2) or positions.is_floating_point():
         raise CallError(

@@ -46,9 +46,9 @@ def plain_array(name: str, x: Any, where: str = "attention") -> Any:
     """An array or tensor whose memory holds its numbers, as it is; NumPy's views across the bytes of numbers are copied."""
     if type(x) is np.ndarray:
         return x if whole_strides(x) else x.copy()
-    trouble = why_not_plain(name, x)
-    if trouble is not None:
-        raise CallError(f"{where}: {trouble}")
+    reason = why_not_plain(name, x)
+    if reason is not None:
+        raise CallError(f"{where}: {reason}")
     if isinstance(x, np.ndarray):  # a memory-mapped file
         return plain_array(name, np.asarray(x), where)
     if is_tensor(x):

@@ -36,41 +36,41 @@ def take(x: Tensor, dim: int, positions: Ints, n: int) -> Tensor:
     return x.index_select(dim, torch.from_numpy(positions).to(x.device))
 
 
-def module_options(who: str, options: dict[str, Any], positions: Ints) -> dict[str, Any]:
+def module_options(function: str, options: dict[str, Any], positions: Ints) -> dict[str, Any]:
     """The options of a module's call of attention, without the positions, which must be those of this rank's tokens.
 
     Raises:
         CallError: if they are not, or the module asks for weights or dropout.
     """
-    options, variable = dict(options), _variable(who)
+    options, variable = dict(options), _variable(function)
     for which in ("q_positions", "k_positions"):
         given = options.pop(which, None)
         if given is None or not np.array_equal(np.ravel(given), positions):
             raise CallError(
-                f"{who}: {which} are not the positions of this rank's tokens.\n"
+                f"{function}: {which} are not the positions of this rank's tokens.\n"
                 f"Fix: model(ids, positions={variable}.positions, attend={variable}.attend), without a cache."
             )
     if options.pop("return_weights", False) or options.pop("dropout", 0):
-        raise CallError(f"{who}: no rank holds a whole row of weights. Fix: neither weights nor dropout.")
+        raise CallError(f"{function}: no rank holds a whole row of weights. Fix: neither weights nor dropout.")
     return options
 
 
-def wrong_tensors(who: str, tokens: int, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> str | None:
+def wrong_tensors(function: str, tokens: int, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> str | None:
     """What is wrong with the tensors of a call by one that holds ``tokens`` tokens, or None."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2] != tokens:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             return (
-                f"{who}: {name} is {shape}, but this rank holds {tokens} tokens: (B, H, {tokens}, D).\n"
-                f"Fix: {_variable(who)}.shard(x)."
+                f"{function}: {name} is {shape}, but this rank holds {tokens} tokens: (B, H, {tokens}, D).\n"
+                f"Fix: {_variable(function)}.shard(x)."
             )
     if bias is not None and (isinstance(bias, Tensor) or not callable(bias)):
         return (
-            f"{who}: bias is {type(bias).__name__}, but no rank holds all pairs; it takes a function of "
+            f"{function}: bias is {type(bias).__name__}, but no rank holds all pairs; it takes a function of "
             "positions.\nFix: bias=lambda q, k: table[(q - k).clamp(min=0)], for instance."
         )
     if sinks is not None and not isinstance(sinks, Tensor):
-        return f"{who}: sinks is {type(sinks).__name__}; it takes a tensor (Hq,)."
+        return f"{function}: sinks is {type(sinks).__name__}; it takes a tensor (Hq,)."
     return None
 
 
@@ -82,9 +82,9 @@ def bias_of_positions(bias: Bias | None, q_positions: Ints, k_positions: Ints, d
     return bias(q[:, None], k[None, :])
 
 
-def _variable(who: str) -> str:
-    """What the documentation calls an instance of the class in ``who``."""
-    return "context" if who.startswith("ContextParallel") else "shards"
+def _variable(function: str) -> str:
+    """What the documentation calls an instance of the class in ``function``."""
+    return "context" if function.startswith("ContextParallel") else "shards"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,10 +172,10 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, output, lse, *rest = ctx.saved_tensors
         biases, kept = rest[: ctx.biases], rest[ctx.biases :]
         exchange, size = setting.exchange, k.shape[3]
-        pending = _Here(kept[0]) if kept else exchange.fetch(_rows(k, v))
+        pending = Pending(None, kept[0], None, "") if kept else exchange.fetch(_rows(k, v))
         if d_output is None:
             d_output = torch.zeros_like(output)
-        found = [
+        gradients = [
             attention_backward(
                 d_output,
                 d_lse,
@@ -190,41 +190,32 @@ class _Attend(torch.autograd.Function):
             )
             for part in _parts(setting, k, v, pending, sinks, biases)
         ]
-        d_rows = [torch.cat([part.k, part.v], -1).permute(2, 0, 1, 3) for part in found]
+        d_rows = [torch.cat([part.k, part.v], -1).permute(2, 0, 1, 3) for part in gradients]
         if not setting.overlap:
             d_rows = list(exchange.split(d_rows[0]))
         elif len(d_rows) == 1:  # this rank fetched nothing; others may return gradients to it
             d_rows.append(d_rows[0].new_empty((0, *d_rows[0].shape[1:])))
         d_own, d_fetched = d_rows
         returned = exchange.give_back(d_fetched)
-        d_q = sum((part.q for part in found[1:]), found[0].q).to(q.dtype)
+        d_q = sum((part.q for part in gradients[1:]), gradients[0].q).to(q.dtype)
         d_biases = [
-            None if part.bias is None else part.bias.to(bias.dtype) for part, bias in zip(found, biases, strict=False)
+            None if part.bias is None else part.bias.to(bias.dtype)
+            for part, bias in zip(gradients, biases, strict=False)
         ]
         d_k, d_v = _keys_and_values(exchange.add(d_own, returned.wait()), size)
-        d_sinks = None if found[0].sinks is None else found[0].sinks.to(sinks.dtype)
+        d_sinks = None if gradients[0].sinks is None else gradients[0].sinks.to(sinks.dtype)
         return None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, *d_biases
-
-
-class _Here:
-    """Rows that were kept, in the place of those on their way."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def wait(self) -> Tensor:
-        return self._rows
 
 
 def _parts(
     setting: Setting,
     k: Tensor,
     v: Tensor,
-    pending: Pending | _Here,
+    pending: Pending,
     sinks: Tensor | None,
     biases: tuple[Tensor | None, ...] | list[Tensor | None],
 ) -> Iterator[_Part]:
-    """The parts of the keys, each when it is here: this rank's own, then those of others; or all of them at once."""
+    """The parts of the keys, each when it has arrived: this rank's own, then those of others; or all of them at once."""
     for number, positions in enumerate(setting.parts()):
         if not setting.overlap:
             rows = setting.exchange.join(_rows(k, v), pending.wait())

@@ -25,7 +25,7 @@ from lowtri.parallel.shards import ShardPlan
 
 
 class Pending:
-    """Rows on their way."""
+    """Rows on their way; without ``work`` they have arrived."""
 
     def __init__(self, work: Any, rows: Tensor, sent: Tensor | None, what: str) -> None:
         self._work, self._rows, self._sent, self._what = work, rows, sent, what

@@ -261,25 +261,25 @@ def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: b
     owner, blocks = owner.copy(), len(owner)
     movable = blocks - 1 if last_is_short else blocks  # a short block would make the numbers of tokens differ by more
     order = np.argsort(owner[:movable], kind="stable")
-    held = np.split(order, np.cumsum(np.bincount(owner[:movable], minlength=ranks))[:-1])
+    blocks_of = np.split(order, np.cumsum(np.bincount(owner[:movable], minlength=ranks))[:-1])
     exchanged = False
     for _ in range(blocks):
         busy, idle = int(load.argmax()), int(load.argmin())
         if load[busy] <= most:
             break
-        best = _best_exchange(pairs, held[busy], held[idle], load[busy] - load[idle])
+        best = _best_exchange(pairs, blocks_of[busy], blocks_of[idle], load[busy] - load[idle])
         if best is None:  # blocks are coarse here: other partners may fit
             partners = np.argsort(load, kind="stable")[1:_MOST_PARTNERS].tolist()
             for idle in partners:
-                best = _best_exchange(pairs, held[busy], held[idle], load[busy] - load[idle])
+                best = _best_exchange(pairs, blocks_of[busy], blocks_of[idle], load[busy] - load[idle])
                 if best is not None:
                     break
             else:
                 break
         a, b = best
-        given, taken = held[busy][a], held[idle][b]
+        given, taken = blocks_of[busy][a], blocks_of[idle][b]
         owner[given], owner[taken] = idle, busy
-        held[busy][a], held[idle][b] = taken, given
+        blocks_of[busy][a], blocks_of[idle][b] = taken, given
         moved = pairs[given] - pairs[taken]
         load[busy] -= moved
         load[idle] += moved

@@ -163,16 +163,16 @@ class SequentialShards:
             bias: a function of the positions of queries (N, 1) and keys (1, Nk), as in :meth:`ContextParallel.attention`.
             sinks: (Hq,).  options: scale, softcap, return_lse and engine, as in :func:`lowtri.attention`.
         """
-        who, step = "SequentialShards.attention", self._step
+        function, step = "SequentialShards.attention", self._step
         if step is None or not step.running:
             raise CallError(
-                f"{who}: it works only in the function that backward() or evaluate() calls, and not in gradient checkpointing.\n"
+                f"{function}: it works only in the function that backward() or evaluate() calls, and not in gradient checkpointing.\n"
                 "Fix: shards.backward(loss); more shards instead of gradient checkpointing."
             )
-        error = wrong_tensors(who, len(self.positions), q, k, v, bias, sinks)
+        error = wrong_tensors(function, len(self.positions), q, k, v, bias, sinks)
         if error is not None:
             raise CallError(error)
-        index = self.plan.index(None if mask is None else as_mask(mask, f"{who}: mask"))
+        index = self.plan.index(None if mask is None else as_mask(mask, f"{function}: mask"))
         layer = step.next_layer(self._earlier[index])
         keys, values, positions = layer.join(step, k, v)
         k_positions = np.concatenate([*positions, self.positions])

@@ -5,16 +5,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.parallel.runs import Ints, Runs, first_tokens
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, MAX_CELLS, State, Strip, fill, strips_svg
+
+_MOST_DRAWN = 16  # ranks
+_STATES = (
+    State("·", HIDDEN, "not seen"),
+    State("▒", fill("partly"), "received"),
+    State("█", fill("visible"), "its own tokens"),
+)
+_NOT_SEEN, _RECEIVED, _OWN = range(3)
 
 
 class LayoutCost(NamedTuple):
@@ -125,10 +132,13 @@ class ShardPlan:
         rank 2  ····▒▒▒▒████····  256 tokens, 51,200 pairs, receives 256 from 1
         rank 3  ········▒▒▒▒████  256 tokens, 51,200 pairs, receives 256 from 2
         """
-        return as_text(self._title(), self._rows(), self.ranks)
+        strips = self._strips()
+        width = max(len(strip.label) for strip in strips)
+        lines = [f"{s.label:<{width}}  {''.join(_STATES[i].sign for i in s.cells)}  {s.remark}" for s in strips]
+        return "\n".join([self._title(), *lines, *self._more()])
 
     def _repr_svg_(self) -> str:
-        return as_svg(self._title(), self._rows(), self.ranks)
+        return strips_svg(self._title(), self._strips(), _STATES, " ".join(["tokens →", *self._more()]))
 
     def _repr_html_(self) -> str:
         return card("plan", self._repr_svg_(), self._title(), self.draw())
@@ -145,22 +155,28 @@ class ShardPlan:
             f"blocks of {self.block}, imbalance {self.imbalance:.2f}{sent}"
         )
 
-    def _rows(self) -> list[RankRow]:
-        rows = []
-        for rank in range(min(self.ranks, RankRow.MOST)):
+    def _more(self) -> list[str]:
+        return [f"... and {self.ranks - _MOST_DRAWN:,} more ranks"] * (self.ranks > _MOST_DRAWN)
+
+    def _strips(self) -> list[Strip]:
+        """A row of at most 64 cells for each rank; one that stands for several blocks shows the most that any of them is."""
+        strips = []
+        for rank in range(min(self.ranks, _MOST_DRAWN)):
             needed = np.zeros(len(self.owner), bool)
             senders = np.zeros(self.ranks, np.int64)
             for mask, runs in enumerate(self.needed):
                 needed[runs.blocks(rank)] = True
                 senders += self.received_from(rank, mask)
-            held = self.owner == rank
+            states = np.where(self.owner == rank, _OWN, np.where(needed, _RECEIVED, _NOT_SEEN))
+            step = -(-len(states) // MAX_CELLS)
+            cells = np.maximum.reduceat(states, np.arange(0, len(states), step)).tolist()
             text = f"{self.tokens[rank]:,} tokens, {self.pairs[rank]:,} pairs"
             if senders.any():
                 names = np.flatnonzero(senders).tolist()
                 few = ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
                 text += f", receives {int(senders.sum()):,} from {few}"
-            rows.append(RankRow(f"rank {rank}", held, needed & ~held, text))
-        return rows
+            strips.append(Strip(f"rank {rank}", cells, text))
+        return strips
 
     def _positions(self, blocks: Ints) -> Ints:
         positions = (blocks[:, None] * self.block + np.arange(self.block)).ravel()
@@ -175,45 +191,3 @@ class ShardPlan:
 def imbalance_of(pairs: Any) -> float:
     """The most visible pairs of a rank, over the mean; 1 if nothing is visible."""
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
-
-
-_KINDS = (
-    State("·", HIDDEN, "not seen"),
-    State("▒", fill("partly"), "received"),
-    State("█", fill("visible"), "its own tokens"),
-)
-_NONE, _RECEIVED, _HELD = range(3)
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """What a picture shows of one rank."""
-
-    MOST: ClassVar[int] = 16
-
-    name: str
-    held: NDArray[np.bool_]  # (blocks,)
-    received: NDArray[np.bool_]  # (blocks,)
-    text: str
-
-    def cells(self) -> list[int]:
-        """At most 64 cells; one that stands for several blocks shows the most that any of them is."""
-        kinds = np.where(self.held, _HELD, np.where(self.received, _RECEIVED, _NONE))
-        step = -(-len(kinds) // MAX_CELLS)
-        cells: list[int] = np.maximum.reduceat(kinds, np.arange(0, len(kinds), step)).tolist()
-        return cells
-
-
-def as_text(title: str, rows: list[RankRow], ranks: int) -> str:
-    width = max(len(row.name) for row in rows)
-    lines = [f"{row.name:<{width}}  {''.join(_KINDS[cell].sign for cell in row.cells())}  {row.text}" for row in rows]
-    return "\n".join([title, *lines, *_more(rows, ranks)])
-
-
-def as_svg(title: str, rows: list[RankRow], ranks: int) -> str:
-    strips = [Strip(row.name, row.cells(), row.text) for row in rows]
-    return strips_svg(title, strips, _KINDS, " ".join(["tokens →", *_more(rows, ranks)]))
-
-
-def _more(rows: list[RankRow], ranks: int) -> list[str]:
-    return [f"... and {ranks - len(rows):,} more ranks"] * (ranks > len(rows))

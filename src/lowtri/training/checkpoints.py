@@ -44,23 +44,37 @@ def newest(folder: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-class Saver:
-    """Writes checkpoints in the background, one at a time; all processes call it together.
+@dataclass
+class History:
+    """Losses in nats a token."""
 
-    The weights and moments are copied before :meth:`save` returns. A thread of each process writes its shards, with collectives in a
-    group of their own, and then a thread of rank 0 renames the folder. Until then, the checkpoint before it is the newest.
+    losses: list[float] = field(default_factory=list)  # one a step, measured before it
+    validations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss on the held-out rows)
+    tokens_per_second: float = 0.0  # of training alone, in the process that ended the run
 
-    Args:
-        folder: of the checkpoints.
+
+@dataclass
+class Run:
+    """The state that steps change, and the recipe and corpus that they do not.
+
+    Checkpoints are written in the background, one at a time; all processes call these methods together. The weights and moments are
+    copied before :meth:`save` returns. A thread of each process writes its shards, with collectives in a group of their own, and then a
+    thread of rank 0 renames the folder. Until then, the checkpoint before it is the newest.
     """
 
-    def __init__(self, folder: Path, processes: Processes) -> None:
-        self._folder, self._processes = folder, processes
-        self._pending: Future[None] | None = None
-        self._group: Any = None
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    corpus: Packed
+    history: History = field(default_factory=History)
+    done: int = 0  # steps
+    processes: Processes = field(default_factory=Processes)
+    _pending: Future[None] | None = field(default=None, init=False)  # the checkpoint that is being written
+    _folder: Path = field(default=Path(), init=False)
+    _group: Any = field(default=None, init=False)
 
-    def save(self, content: dict[str, Any], model: Any, optimizer: Any) -> None:
-        """Begin to write a checkpoint; ``content`` is what JSON can say, with ``done``, the number of steps.
+    def save(self, folder: Path) -> None:
+        """Begin to write the state; training goes on meanwhile, and :meth:`wait` waits until it is complete.
 
         Raises:
             OSError, DataError: on every rank, if the checkpoint before could not be written.
@@ -68,16 +82,18 @@ class Saver:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         self.wait()
-        part = self._folder / f".step-{content['done']}.part"
-        self._processes.on_main(lambda: _clear(self._folder))
-        weights, moments = get_state_dict(model, optimizer)
+        self._folder, part = folder, folder / f".step-{self.done}.part"
+        content = {"done": self.done, "history": asdict(self.history)}
+        content |= {"recipe": asdict(self.recipe), "corpus": self.corpus.digest()}
+        self.processes.on_main(lambda: _clear(folder))
+        weights, moments = get_state_dict(self.model, self.optimizer)
         if self._group is None:
-            self._group = self._processes.new_group()
-        with self._processes.guard("beginning to save"):
-            written = _write({"model": weights, "optimizer": moments}, part, self._group, self._processes.world == 1)
+            self._group = self.processes.new_group()
+        with self.processes.guard("beginning to save"):
+            written = _write({"model": weights, "optimizer": moments}, part, self._group, self.processes.world == 1)
         pending: Future[None] = Future()
-        self._pending = pending
-        written.add_done_callback(lambda done: self._finish(done, pending, content, part))
+        self._pending, is_main = pending, self.processes.is_main
+        written.add_done_callback(lambda done: _finish(done, pending, content, part, is_main))
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -88,32 +104,63 @@ class Saver:
         if self._pending is not None:
             error = self._pending.exception()  # a user may interrupt here: settle() then waits again
             self._pending = None
-            self._processes.run_on_all(lambda: _raise(error, self._folder), "saving")
+            self.processes.run_on_all(lambda: _raise(error, self._folder), "saving")
 
     def settle(self) -> None:
         """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
         if self._pending is not None:
             self._pending.exception()
 
-    def _finish(self, written: Future[Any], pending: Future[None], content: dict[str, Any], part: Path) -> None:
-        """In the thread that has written: rename the checkpoint, and remove those before it."""
-        target = self._folder / f"step-{content['done']}"
+    def resume(self, folder: Path) -> None:
+        """Put everything back as :meth:`save` has written it, on any number of processes, if there is anything.
+
+        Raises:
+            DataError: on every rank, if it is damaged, or belongs to a run with another recipe, text or model.
+        """
+        path = self.processes.on_main(lambda: newest(folder))
+        if path is None:
+            return
+        content = self.processes.run_on_all(lambda: self._check(path, content_of(path)), "reading a checkpoint")
+        restore(path, self.model, self.optimizer, self.processes)
+        validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
+        self.history = History(content["history"]["losses"], validations)
+        self.done = int(content["done"])
+
+    def _check(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """``content``, if the state belongs to this run, or to one of fewer steps; else a DataError."""
+        now = asdict(self.recipe)
+        if content["recipe"]["steps"] < now["steps"]:
+            now["steps"] = content["recipe"]["steps"]
+        changed = [
+            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now.get(key)
+        ]
+        if changed:
+            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
+        if content["corpus"] != self.corpus.digest():
+            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
+        check_sizes(path, self.model)
+        return content
+
+
+def _finish(written: Future[Any], pending: Future[None], content: dict[str, Any], part: Path, is_main: bool) -> None:
+    """In the thread that has written: rename the checkpoint, and remove those before it."""
+    target = part.parent / f"step-{content['done']}"
+    try:
+        written.result()
+        if is_main:
+            write_text(part / "run.json", json.dumps(content))
+            replace(part, target)
+            for old in part.parent.glob("step-*"):
+                if old != target:
+                    shutil.rmtree(old)
+    except BaseException as error:
         try:
-            written.result()
-            if self._processes.is_main:
-                write_text(part / "run.json", json.dumps(content))
-                replace(part, target)
-                for old in self._folder.glob("step-*"):
-                    if old != target:
-                        shutil.rmtree(old)
-        except BaseException as error:
-            try:
-                if self._processes.is_main:
-                    shutil.rmtree(part, ignore_errors=True)
-            finally:
-                pending.set_exception(error)
-        else:
-            pending.set_result(None)
+            if is_main:
+                shutil.rmtree(part, ignore_errors=True)
+        finally:
+            pending.set_exception(error)
+    else:
+        pending.set_result(None)
 
 
 def _write(state: dict[str, Any], path: Path, group: Any, alone: bool) -> Future[Any]:
@@ -140,7 +187,7 @@ def _write(state: dict[str, Any], path: Path, group: Any, alone: bool) -> Future
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """What :meth:`Saver.save` was given as ``content``."""
+    """What run.json has: the number of steps, losses, recipe and corpus."""
     try:
         content: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -218,74 +265,3 @@ def _text(error: BaseException) -> str:
     """One line that says what is behind torch's exception."""
     cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
     return (str(cause) or type(cause).__name__).splitlines()[0]
-
-
-@dataclass
-class History:
-    """Losses in nats a token."""
-
-    losses: list[float] = field(default_factory=list)  # one a step, measured before it
-    validations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss on the held-out rows)
-    tokens_per_second: float = 0.0  # of training alone, in the process that ended the run
-
-
-@dataclass
-class Run:
-    """The state that steps change, and the recipe and corpus that they do not."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    recipe: Recipe
-    corpus: Packed
-    history: History = field(default_factory=History)
-    done: int = 0  # steps
-    processes: Processes = field(default_factory=Processes)
-    saver: Saver | None = None
-
-    def save(self, folder: Path) -> None:
-        """Begin to write the state; training goes on meanwhile, and :meth:`wait` waits until it is complete."""
-        content = {"done": self.done, "history": asdict(self.history)}
-        content |= {"recipe": asdict(self.recipe), "corpus": self.corpus.digest()}
-        if self.saver is None:
-            self.saver = Saver(folder, self.processes)
-        self.saver.save(content, self.model, self.optimizer)
-
-    def wait(self) -> None:
-        """Wait until the last state is written."""
-        if self.saver is not None:
-            self.saver.wait()
-
-    def settle(self) -> None:
-        """Let the last state be written, if it can, while an error ends the run."""
-        if self.saver is not None:
-            self.saver.settle()
-
-    def resume(self, folder: Path) -> None:
-        """Put everything back as :meth:`save` has written it, on any number of processes, if there is anything.
-
-        Raises:
-            DataError: on every rank, if it is damaged, or belongs to a run with another recipe, text or model.
-        """
-        path = self.processes.on_main(lambda: newest(folder))
-        if path is None:
-            return
-        content = self.processes.run_on_all(lambda: self._check(path, content_of(path)), "reading a checkpoint")
-        restore(path, self.model, self.optimizer, self.processes)
-        validations = [(int(step), float(loss)) for step, loss in content["history"]["validations"]]
-        self.history = History(content["history"]["losses"], validations)
-        self.done = int(content["done"])
-
-    def _check(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """``content``, if the state belongs to this run, or to one of fewer steps; else a DataError."""
-        now = asdict(self.recipe)
-        if content["recipe"]["steps"] < now["steps"]:
-            now["steps"] = content["recipe"]["steps"]
-        changed = [
-            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now.get(key)
-        ]
-        if changed:
-            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
-        if content["corpus"] != self.corpus.digest():
-            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
-        check_sizes(path, self.model)
-        return content

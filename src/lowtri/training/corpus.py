@@ -124,6 +124,12 @@ def _read(path: Path) -> str:
 BYTES = 2 + 256  # the smallest vocabulary: BEGIN, END and the bytes
 
 
+def check_vocabulary(vocabulary: int) -> None:
+    """Raise a DataError if a vocabulary cannot have so few tokens."""
+    if vocabulary < BYTES:
+        raise DataError(f"vocabulary: got {vocabulary}; at least {BYTES} are needed (256 bytes, begin and end)")
+
+
 def learn(texts: Iterable[str], vocabulary: int = BYTES) -> Tokenizer:
     """Learn a byte-level BPE vocabulary from texts.
 
@@ -139,8 +145,7 @@ def learn(texts: Iterable[str], vocabulary: int = BYTES) -> Tokenizer:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    if vocabulary < BYTES:
-        raise DataError(f"vocabulary: got {vocabulary}; at least {BYTES} are needed (256 bytes, begin and end)")
+    check_vocabulary(vocabulary)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

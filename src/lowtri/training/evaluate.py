@@ -48,7 +48,7 @@ def evaluate(
     size_in_bytes: int,
     *,
     stepwise: bool = True,
-    watch: Callable[[int], object] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
     """Score a model on texts, each a list of token ids that begins with the model's begin token.
 
@@ -58,7 +58,7 @@ def evaluate(
     Args:
         size_in_bytes: of all texts, in UTF-8, for the bits per byte.
         stepwise: score step by step too, which takes a forward for each position.
-        watch: is called with the number of tokens scored so far.
+        progress: is called with the number of tokens scored so far.
 
     Raises:
         DataError: if there is nothing to predict.
@@ -78,7 +78,7 @@ def evaluate(
                 difference = max(difference, (loss - loss_at_once[:, t]).abs().max().item())
                 logit_difference = max(logit_difference, (logits_t - logits[:, t]).abs().max().item())
         count += targets.numel()
-        watch(count)
+        progress(count)
     model.train(was_training)
     if not count:
         raise DataError("there is nothing to predict: the text has no token after the first")

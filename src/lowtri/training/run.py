@@ -32,7 +32,7 @@ from lowtri.nn.decoder import Decoder
 from lowtri.nn.files import load_tokenizer
 from lowtri.nn.recurrent import RecurrentLM
 from lowtri.training.checkpoints import History, full_weights, newest
-from lowtri.training.corpus import Packed, encode_document, learn, read_files
+from lowtri.training.corpus import Packed, check_vocabulary, encode_document, learn, read_files
 from lowtri.training.lock import LOCK, only_training
 from lowtri.training.processes import Processes
 from lowtri.training.recipe import Recipe
@@ -55,21 +55,30 @@ class Plan:
     cell: str | None = None  # a recurrent model of these cells instead of a decoder
     recipe: Recipe = field(default_factory=Recipe)
 
-    def model(self, vocabulary: int) -> Decoder | RecurrentLM:
-        """The model of this plan for a tokenizer that has so many tokens, its weights fresh."""
+    def config(self, vocabulary: int) -> DecoderConfig | RecurrentConfig:
+        """The sizes of the model for a tokenizer that has so many tokens.
+
+        Raises:
+            CallError, DataError: if a size or the cell does not fit.
+        """
+        check_vocabulary(vocabulary)
+        mask = repr(as_mask(self.mask))
         if self.cell is not None:
-            mask = repr(as_mask(self.mask))
-            return RecurrentLM.from_config(RecurrentConfig(vocabulary, self.hidden, self.layers, self.cell, mask=mask))
-        config = DecoderConfig(
+            return RecurrentConfig(vocabulary, self.hidden, self.layers, self.cell, mask=mask)
+        return DecoderConfig(
             vocab_size=vocabulary,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads if self.kv_heads is None else self.kv_heads,
             max_position_embeddings=self.recipe.context,
-            mask=repr(as_mask(self.mask)),
+            mask=mask,
         )
-        return Decoder(config)
+
+    def model(self, vocabulary: int) -> Decoder | RecurrentLM:
+        """The model for such a tokenizer, its weights fresh."""
+        config = self.config(vocabulary)
+        return RecurrentLM.from_config(config) if isinstance(config, RecurrentConfig) else Decoder(config)
 
 
 class Outcome(NamedTuple):
@@ -98,15 +107,15 @@ def run(
     folder: Path,
     *,
     device: str = "cpu",
-    note: Callable[[str], object] = lambda _: None,
-    watch: Callable[[Step], object] | None = None,
+    progress: Callable[[str], object] = lambda _: None,
+    on_step: Callable[[Step], object] | None = None,
     processes: Processes | None = None,
 ) -> Outcome:
     """Carry out a plan; a run that began in the folder is resumed, also with more steps; a finished one is only reported.
 
     Args:
-        note: receives a line as each stage begins.
-        watch: is called after each step, on rank 0.
+        progress: receives a line as each stage begins.
+        on_step: is called after each step, on rank 0.
         processes: those that train together, each with the same arguments; rank 0 alone reads texts and writes files.
 
     Raises:
@@ -115,10 +124,10 @@ def run(
     """
     with ExitStack() as stack:
         try:
-            return _run(plan, folder, device, note, watch, processes or Processes(), stack)
+            return _run(plan, folder, device, progress, on_step, processes or Processes(), stack)
         except OSError as error:
             if error.filename is None or not Path(error.filename).is_relative_to(folder):
-                raise  # raised by watch, or for a file that is only read
+                raise  # raised by on_step, or for a file that is only read
             raise DataError(
                 f"{error.filename} cannot be written: {error.strerror}. What was saved before is complete.\n"
                 f"Fix: make room, or the folder writable; then lowtri train --out {shlex.quote(str(folder))} --resume"
@@ -129,12 +138,12 @@ def _run(
     plan: Plan,
     folder: Path,
     device: str,
-    note: Callable[[str], object],
-    watch: Callable[[Step], object] | None,
+    progress: Callable[[str], object],
+    on_step: Callable[[Step], object] | None,
     processes: Processes,
     stack: ExitStack,
 ) -> Outcome:
-    begun = processes.on_main(lambda: _begin(plan, folder, note, stack))
+    begun = processes.on_main(lambda: _begin(plan, folder, progress, stack))
     if isinstance(begun, Outcome):
         return begun
     from tokenizers import Tokenizer
@@ -144,14 +153,14 @@ def _run(
     model = _model(plan, tokenizer.get_vocab_size(), device, processes.world)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if processes.is_main:
-        note(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
+        progress(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
     processes.on_main(lambda: _claim(plan, folder, tokenizer, stack, begun.locked))
     if not (folder / STATE).exists() and processes.world == 1:
         guess = math.log(tokenizer.get_vocab_size())
-        note(
+        progress(
             f"loss {first_loss(model, corpus, plan.recipe):.4f} before the first step; {guess:.4f} is a guess among all tokens"
         )
-    history = train(model, corpus, plan.recipe, state=folder / STATE, watch=watch, processes=processes)
+    history = train(model, corpus, plan.recipe, state=folder / STATE, on_step=on_step, processes=processes)
     if processes.world > 1:
         weights = full_weights(model)
         if processes.is_main:
@@ -187,7 +196,7 @@ class _Begun(NamedTuple):
     locked: bool
 
 
-def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitStack) -> Outcome | _Begun:
+def _begin(plan: Plan, folder: Path, progress: Callable[[str], object], stack: ExitStack) -> Outcome | _Begun:
     """Check the folder, read the texts, and learn the tokenizer; or the outcome of a finished run."""
     locked = folder.is_dir()
     if locked:
@@ -203,17 +212,18 @@ def _begin(plan: Plan, folder: Path, note: Callable[[str], object], stack: ExitS
     if begun is not None and "history" in content and begun != plan:
         if newest(folder / STATE) is None:
             raise DataError(f"{folder} is finished, and its {STATE} is gone: it cannot go on.\nFix: another folder")
-        note(f"{folder} goes on: {begun.recipe.steps} steps are done, {plan.recipe.steps} will be")
+        progress(f"{folder} goes on: {begun.recipe.steps} steps are done, {plan.recipe.steps} will be")
     elif begun is not None and "history" in content:
-        note(f"{folder} is finished: {plan.recipe.steps} steps")
+        progress(f"{folder} is finished: {plan.recipe.steps} steps")
         history = content["history"]
         history["validations"] = [(step, loss) for step, loss in history["validations"]]
         return Outcome(folder, content["parameters"], content["tokens"], History(**history))
+    plan.config(plan.vocabulary)  # before the texts are read
     check_row_lengths("train", as_mask(plan.mask), plan.recipe.context)
     documents = read_files(plan.files)
     tokenizer = load_tokenizer(folder) if begun is not None else None
     if tokenizer is None:
-        note(f"learning {plan.vocabulary} tokens from {len(documents)} document{'s' * (len(documents) != 1)}")
+        progress(f"learning {plan.vocabulary} tokens from {len(documents)} document{'s' * (len(documents) != 1)}")
         tokenizer = learn((document.text for document in documents), plan.vocabulary)
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
     corpus.require(plan.recipe.context)

@@ -26,7 +26,7 @@ from lowtri.training.recipe import Recipe, rows_of_step, split
 
 
 class Step(NamedTuple):
-    """What ``watch`` receives after each step."""
+    """What ``on_step`` receives after each step."""
 
     number: int  # steps done, from 1
     loss: float  # of this step's batch, before the step; nats a token
@@ -41,7 +41,7 @@ def train(
     recipe: Recipe | None = None,
     *,
     state: Path | None = None,
-    watch: Callable[[Step], object] | None = None,
+    on_step: Callable[[Step], object] | None = None,
     processes: Processes | None = None,
 ) -> History:
     """Train a model on packed documents, in place.
@@ -57,7 +57,7 @@ def train(
         state: a folder that keeps the run: a checkpoint is written every ``save_every`` steps, while training goes on, and the newest
             complete one is resumed from, on any number of processes. The model, the recipe and the corpus must be those it began
             with.
-        watch: is called after each step, on rank 0.
+        on_step: is called after each step, on rank 0.
         processes: those that train together; by default this one alone. Every process passes the same arguments. What is learnt does
             not depend on their number, except for rounding and dropout.
 
@@ -90,7 +90,7 @@ def train(
         run.resume(state)
     model.train()
     try:
-        _steps(run, train_rows, held_out, state, watch)
+        _steps(run, train_rows, held_out, state, on_step)
         run.wait()
     except RankError:
         raise
@@ -105,7 +105,7 @@ def _steps(
     train_rows: npt.NDArray[np.int64],
     held_out: npt.NDArray[np.int64],
     state: Path | None,
-    watch: Callable[[Step], object] | None,
+    on_step: Callable[[Step], object] | None,
 ) -> None:
     """The steps that are left."""
     model, recipe, corpus, processes = run.model, run.recipe, run.corpus, run.processes
@@ -130,8 +130,8 @@ def _steps(
             run.history.validations.append((run.done, validation))
         if state is not None and _due(run.done, recipe.save_every, recipe.steps):
             run.save(state)
-        if watch is not None and processes.is_main:
-            watch(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
+        if on_step is not None and processes.is_main:
+            on_step(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
 
 
 def _due(done: int, every: int, steps: int) -> bool:
