@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from lowtri.errors import ExtraError
-from lowtri.extras import require
-
-__all__ = ["main"]
+from lowtri.errors import ExtraError, is_interrupt
 
 
 def main() -> int:
     """Runs the command line; without the packages that it needs, one line says how to install them."""
     try:
+        from lowtri.extras import require
+
         require("the command lowtri", "typer", "rich")
+        from lowtri.cli.main import main
     except ExtraError as error:
         print(f"lowtri: {error}", file=sys.stderr)
         return error.exit_code
-    from lowtri.cli.main import main
-
+    except BaseException as error:  # Ctrl-C while modules load
+        if not is_interrupt(error):
+            raise
+        print("lowtri: interrupted", file=sys.stderr)
+        return 130
     return main()
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "VerifyError",
     "RankError",
     "UndecidedError",
+    "is_interrupt",
 ]
 
 
@@ -79,3 +80,10 @@ class UndecidedError(LowtriError, RuntimeError):
     """A check could not decide; the message has the reason."""
 
     exit_code = 3
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: libraries wrap what ends their own imports in an ImportError or a SystemError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -36,8 +36,6 @@ from lowtri.pictures.svg import (
     text,
 )
 
-__all__ = ["MAX_HEADS", "SMALL", "WeightMaps", "pool", "show"]
-
 MAX_HEADS = 64  # heads of an overview
 SMALL = 12  # cells of a head in the overview, each way
 _AT_ONCE = 2**24  # numbers of a head that are read; of larger heads, some rows of each cell

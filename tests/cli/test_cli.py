@@ -119,6 +119,43 @@ def interrupted_import() -> ImportError:
     return error
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with SIGINT ignored
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt())
+from lowtri.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT of this kind")
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("lowtri.extras", "--help"),
+        ("typer", "--help"),
+        ("lowtri.cli.main", "mask causal"),
+        ("lowtri.cli.mask", "mask causal"),
+        ("numpy.linalg", "mask causal"),
+        ("torch", "audit model.py:make"),
+        ("lowtri.training", "train book.txt --out run"),
+    ],
+)
+def test_ctrl_c_while_a_module_loads(module: str, arguments: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, *arguments.split()]
+    (tmp_path / "model.py").write_text("import torch\n", encoding="utf-8")
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "lowtri: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["model.py"]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

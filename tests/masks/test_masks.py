@@ -370,7 +370,7 @@ ERRORS = [
     (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
     (
         lambda: documents([[0], [0]]).at(2),
-        "at: batch row 2, head 0 of a mask with 2 batch rows and 1 heads. Fix: a row from 0 to 1",
+        "at: got batch row 2, head 0; the mask has the batch (2,). Fix: a row from 0 to 1",
     ),
     (
         lambda: causal().dense(3, 2),

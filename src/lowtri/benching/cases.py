@@ -18,8 +18,6 @@ import numpy as np
 from lowtri.errors import DataError
 from lowtri.masks import mask as read_mask
 
-__all__ = ["BYTES", "CASES", "DOCUMENT", "PLAIN", "TABLED", "WINDOW", "Case", "choose", "grid", "growing"]
-
 Work = Literal["forward", "training", "decode"]
 
 BYTES = {"float32": 4, "bf16": 2, "float16": 2}

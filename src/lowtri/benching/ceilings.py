@@ -19,8 +19,6 @@ from lowtri.kernels.target import ISA
 from lowtri.kernels.threads import run_team
 from lowtri.kernels.variants import symbol
 
-__all__ = ["in_pairs", "multiply", "multiply_flops", "read"]
-
 _FLOATS = (MULTIPLY_ROWS + QUERIES) * MULTIPLY_DEPTH + MULTIPLY_ROWS * QUERIES  # of a thread
 _REPEATS = 10_000  # about 20 ms on one core
 

@@ -16,8 +16,6 @@ from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
 from lowtri.system import cpus
 
-__all__ = ["as_text", "checkup"]
-
 _READ_BYTES = 2**27
 
 

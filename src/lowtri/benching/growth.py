@@ -33,8 +33,6 @@ from lowtri.errors import DataError
 from lowtri.files import write_atomically, writing
 from lowtri.pictures.svg import INK, LINE, QUERY, VISIBLE
 
-__all__ = ["DTYPES", "LENGTHS", "MASKS", "QUICK", "Line", "Point", "as_json", "as_text", "check_plot", "draw", "grow"]
-
 MASKS = ("causal", "window", "documents")
 DTYPES = tuple(BYTES)
 LENGTHS = tuple(2**power for power in range(9, 18))  # 512 .. 131,072

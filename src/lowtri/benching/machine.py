@@ -14,8 +14,6 @@ from typing import Any
 from lowtri import system
 from lowtri._version import __version__
 
-__all__ = ["cpu_name", "facts", "headline", "last_cache_bytes", "load", "versions"]
-
 _PACKAGES = ("numpy", "torch")
 _CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 * 2**20

@@ -23,8 +23,6 @@ from lowtri.benching.timing import ROUNDS, Clock, Tensors, clock_of, in_turns, s
 from lowtri.dispatch.attend import which_engine
 from lowtri.masks import mask as read_mask
 
-__all__ = ["LEAST", "MARGIN", "Comparison", "as_json", "as_text", "calls", "compare", "in_turns_with_torch", "medians"]
-
 Call = Callable[[], object]
 LEAST = 0.95  # torch's time divided by ours
 MARGIN = 20e-6  # seconds that a call may take longer, whatever the ratio

@@ -15,8 +15,6 @@ from lowtri.benching.cases import PLAIN, Case
 from lowtri.dispatch.attend import attention
 from lowtri.masks import mask as read_mask
 
-__all__ = ["FLEX", "FORMULA", "OURS", "PEERS", "SDPA", "Attend", "needs_table"]
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, H, N, D) each
 
 OURS, SDPA, FLEX, FORMULA = "lowtri", "torch SDPA", "FlexAttention", "plain formula"

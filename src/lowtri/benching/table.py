@@ -17,8 +17,6 @@ from lowtri.benching.machine import headline
 from lowtri.benching.peers import OURS, PEERS
 from lowtri.benching.timing import ROUNDS, Tensors, check_equal, in_turns, peak_bytes, run, timed, torch_threads
 
-__all__ = ["CEILING", "LONGEST", "Figure", "Row", "Worker", "as_json", "as_text", "measure"]
-
 CEILING = "ceiling"
 LONGEST = 1.5
 

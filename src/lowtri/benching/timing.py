@@ -20,21 +20,6 @@ from lowtri.benching.peers import OURS, Attend
 from lowtri.errors import UndecidedError
 from lowtri.system import available_memory, memory_use
 
-__all__ = [
-    "ROUNDS",
-    "Clock",
-    "Tensors",
-    "available_bytes",
-    "check_equal",
-    "clock_of",
-    "in_turns",
-    "peak_bytes",
-    "run",
-    "seconds_of",
-    "timed",
-    "torch_threads",
-]
-
 Clock = Callable[[], float]  # seconds
 ROUNDS = 7  # at least
 SECONDS = 0.5  # cheap cases are repeated for so long, at most

@@ -14,8 +14,6 @@ from lowtri.cli.options import Json, Model, Threads, Weights, many, note, print_
 if TYPE_CHECKING:
     from lowtri.training.evaluate import Evaluation
 
-__all__ = ["command"]
-
 
 def command(
     model: Model,

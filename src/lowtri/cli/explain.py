@@ -13,8 +13,6 @@ from lowtri.cli.options import Json, Seed, Threads, note, output_file, print_jso
 if TYPE_CHECKING:
     from lowtri.explaining.explanation import Explanation
 
-__all__ = ["command"]
-
 _SENTENCE = "Write a poem"
 
 

@@ -12,8 +12,6 @@ import typer
 
 from lowtri.cli.options import Json, Model, Seed, Threads, Weights, many, note, print_json, use_threads
 
-__all__ = ["command"]
-
 _FURTHEST = 2**14  # positions whose mask is checked
 
 

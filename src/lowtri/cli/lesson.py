@@ -10,8 +10,6 @@ import typer
 
 from lowtri.cli.options import Threads, note, output_file, use_threads
 
-__all__ = ["command"]
-
 
 class Language(str, Enum):
     en = "en"

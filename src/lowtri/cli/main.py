@@ -42,10 +42,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from lowtri._version import __version__
-from lowtri.errors import ExtraError, LowtriError
+from lowtri.errors import ExtraError, LowtriError, is_interrupt
 from lowtri.extras import EXTRAS, missing
-
-__all__ = ["VERBS", "main"]
 
 # verb -> its line in `lowtri --help`. The module is lowtri.cli.<verb>.
 VERBS = {
@@ -98,7 +96,7 @@ def _report(error: BaseException) -> int:
         error = unwritten
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 2
-    if isinstance(error, typer.Abort) or _interrupted(error):
+    if isinstance(error, typer.Abort) or is_interrupt(error):
         _print_error("interrupted")
         return 130
     if isinstance(error, BrokenPipeError):
@@ -129,13 +127,6 @@ def _report(error: BaseException) -> int:
     first_line = (str(error).strip() or "no message").splitlines()[0]
     _print_error(f"stopped by an unforeseen {type(error).__name__}: {first_line} (LOWTRI_TRACEBACK=1 shows where)")
     return 70  # EX_SOFTWARE
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: libraries wrap what ends their own imports in an ImportError or a SystemError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _print_error(message: str) -> None:

@@ -14,22 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "Json",
-    "MaskText",
-    "Model",
-    "Out",
-    "Report",
-    "Seed",
-    "Threads",
-    "Weights",
-    "many",
-    "note",
-    "output_file",
-    "print_json",
-    "use_threads",
-]
-
 
 def output_file(*endings: str) -> Callable[[Path | None], Path | None]:
     """The callback of an option that names a file to write: a path that cannot be written is reported before the work.

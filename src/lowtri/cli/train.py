@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from lowtri.training.run import Outcome, Plan
     from lowtri.training.train import Step
 
-__all__ = ["command"]
-
 _FURTHEST = 2**14  # positions whose mask is checked
 _SECONDS = 10.0  # between two lines in a log file, at most, if steps are shorter
 

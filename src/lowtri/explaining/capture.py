@@ -14,8 +14,6 @@ from lowtri.masks import Mask
 from lowtri.masks.arrays import in_numpy
 from lowtri.ops.arguments import plain_array
 
-__all__ = ["QKV", "Captured", "capture_arrays", "capture_module", "capture_scores"]
-
 Floats = NDArray[np.float64]
 
 QKV = {

@@ -19,8 +19,6 @@ from lowtri.explaining.tables import printable
 from lowtri.masks import Mask
 from lowtri.pictures.labels import split
 
-__all__ = ["ENCODINGS", "SEED", "SENTENCE", "drawn", "tokens_of", "untrained", "worked"]
-
 SENTENCE = "Write a poem"
 SEED = 42
 ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]

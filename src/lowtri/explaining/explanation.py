@@ -23,8 +23,6 @@ from lowtri.pictures.labels import display_width, shortened
 from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, ink_over, legend, shades, text
 
-__all__ = ["Explanation", "Step", "as_svg"]
-
 
 @dataclass(frozen=True)
 class Explanation(Steps):

@@ -21,8 +21,6 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend
 
-__all__ = ["explain"]
-
 _MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
 _MAPS = ("queries", "keys", "values")
 # name -> formula, sentence. The order is the order of computing.
@@ -108,7 +106,7 @@ def explain(
     count, nq, nk = captured.pairs
     if count * nq * nk > _MOST_PAIRS:
         raise CallError(
-            f"explain: {nq:,} queries, {nk:,} keys and {count} heads have {count * nq * nk:,} pairs, "
+            f"explain: {nq:,} queries and {nk:,} keys in {count} head{'s' * (count > 1)} have {count * nq * nk:,} pairs, "
             f"more than {_MOST_PAIRS:,} that fit on a page. Fix: fewer tokens."
         )
     steps = _every_head(captured.arrays, count)

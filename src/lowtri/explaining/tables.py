@@ -20,8 +20,6 @@ from lowtri.pictures.labels import shortened, spelled_out
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["PAIRS", "Step", "Steps", "as_text", "cut", "number", "printable", "tables_of"]
-
 PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
 _HATCH = "▒"
 _Table: TypeAlias = "tuple[str, NDArray[Any], NDArray[np.bool_] | None]"

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from lowtri.errors import DataError
 
-__all__ = ["LANGUAGES", "assets", "filled", "markup", "texts"]
-
 LANGUAGES = {"en": "en", "id": "id", "th": "th", "zh": "zh-Hant"}  # option -> the page's lang attribute
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from lowtri._version import __version__
 from lowtri.lesson.languages import assets
 
-__all__ = ["PAIR_ENCODINGS", "computed", "example", "in_texts", "stored"]
-
 PAIR = "The black cat <end>"
 PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
 

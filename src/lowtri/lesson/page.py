@@ -15,8 +15,6 @@ from lowtri.lesson.numbers import computed, in_texts
 from lowtri.pictures.pages import json_value, shared_style
 from lowtri.pictures.svg import declared
 
-__all__ = ["file_name", "lesson_page", "programs", "write_lesson"]
-
 SCRIPTS = (
     *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "measured", "quiz", "page"),
 )

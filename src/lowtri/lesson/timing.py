@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HEADS", "SIZE", "TOKENS", "times"]
-
 HEADS, TOKENS, SIZE = 8, 512, 64
 
 

@@ -199,7 +199,7 @@ class Mask:
         rows, heads = (*self.batch, 1)[:2]
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
             raise MaskError(
-                f"at: batch row {b}, head {h} of a mask with {rows} batch rows and {heads} heads. "
+                f"at: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
                 f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
             )
         return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)

@@ -11,8 +11,6 @@ from typing import Any
 from lowtri.errors import DataError
 from lowtri.files import write_atomically, write_text, writing
 
-__all__ = ["save_picture"]
-
 _DRAWN = (".png", ".pdf")
 _SPACE = "{http://www.w3.org/2000/svg}"
 _FONTS = (  # the first that has a letter draws it; those that are not installed are left out

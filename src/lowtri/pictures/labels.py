@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from lowtri.errors import LowtriError
 
-__all__ = ["Tokens", "aligned", "display_width", "shortened", "spelled_out", "split", "token_labels", "token_list"]
-
 Tokens: TypeAlias = Sequence[str] | str
 
 # Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Chinese and Japanese with their punctuation.

@@ -29,11 +29,6 @@ from typing import Any
 from lowtri.pictures.labels import spelled_out
 from lowtri.pictures.svg import declared
 
-__all__ = [
-    *("TABLE_STYLE", "card", "html_table", "html_text", "image", "json_text", "json_value", "output"),
-    *("page", "scope", "shared_style"),
-]
-
 _DARK_PAGES = (
     *('[data-jp-theme-light="false"]', ".vscode-dark", ".vscode-high-contrast:not(.vscode-high-contrast-light)"),
     *('html[theme="dark"]', '[data-theme="dark"]', '[data-md-color-scheme="slate"]'),

@@ -20,37 +20,6 @@ from numpy.typing import NDArray
 
 from lowtri.pictures.labels import display_width, shortened
 
-__all__ = [
-    *(
-        "GROUND",
-        "HATCH",
-        "INK",
-        "KEY",
-        "LEAK",
-        "LINE",
-        "PAPER",
-        "PARTLY",
-        "QUERY",
-        "SOFT",
-        "UNSURE",
-        "VALUE",
-        "VISIBLE",
-    ),
-    *("Colour", "declared", "HIDDEN", "LETTER", "OUTLINED", "Grid", "MAX_CELLS", "State", "Strip"),
-    *(
-        "cell_row",
-        "document",
-        "fill",
-        "grid_lines",
-        "ink_over",
-        "legend",
-        "legend_width",
-        "shades",
-        "strips_svg",
-        "text",
-    ),
-]
-
 
 class Colour(NamedTuple):
     """One colour on a light and on a dark screen."""
