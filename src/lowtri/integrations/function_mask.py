@@ -9,13 +9,14 @@ graphs with other operations or with floats, have no bounds: they are evaluated 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class FunctionMask(Mask):
         # Without sizes, the function is traced only where evaluating the pairs takes longer than that.
         pairs = np.sum(np.multiply(q.high - q.low + 1, k.high - k.low + 1, dtype=float))
         if (self.size is not None or pairs >= _PAIRS_AT_ONCE) and (bounds := self.bounds()) is not None:
-            result = bounds(Range(q.low, q.high), Range(k.low, k.high), self.b, self.h)
+            result = bounds(q, k, self.b, self.h)
             if result is not None:
                 every, some = result.low >= 1, result.high >= 1
         if self.known is not None:
@@ -254,18 +255,11 @@ def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Trace 
 # Interval arithmetic.
 
 
-class Range(NamedTuple):
-    """The least and the greatest value of a node: ints or int64 arrays."""
-
-    low: Any
-    high: Any
-
-
 class _UnknownError(Exception):
     """An operation whose bounds are not known."""
 
 
-Bounds = Callable[[Range, Range, int, int], "Range | None"]
+Bounds = Callable[[Interval, Interval, int, int], "Interval | None"]
 
 
 def bounds_of(traced: Trace | None, node: Node | None = None) -> Bounds | None:
@@ -276,7 +270,7 @@ def bounds_of(traced: Trace | None, node: Node | None = None) -> Bounds | None:
     if traced is None:
         return None
     program = _Program(traced, traced.output if node is None else node)
-    return None if program(Range(0, 0), Range(0, 0), 0, 0) is None else program
+    return None if program(Interval(0, 0), Interval(0, 0), 0, 0) is None else program
 
 
 class _Program:
@@ -289,10 +283,10 @@ class _Program:
         self.names = {node: name for name, node in traced.inputs.items()}
         self.extremes: dict[tuple[Any, ...], RangeMinMax] = {}
 
-    def __call__(self, q: Range, k: Range, b: int, h: int) -> Range | None:
+    def __call__(self, q: Interval, k: Interval, b: int, h: int) -> Interval | None:
         if np.any(q.high > _LARGEST) or np.any(k.high > _LARGEST):
             return None
-        values: dict[Any, Any] = {"q": q, "k": k, "b": Range(b, b), "h": Range(h, h)}
+        values: dict[Any, Any] = {"q": q, "k": k, "b": Interval(b, b), "h": Interval(h, h)}
         try:
             for node in self.nodes:
                 if node.op == "placeholder":
@@ -311,15 +305,15 @@ class _Program:
         tensor = self.trace.constant(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.bool, torch.int32, torch.int64):
             raise _UnknownError  # floats round, and smaller integers wrap
-        return tensor if tensor.ndim else Range(int(tensor), int(tensor))
+        return tensor if tensor.ndim else Interval(int(tensor), int(tensor))
 
-    def _operation(self, node: Node, values: dict[Any, Any]) -> Range:
+    def _operation(self, node: Node, values: dict[Any, Any]) -> Interval:
         name, arguments = operation(node), [_value(x, values) for x in node.args]
         if name == "index":
             return self._index(node, *arguments)
         if name in ("new_zeros", "new_ones", "zeros", "ones"):
             number = int(name.endswith("ones"))
-            return Range(number, number)
+            return Interval(number, number)
         if name in ("scalar_tensor", "_to_copy", "alias", "clone", "detach", "lift_fresh_copy"):
             if node.kwargs.get("dtype") not in (None, torch.int32, torch.int64):
                 raise _UnknownError
@@ -336,7 +330,7 @@ class _Program:
             raise _UnknownError
         return _OPERATIONS[name](*map(_known, arguments))
 
-    def _index(self, node: Node, tensor: Any, indices: list[Any]) -> Range:
+    def _index(self, node: Node, tensor: Any, indices: list[Any]) -> Interval:
         """A captured tensor at indices of which at most one varies."""
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != len(indices):
             raise _UnknownError
@@ -351,13 +345,13 @@ class _Program:
             raise _UnknownError
         if slice(None) not in fixed:
             value = int(tensor[tuple(fixed)])
-            return Range(value, value)
+            return Interval(value, value)
         at = fixed.index(slice(None))
         key = (node, *fixed[:at], None, *fixed[at + 1 :])
         if key not in self.extremes:
             self.extremes[key] = RangeMinMax(tensor[tuple(fixed)].detach().cpu().numpy().astype(np.int64))
-        extremes = self.extremes[key][Interval(indices[at].low, indices[at].high)]
-        return Range(extremes.low, extremes.high)
+        extremes: Interval = self.extremes[key][indices[at]]
+        return extremes
 
 
 def _gives_bools(node: Node) -> bool:
@@ -370,99 +364,72 @@ def _value(x: Any, values: dict[Any, Any]) -> Any:
         return values[x]
     if isinstance(x, (list, tuple)):
         return [_value(one, values) for one in x]
-    return Range(int(x), int(x)) if isinstance(x, int) else x  # bools too
+    return Interval(int(x), int(x)) if isinstance(x, int) else x  # bools too
 
 
-def _known(x: Any) -> Range:
-    if not isinstance(x, Range):
+def _known(x: Any) -> Interval:
+    if not isinstance(x, Interval):
         raise _UnknownError
     return x
 
 
-def _from_corners(operate: Any, x: Range, y: Range) -> Range:
+def _from_corners(operate: Any, x: Interval, y: Interval) -> Interval:
     """The range of a function of two numbers that is monotonic in each of them."""
-    corners = np.broadcast_arrays(*(operate(a, b) for a in x for b in y))
-    return Range(np.minimum.reduce(corners), np.maximum.reduce(corners))
+    corners = np.broadcast_arrays(*(operate(a, b) for a in (x.low, x.high) for b in (y.low, y.high)))
+    return Interval(np.minimum.reduce(corners), np.maximum.reduce(corners))
 
 
-def _divisor(y: Range) -> int:
+def _divisor(y: Interval) -> int:
     if np.ndim(y.low) or np.ndim(y.high) or y.low != y.high or y.low <= 0:
         raise _UnknownError
     return int(y.low)
 
 
-def _remainder(x: Range, y: Range) -> Range:
-    n = _divisor(y)
-    same = x.low // n == x.high // n
-    return Range(np.where(same, x.low % n, 0), np.where(same, x.high % n, n - 1))
-
-
-def _absolute(x: Range) -> Range:
+def _absolute(x: Interval) -> Interval:
     least = np.where((x.low <= 0) & (x.high >= 0), 0, np.minimum(np.abs(x.low), np.abs(x.high)))
-    return Range(least, np.maximum(np.abs(x.low), np.abs(x.high)))
+    return Interval(least, np.maximum(np.abs(x.low), np.abs(x.high)))
 
 
-def _truth(always: Any, never: Any) -> Range:
-    return Range(np.asarray(always).astype(np.int64), 1 - np.asarray(never).astype(np.int64))
+def _minimum(x: Interval, y: Interval) -> Interval:
+    return Interval(np.minimum(x.low, y.low), np.minimum(x.high, y.high))
 
 
-def _less(x: Range, y: Range) -> Range:
-    return _truth(x.high < y.low, x.low >= y.high)
+def _maximum(x: Interval, y: Interval) -> Interval:
+    return Interval(np.maximum(x.low, y.low), np.maximum(x.high, y.high))
 
 
-def _equal(x: Range, y: Range) -> Range:
-    same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
-    return _truth(same, (x.high < y.low) | (y.high < x.low))
-
-
-def _not(x: Range) -> Range:
-    _bools(x)
-    return Range(1 - x.high, 1 - x.low)
-
-
-def _minimum(x: Range, y: Range) -> Range:
-    return Range(np.minimum(x.low, y.low), np.minimum(x.high, y.high))
-
-
-def _maximum(x: Range, y: Range) -> Range:
-    return Range(np.maximum(x.low, y.low), np.maximum(x.high, y.high))
-
-
-def _bools(x: Range) -> Range:
+def _bools(x: Interval) -> Interval:
     if np.any(x.low < 0) or np.any(x.high > 1):
         raise _UnknownError
     return x
 
 
-def _where(condition: Range, x: Range, y: Range) -> Range:
+def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
     low = np.where(condition.low >= 1, x.low, np.where(condition.high <= 0, y.low, np.minimum(x.low, y.low)))
     high = np.where(condition.low >= 1, x.high, np.where(condition.high <= 0, y.high, np.maximum(x.high, y.high)))
-    return Range(low, high)
+    return Interval(low, high)
 
 
-_OPERATIONS: dict[str, Callable[..., Range]] = {
-    "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
-    "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
-    "rsub": lambda x, y: Range(y.low - x.high, y.high - x.low),
-    "neg": lambda x: Range(-x.high, -x.low),
+def _number(operate: Callable[[Interval, Interval], Any]) -> Callable[[Interval, Interval], Interval]:
+    """A comparison whose results are numbers, 0 and 1: torch computes with bools as with numbers, NumPy does not."""
+    return lambda x, y: operate(x, y) + 0
+
+
+_OPERATIONS: dict[str, Callable[..., Interval]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "rsub": lambda x, y: y - x,
+    "neg": lambda x: 0 - x,
     "mul": lambda x, y: _from_corners(np.multiply, x, y),
     "abs": _absolute,
-    "floor_divide": lambda x, y: Range(x.low // _divisor(y), x.high // _divisor(y)),
-    "remainder": _remainder,
+    "floor_divide": lambda x, y: x // _divisor(y),
+    "remainder": lambda x, y: x % _divisor(y),
     "minimum": _minimum,
     "maximum": _maximum,
-    "lt": _less,
-    "le": lambda x, y: _not(_less(y, x)),
-    "gt": lambda x, y: _less(y, x),
-    "ge": lambda x, y: _not(_less(x, y)),
-    "eq": _equal,
-    "ne": lambda x, y: _not(_equal(x, y)),
+    **{name: _number(getattr(operator, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     "where": _where,
     # Of bools only: on other integers these work on bits.
-    "bitwise_and": lambda x, y: _minimum(_bools(x), _bools(y)),
-    "bitwise_or": lambda x, y: _maximum(_bools(x), _bools(y)),
-    "bitwise_not": _not,
-    "logical_and": lambda x, y: _minimum(_bools(x), _bools(y)),
-    "logical_or": lambda x, y: _maximum(_bools(x), _bools(y)),
-    "logical_not": _not,
+    **dict.fromkeys(("bitwise_and", "logical_and"), lambda x, y: _bools(x) & _bools(y)),
+    **dict.fromkeys(("bitwise_or", "logical_or"), lambda x, y: _bools(x) | _bools(y)),
+    **dict.fromkeys(("bitwise_not", "logical_not"), lambda x: ~_bools(x)),
 }

@@ -45,10 +45,13 @@ class Exchange(ABC):
     Attributes:
         others: the positions of the rows that :meth:`fetch` gives, -1 for rows that are not another rank's token.
         whole: the positions of the rows of :meth:`join`.
+        sent, received: rows that go to each rank, and that come from each.
     """
 
     others: Ints
     whole: Ints
+    sent: list[int]
+    received: list[int]
 
     def __init__(self, plan: ShardPlan, rank: int, group: Any) -> None:
         self.plan, self.rank, self.group = plan, rank, group
@@ -66,9 +69,16 @@ class Exchange(ABC):
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of :meth:`join`, for gradients: those of this rank's own rows, and those of fetched ones."""
 
-    @abstractmethod
     def give_back(self, d_fetched: Tensor) -> Pending:
         """Begin to send the gradients of fetched rows to their owners."""
+        d_fetched = d_fetched.contiguous()
+        returned = d_fetched.new_empty((sum(self.sent), *d_fetched.shape[1:]))
+        return self._started(
+            "returning gradients",
+            lambda: collectives.all_to_all(returned, d_fetched, self.sent, self.received, self.group),
+            returned,
+            d_fetched,
+        )
 
     @abstractmethod
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
@@ -83,14 +93,13 @@ class Exchange(ABC):
 class Selected(Exchange):
     def __init__(self, plan: ShardPlan, mask: int, rank: int, group: Any) -> None:
         super().__init__(plan, rank, group)
-        self.route = route_of(plan, mask, rank)
-        self.others = self.route.positions
+        self._sent_tokens, self.sent, self.received, self.others = route_of(plan, mask, rank)
         self.whole = np.concatenate([plan.positions(rank), self.others])
         self._send: dict[torch.device, Tensor] = {}
 
     def _index(self, device: torch.device) -> Tensor:
         if device not in self._send:
-            self._send[device] = torch.from_numpy(self.route.send).to(device)
+            self._send[device] = torch.from_numpy(self._sent_tokens).to(device)
         return self._send[device]
 
     def fetch(self, rows: Tensor) -> Pending:
@@ -98,7 +107,7 @@ class Selected(Exchange):
         fetched = rows.new_empty((len(self.others), *rows.shape[1:]))
         return self._started(
             "fetching keys and values",
-            lambda: collectives.all_to_all(fetched, sent, self.route.received, self.route.sent, self.group),
+            lambda: collectives.all_to_all(fetched, sent, self.received, self.sent, self.group),
             fetched,
             sent,
         )
@@ -109,19 +118,9 @@ class Selected(Exchange):
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         return joined[: self.tokens], joined[self.tokens :]
 
-    def give_back(self, d_fetched: Tensor) -> Pending:
-        d_fetched = d_fetched.contiguous()
-        returned = d_fetched.new_empty((sum(self.route.sent), *d_fetched.shape[1:]))
-        return self._started(
-            "returning gradients",
-            lambda: collectives.all_to_all(returned, d_fetched, self.route.sent, self.route.received, self.group),
-            returned,
-            d_fetched,
-        )
-
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
         total, index, start = d_own.clone(memory_format=torch.contiguous_format), self._index(d_own.device), 0
-        for count in self.route.sent:  # rank by rank; within a rank no token occurs twice, so the order is fixed
+        for count in self.sent:  # rank by rank; within a rank no token occurs twice, so the order is fixed
             total.index_add_(0, index[start : start + count], returned[start : start + count])
             start += count
         return total
@@ -131,6 +130,7 @@ class Gathered(Exchange):
     def __init__(self, plan: ShardPlan, rank: int, group: Any) -> None:
         super().__init__(plan, rank, group)
         self.most = int(plan.tokens.max())
+        self.sent = self.received = [self.most] * plan.ranks
         slots = np.full((plan.ranks, self.most), -1, np.int64)
         for other in range(plan.ranks):
             slots[other, : plan.tokens[other]] = plan.positions(other)
@@ -156,16 +156,6 @@ class Gathered(Exchange):
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         start = self.rank * self.most
         return joined[start : start + self.tokens], joined
-
-    def give_back(self, d_fetched: Tensor) -> Pending:
-        d_fetched = d_fetched.contiguous()
-        returned, equal = torch.empty_like(d_fetched), [self.most] * self.plan.ranks
-        return self._started(
-            "returning gradients",
-            lambda: collectives.all_to_all(returned, d_fetched, equal, equal, self.group),
-            returned,
-            d_fetched,
-        )
 
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
         total = d_own.clone(memory_format=torch.contiguous_format)
