@@ -10,8 +10,6 @@ from importlib.util import find_spec
 
 from lowtri.errors import ExtraError
 
-__all__ = ["EXTRAS", "is_installed", "missing", "require"]
-
 EXTRAS = {  # package -> the extra that installs it
     "torch": "torch",
     "typer": "cli",

@@ -12,9 +12,6 @@ from pathlib import Path
 from lowtri.errors import DataError
 from lowtri.system import replace
 
-__all__ = ["os_error", "write_atomically", "write_text", "writing"]
-
-
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

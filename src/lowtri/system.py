@@ -9,18 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "available_memory",
-    "cache_folder",
-    "cpus",
-    "fast_cpus",
-    "memory_use",
-    "replace",
-    "sysctl_number",
-    "sysctl_text",
-    "windows_cpu_name",
-]
-
 _BUSY = 20  # times that Windows may refuse to replace a file, 1.05 s in all
 
 

@@ -24,8 +24,6 @@ from lowtri.auditing.trial import Trial, chosen_trials, nothing_ran, require_req
 from lowtri.masks import Mask, as_mask, causal
 from lowtri.masks.label_masks import check_row_lengths
 
-__all__ = ["TRIALS", "assert_causal", "audit", "trial_table"]
-
 TRIALS: tuple[Trial, ...] = (  # in the order in which they run
     CHANGE,
     GRADIENT,

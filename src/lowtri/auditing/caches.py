@@ -27,8 +27,6 @@ from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
 from lowtri.compat.transformers_private import is_stateful
 from lowtri.generation.models import stepwise_cache
 
-__all__ = ["CACHE", "Decoder", "STATE", "decoder_of"]
-
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
 _DRAFT = 2  # tokens that are appended and cropped again
 

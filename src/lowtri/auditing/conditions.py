@@ -17,8 +17,6 @@ from lowtri.auditing.trial import Trial, run_trials
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError
 
-__all__ = ["CODE_PATHS", "LONGER", "TRAINING", "extended"]
-
 _KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
 _TRAINING = "training mode"
 _SAME = "its outputs equal eval mode's bit for bit: for 4 inputs, in float64 too, and for shorter and padded ones"

@@ -15,8 +15,6 @@ from lowtri.auditing.inputs import Inputs, first_line, positions_first
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial
 
-__all__ = ["CHANGE", "GRADIENT", "POISON", "PREFIX", "SENSITIVITY"]
-
 
 def _change(context: Context) -> Cases:
     """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.

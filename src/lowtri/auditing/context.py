@@ -22,22 +22,6 @@ from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, MaskError
 from lowtri.extras import require
 
-__all__ = [
-    "BATCH",
-    "Bools",
-    "Condition",
-    "Context",
-    "Requirement",
-    "Options",
-    "REPEATABLE",
-    "TORCH",
-    "check_arguments",
-    "check_memory",
-    "progress_line",
-    "vocabulary",
-    "vocabulary_size",
-]
-
 Bools = npt.NDArray[np.bool_]
 
 

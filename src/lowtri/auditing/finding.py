@@ -18,19 +18,6 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import Inputs
 from lowtri.auditing.system import Rows, System
 
-__all__ = [
-    "Difference",
-    "Finding",
-    "Leak",
-    "Noise",
-    "Status",
-    "compare",
-    "describe_difference",
-    "describe_movement",
-    "measure_noise",
-    "movement",
-]
-
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
 

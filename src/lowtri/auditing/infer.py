@@ -20,8 +20,6 @@ from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, table
 from lowtri.masks import mask as read_mask
 
-__all__ = ["Fitted", "InferredMask", "fitted", "infer_mask"]
-
 _PARTS = 3  # atoms of a formula, at most
 
 

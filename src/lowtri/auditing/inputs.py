@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from lowtri.errors import CallError
 
-__all__ = ["Array", "CallSignature", "Inputs", "first_line", "positions_first", "read_example"]
-
 Array = npt.NDArray[Any]
 
 

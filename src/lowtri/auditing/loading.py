@@ -18,8 +18,6 @@ from lowtri.auditing.context import vocabulary_size
 from lowtri.auditing.inputs import first_line
 from lowtri.errors import DataError
 
-__all__ = ["Target", "declared_mask", "function_in_file", "load_target"]
-
 
 def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
     """What `FILE.py:name` names, and all names of the file.

@@ -23,15 +23,6 @@ from lowtri.errors import LeakError
 if TYPE_CHECKING:
     from lowtri.auditing.report import AuditReport
 
-__all__ = [
-    "lowtri_audit",
-    "pytest_addoption",
-    "pytest_collect_file",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_terminal_summary",
-]
-
 _TARGETS = pytest.StashKey[dict[Path, list[str]]]()  # each file and the targets in it
 _PROPERTY = "lowtri_audit"  # the name under which a test's report carries the verdict, from another process as well
 

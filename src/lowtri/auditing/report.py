@@ -17,8 +17,6 @@ from lowtri.pictures.labels import shortened, spelled_out
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
 from lowtri.pictures.svg import HIDDEN, OUTLINED, Grid, document, fill, legend, text
 
-__all__ = ["AuditReport", "cells", "draw_svg", "draw_text"]
-
 
 class _Look(NamedTuple):
     fill: str  # the attributes of its cells

@@ -13,8 +13,6 @@ from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
 from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
 
-__all__ = ["BATCH_ROWS", "PACKING", "PADDING", "blocks", "pad", "pad_keyword", "real_positions"]
-
 
 def _rows(context: Context) -> Cases:
     """One row changed at a time, which no other row may notice; and rows alone, where the model takes a batch of one."""

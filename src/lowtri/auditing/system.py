@@ -22,8 +22,6 @@ import numpy.typing as npt
 from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
-__all__ = ["Rows", "System", "check_axes", "in_mode", "module_behind", "parameters", "redrawn", "without_gradients"]
-
 Rows = npt.NDArray[Any]
 
 

@@ -17,15 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from lowtri.auditing.inputs import Inputs
 
-__all__ = [
-    "Watch",
-    "attention_tables",
-    "computing_in_float64",
-    "locate",
-    "looked_up",
-    "run_with_leaves",
-]
-
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 

@@ -20,20 +20,6 @@ from lowtri.auditing.inputs import Inputs, first_line
 from lowtri.auditing.system import Rows
 from lowtri.errors import CallError, LowtriError
 
-__all__ = [
-    "Case",
-    "Cases",
-    "Summary",
-    "Trial",
-    "chosen_trials",
-    "examine",
-    "nothing_ran",
-    "require_requested",
-    "run_trials",
-    "try_example",
-    "watch",
-]
-
 _BISECTED = 16  # queries that are followed down to one key
 
 

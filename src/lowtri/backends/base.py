@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from lowtri.ops.call import Call, Inputs, Keys, Result
 
-__all__ = ["Backend", "Prepared"]
-
 
 class Prepared:
     """A prepared call: runs on any arrays of the same signature, also from several threads at once.

@@ -13,8 +13,6 @@ from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.distance_bias import of_pairs
 from lowtri.ops.reference import attend
 
-__all__ = ["name", "prepare", "supports"]
-
 name = "reference"
 
 

@@ -15,8 +15,6 @@ from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
-__all__ = ["LINKED"]
-
 
 class _LinkedLibrary(JITCodeLibrary):
     """LLVM code that is neither optimised nor compiled by itself."""

@@ -18,8 +18,6 @@ from numba.core import ccallback, cgutils, codegen, cpu
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-__all__ = ["C_LIBRARY", "emit_module", "object_file", "plain_entry", "use_target"]
-
 # What kernels may call.
 C_LIBRARY = frozenset({"exp2", "exp2f", "log", "logf", "log2", "log2f", "memcpy", "memmove", "memset", "sqrt"})
 

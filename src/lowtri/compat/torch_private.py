@@ -15,38 +15,6 @@ from torch.autograd import forward_ad
 
 from lowtri.errors import EngineError
 
-__all__ = [
-    "apply_function",
-    "dispatch_key_set",
-    "dispatch_keys",
-    "dispatch_mode_count",
-    "flash_attention",
-    "flash_attention_gradients",
-    "forward_level",
-    "functional_value",
-    "has_flash_attention",
-    "has_hooks",
-    "in_batch",
-    "inside_compiled",
-    "is_batched",
-    "is_fake",
-    "is_zero_tensor",
-    "make_wrapper",
-    "mapped_indexing",
-    "out_of_batch",
-    "outside_graph",
-    "recording_gradients",
-    "saved_tensors_hooks",
-    "scaled_dot_product_attention",
-    "to_copy",
-    "tracing_state",
-    "transform_stack",
-    "version_of",
-    "vmap_level",
-    "why_unreadable",
-    "without_torch_function",
-]
-
 
 def _lacks(*paths: str) -> str | None:
     """Which of ``torch.<path>`` this torch lacks, in words; None if it has all."""

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lowtri.errors import EngineError
 
-__all__ = ["int8_product", "linear_float16", "linear_int8", "pack_float16", "pack_int8", "why_missing"]
-
 _NAMES = (
     "linear_prepack",
     "linear_with_input_q_dq_qweight_dq_output_fp32",

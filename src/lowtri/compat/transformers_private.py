@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "attention_name",
-    "collects_attentions",
-    "has_interface",
-    "is_stateful",
-    "known_mask_function",
-    "set_attention_name",
-    "split_heads",
-]
-
 
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
     """``masking_utils.<name>``, called if there are arguments; None in versions without it.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lowtri.ops.distance_bias import DistanceBias
     from lowtri.ops.types import Array, Options
 
-__all__ = ["attention", "is_traced", "which_engine"]
-
 
 @overload
 def attention(

@@ -20,8 +20,6 @@ from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.gradient_batches import loop_over_vmapped_grads
 from lowtri.ops.guards import active_mode, is_plain, plain_keys
 
-__all__ = ["differentiable"]
-
 
 def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""

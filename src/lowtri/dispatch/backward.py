@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from lowtri.ops.types import Options
 
-__all__ = ["Gradients", "attention_backward", "gradients_from_output", "gradients_of_results"]
-
 
 class Gradients(NamedTuple):
     """The gradients that :func:`attention_backward` returns, each in the shape of its input."""

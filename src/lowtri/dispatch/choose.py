@@ -17,8 +17,6 @@ from lowtri.extras import is_installed, missing
 from lowtri.ops.call import Call
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, output
 
-__all__ = ["RULES", "Choice", "Rule", "choose", "explain_choice", "load"]
-
 
 class Rule(NamedTuple):
     """A backend, why ``engine="auto"`` chooses it, and the calls that are left to later rules, with the reason."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from lowtri.ops.types import Array
 
-__all__ = ["merge"]
-
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Merge attention over disjoint sets of keys into attention over all of them.

@@ -27,11 +27,6 @@ from lowtri.ops.describe import arrange, describe
 from lowtri.ops.distance_bias import DistanceBias
 from lowtri.ops.threads import thread_count
 
-__all__ = [
-    *("PREPARED", "CachedCall", "CallCache", "prepare", "prepared_call"),
-    *("autocast_device", "cast_for_autocast", "run_eagerly", "without_autocast"),
-]
-
 _UNCHANGED = nullcontext()
 _KINDS: set[type] = {np.ndarray}  # of arrays whose attributes may be read without a check; torch's tensors join them
 _NUMBERS = (float, int, type(None))

@@ -26,8 +26,6 @@ from lowtri.masks.text import as_mask, pack, unpack
 from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
-__all__ = ["traced"]
-
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[] arrays, Tensor? q_positions, "
     "Tensor? k_positions, float? scale, float? softcap, str? bias_kind, bool return_lse, str engine"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["scaled_dot_product_attention"]
-
 _NAME = "scaled_dot_product_attention"
 
 

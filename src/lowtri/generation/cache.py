@@ -27,8 +27,6 @@ from lowtri.ops.arguments import plain_array
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KVCache"]
-
 
 class KVCache(CachePicture):
     """A key/value cache for all layers that use the same mask; it evicts keys that no later query can see.

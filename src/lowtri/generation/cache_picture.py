@@ -15,8 +15,6 @@ from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
 if TYPE_CHECKING:
     from lowtri.generation.slots import SlotAllocator
 
-__all__ = ["CachePicture"]
-
 _CELLS = 64  # of a row; beyond it a cell stands for several positions
 _ROWS = 8  # rows of a batch that are drawn; the rest is counted
 _NOT_HELD, _FREED, _HELD, _STAYS = range(4)

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
         cached: bool
 
 
-__all__ = ["generate"]
-
-
 # The kind of result depends on the prompt: one text, several texts, one row of ids, several rows, an array of either.
 @overload
 def generate(

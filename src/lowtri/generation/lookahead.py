@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
-__all__ = ["LookaheadCheck", "row_masks", "seen", "visible_pair"]
-
 _AHEAD, _MOST_AHEAD = 64, 4096  # number of future queries per vectorised tile call
 _LAST = 128  # queries of an append checked for a certain key; the keys' own check covers the others
 _FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most at a time

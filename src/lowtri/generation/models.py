@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["NextLogits", "context_of", "next_logits", "stepwise_cache"]
-
 Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
 Logits: TypeAlias = NDArray[np.floating]  # (B, V); undefined where a row has ended
 NextLogits: TypeAlias = "TransformersModel | PositionedModel | PlainModel"

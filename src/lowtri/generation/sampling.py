@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 
-__all__ = ["Sampling", "apply_temperature", "keep_top_k", "keep_top_p", "next_token", "sample", "softmax"]
-
 Logits = NDArray[np.floating]  # (V,)
 
 

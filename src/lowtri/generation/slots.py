@@ -21,8 +21,6 @@ from lowtri.generation.lookahead import LookaheadCheck, row_masks, seen
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.arrays import positions_in_numpy
 
-__all__ = ["SlotAllocator", "Slots", "as_slots", "ends_of", "rows_of"]
-
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 _INT64 = np.dtype(np.int64)

@@ -6,8 +6,6 @@ from typing import Any
 
 from lowtri.errors import CallError
 
-__all__ = ["Pieces", "encode", "own_stop", "stop_ids"]
-
 _END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 

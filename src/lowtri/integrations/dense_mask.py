@@ -28,16 +28,6 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
 from lowtri.ops.arguments import plain_array
 
-__all__ = [
-    "LazyMask",
-    "MaskAndBias",
-    "bottom_right_positions",
-    "join",
-    "read_dense_mask",
-    "read_table",
-    "top_left_positions",
-]
-
 _FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
 
 

@@ -27,8 +27,6 @@ from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Interval, Positions, ascending
 
-__all__ = ["INDICES", "Bounds", "FunctionMask", "Trace", "bounds_of", "operation", "trace"]
-
 INDICES = ("b", "h", "q", "k")
 
 _PAIRS_AT_ONCE = 2**20  # evaluated in one call: 8 MB for each of the two indices

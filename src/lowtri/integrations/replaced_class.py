@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-__all__ = ["Replaced", "replace_forward", "restore_forward"]
-
 
 class Replaced:
     """The base of what replaces the forward of a module; copies and pickles of the module keep it."""

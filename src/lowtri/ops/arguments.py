@@ -18,22 +18,6 @@ from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
 from lowtri.masks.mask import Mask
 
-__all__ = [
-    "bias_in_four",
-    "check_arrays",
-    "check_batch",
-    "check_bias",
-    "check_numbers",
-    "check_positions",
-    "check_recorded",
-    "check_sinks",
-    "check_weights",
-    "dtype_name",
-    "packed",
-    "plain_array",
-    "whole_strides",
-]
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 

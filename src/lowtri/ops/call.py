@@ -20,8 +20,6 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.tile import FULL
 
-__all__ = ["FEW_QUERIES", "ArrayInfo", "Call", "CallOptions", "Inputs", "Keys", "Result", "positions_of", "seen_keys"]
-
 FEW_QUERIES = 16  # a call of fewer is prepared for any number of keys where its kernel reads a cache
 _PAIRS_AT_ONCE = 2**18  # of a table whose rows differ: 2 MB of distances
 

@@ -28,8 +28,6 @@ from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.ops.threads import thread_count
 
-__all__ = ["arrange", "describe"]
-
 _DEFAULTS = CallOptions()
 
 

@@ -17,17 +17,6 @@ from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
 from lowtri.ops.call import Call
 
-__all__ = [
-    "DistanceBias",
-    "alibi",
-    "distance_bias",
-    "distances_of",
-    "first_pair",
-    "of_pairs",
-    "packed_bias",
-    "unpacked_bias",
-]
-
 _MOST = 2**27  # distances of a call
 
 

@@ -13,8 +13,6 @@ import torch
 
 from lowtri.compat.torch_private import in_batch, is_batched, out_of_batch, vmap_level
 
-__all__ = ["loop_over_vmapped_grads"]
-
 Backward = Callable[..., Any]
 
 

@@ -18,11 +18,6 @@ from lowtri.compat.torch_private import (
 )
 from lowtri.ops.call import FEW_QUERIES
 
-__all__ = [
-    *("FORWARD_MODE", "active_mode", "is_plain", "plain_keys", "tensors_key", "tensors_key_of_few_queries"),
-    "transformation",
-]
-
 FORWARD_MODE = "inside forward-mode differentiation"
 
 _TYPES: tuple[type, ...] = ()  # of plain tensors; none where this torch does not expose dispatch keys

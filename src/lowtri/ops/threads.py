@@ -9,8 +9,6 @@ from pathlib import Path
 
 from lowtri.system import fast_cpus
 
-__all__ = ["thread_count"]
-
 
 def thread_count(is_numpy: bool) -> int:
     """torch's own setting where torch is in use, else ``OMP_NUM_THREADS``, else the CPUs that this process may use.

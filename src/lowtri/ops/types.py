@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lowtri.ops.distance_bias import DistanceBias
 
-__all__ = ["Array", "Options"]
-
 Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call come from one library, and so do its results
 
 

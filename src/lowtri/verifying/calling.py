@@ -21,8 +21,6 @@ from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case
 from lowtri.verifying.definition import Call, Results
 
-__all__ = ["SIGNATURES", "Arguments", "CallFailed", "Caller", "caller_of", "name_of"]
-
 
 class CallFailed(Exception):
     """A call without a result that can be compared.

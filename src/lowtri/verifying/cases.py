@@ -15,8 +15,6 @@ from lowtri.masks import Mask, keys, table
 from lowtri.masks import mask as mask_of
 from lowtri.verifying.definition import Call
 
-__all__ = ["CASES", "Case"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Results"]
-
 Results = dict[str, Tensor]  # "output", "lse", and "gradient of q" and so on
 
 

@@ -15,8 +15,6 @@ from lowtri.verifying.definition import Call, Results
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS, wrong_calls
 from lowtri.verifying.report import Finding
 
-__all__ = ["Trial", "tolerances"]
-
 _EPS32 = torch.finfo(torch.float32).eps  # scores are float32 or wider
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lowtri.verifying.definition import Call
 
-__all__ = ["MISTAKES", "ROUNDINGS", "wrong_calls"]
-
 Changes = list[dict[str, Any]]
 
 ROUNDINGS = ("probabilities in half precision", "sums in half precision")  # recognised by the size of errors

@@ -16,8 +16,6 @@ import pytest
 if TYPE_CHECKING:
     from lowtri.verifying.report import VerifyReport
 
-__all__ = ["lowtri_verify"]
-
 
 @pytest.fixture
 def lowtri_verify() -> Callable[..., VerifyReport]:

@@ -14,8 +14,6 @@ from lowtri.pictures.files import save_picture
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
 from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, legend, text
 
-__all__ = ["Finding", "VerifyReport"]
-
 _LOOKS = {  # by the result of a case
     "right": fill("value"),
     "documented": fill("partly"),

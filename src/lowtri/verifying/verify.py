@@ -19,8 +19,6 @@ from lowtri.verifying.judging import Trial, tolerances
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
 from lowtri.verifying.report import Finding, VerifyReport
 
-__all__ = ["verify"]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SMALLER = 24  # calls to find the smallest case that shows an unexplained difference
 _FREQUENT = ("scale missing", "window one too wide", "window one too narrow", "softcap missing", "mask inverted")

@@ -10,8 +10,6 @@ from lowtri.kernels.scratch import key_rows, padded
 from lowtri.kernels.variants import Array
 from lowtri.ops.call import Inputs, Result
 
-__all__ = ["CpuBackward"]
-
 
 class CpuBackward:
     """The backward kernel of a call, for one layout of its inputs, of the output and of the output's gradient.

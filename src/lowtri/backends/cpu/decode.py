@@ -19,8 +19,6 @@ from lowtri.kernels.abi import DECODE
 from lowtri.kernels.scratch import CACHE_KEYS, decode_scratch, decode_shared_scratch
 from lowtri.ops.call import Call, Inputs, Keys, Result
 
-__all__ = ["CpuDecode"]
-
 _VARYING = ("nk", "first_key", "tasks", "visible")
 _WORDS = [
     *(word(DECODE, name) for name in _VARYING),

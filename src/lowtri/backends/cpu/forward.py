@@ -25,8 +25,6 @@ from lowtri.backends.cpu.layout import (
 from lowtri.kernels.scratch import KEYS
 from lowtri.ops.call import Call, Inputs, Result
 
-__all__ = ["CpuForward"]
-
 _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 
 # The strides of q, k, v, the output, its gradient, and the bias.

@@ -25,8 +25,6 @@ from lowtri.kernels.variants import symbol
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call
 
-__all__ = ["LARGE", "Fields", "Launch", "ask_for_large_pages", "decode_threads", "tile_threads", "word"]
-
 Fields: TypeAlias = dict[str, Any]  # of a kernel's record, named as in :mod:`lowtri.kernels.abi`
 
 

@@ -16,22 +16,6 @@ from lowtri.masks.plan import Plan
 from lowtri.ops.call import ArrayInfo, Call, Inputs
 from lowtri.ops.distance_bias import first_pair
 
-__all__ = [
-    "ArrayLayout",
-    "Selection",
-    "Strides",
-    "address",
-    "empty",
-    "like_array",
-    "of_bias",
-    "of_plan",
-    "packed",
-    "select",
-    "strides",
-    "to_dtype",
-    "torch_dtype",
-]
-
 Strides: TypeAlias = tuple[int, ...]  # in elements
 
 _FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole

@@ -18,8 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.masks.plan import TILE_Q, Plan, key_ranges, row_of_runs, tile_patterns
 from lowtri.masks.tile import FULL
 
-__all__ = ["block_mask_of", "block_mask_of_blocks", "blocks_of_plan"]
-
 Bools = NDArray[np.bool_]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

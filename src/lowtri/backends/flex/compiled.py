@@ -16,8 +16,6 @@ from lowtri.backends.flex.block_mask import block_mask_of
 from lowtri.masks.plan import Plan, keys_seen, queries_that_see
 from lowtri.ops.call import Call, Inputs, Result
 
-__all__ = ["Compiled", "score_mod_of", "with_sinks"]
-
 _BLOCK = 128  # queries and keys: what the kernels take
 
 

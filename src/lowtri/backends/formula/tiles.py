@@ -25,8 +25,6 @@ from lowtri.ops.distance_bias import of_pairs
 from lowtri.ops.gradient_batches import loop_over_vmapped_grads
 from lowtri.ops.guards import transformation
 
-__all__ = ["Tile", "Tiles"]
-
 Tile: TypeAlias = tuple[int, int, int, int]  # first query, one past the last, and the same of the keys
 
 _TABLE_BYTES = 2**20  # the largest table that is kept

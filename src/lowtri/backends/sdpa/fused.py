@@ -17,8 +17,6 @@ from lowtri.compat.torch_private import (
 )
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result, seen_keys
 
-__all__ = ["Fused"]
-
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
 _FEW_QUERIES = (
     16  # below, the keys that they see may be few, and to cut the arrays to these saves most of the inspection

@@ -24,8 +24,6 @@ from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
 from lowtri.ops.describe import describe
 
-__all__ = ["flex_attention"]
-
 _NAME = "flex_attention"
 
 

@@ -29,8 +29,6 @@ from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Positions, check_count
 
-__all__ = ["block_mask", "check_function", "create_block_mask", "function_mask", "mask_of", "tensor_function"]
-
 _NO_BLOCKS = 1 << 30  # the block size of a BlockMask that stands for no mask
 _PAIRS_AT_ONCE = 2**22
 

@@ -41,8 +41,6 @@ from lowtri.integrations.function_mask import INDICES, Trace, operation, trace
 from lowtri.masks.mask import Mask
 from lowtri.ops.distance_bias import DistanceBias, distance_bias
 
-__all__ = ["Scores", "read_score_mod", "tile_function"]
-
 _SAMPLES = (-30.0, -2.0, -0.1, 0.0, 0.3, 1.0, 50.0)
 _EXACT = 2**24  # integers that float32 holds exactly
 

@@ -23,8 +23,6 @@ from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 
-__all__ = ["attend"]
-
 _log = logging.getLogger("lowtri.integrations.transformers")
 _warned: set[str] = set()
 

@@ -19,8 +19,6 @@ from lowtri.compat.torch_private import make_wrapper, to_copy, without_torch_fun
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask
 
-__all__ = ["LazyMaskTensor"]
-
 
 class LazyMaskTensor(Tensor):
     """A bool tensor (B, Hq|1, Nq, Nk), True = may see, that is a :class:`LazyMask` and holds no table.

@@ -35,8 +35,6 @@ from lowtri.masks.label_masks import Documents, RangeMinMax, chunks
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY, POSITION_MAX, Positions
 
-__all__ = ["RemappedMask", "ShiftedMask", "make_mask", "read_function"]
-
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
     from lowtri.parallel.shards import ShardPlan
 
-__all__ = ["attend_sharded", "check_sharded", "mask_of_plan", "shard_arguments"]
-
 _IGNORED = -100  # a target that does not count
 
 

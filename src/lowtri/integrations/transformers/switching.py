@@ -20,8 +20,6 @@ from lowtri.integrations.transformers.attention import attend
 from lowtri.integrations.transformers.masks import make_mask
 from lowtri.integrations.transformers.user_masks import add_hooks, unwrapped
 
-__all__ = ["register", "switch"]
-
 _FALCON = "transformers.models.falcon.modeling_falcon"
 
 

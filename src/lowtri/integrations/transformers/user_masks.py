@@ -40,8 +40,6 @@ from lowtri.masks.tile import EMPTY, POSITION_MAX
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
 
-__all__ = ["Forward", "add_hooks", "check_cache", "current_forward", "unwrapped", "use"]
-
 M = TypeVar("M")
 
 
