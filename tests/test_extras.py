@@ -112,8 +112,7 @@ def test_what_needs_another_package_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
     for name in ("rich", "safetensors", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ExtraError, match=r"needs rich, which is not installed\.\nFix: pip install 'lowtri\[cli\]'"):
-        str(explain(([[1.0]], [[1.0]], [[1.0]]), mask="causal"))
+    assert "weights = softmax" in str(explain(([[1.0]], [[1.0]], [[1.0]]), mask="causal")), "text needs no package"
     folder = tmp_path / "model"
     with pytest.raises(ExtraError, match=r"needs safetensors, .*\nFix: pip install 'lowtri\[models\]'"):
         checkpoint.save(Decoder(DecoderConfig(vocab_size=9, num_hidden_layers=1)), folder)

@@ -73,14 +73,14 @@ BUDGETS = {
     "training": 998,
     "auditing": 3460,
     "verifying": 1238,
-    "explaining": 743,
+    "explaining": 710,
     "benching": 970,
     "integrations": 3430,
     "lesson": 253,
     "cli": 1191,
     "__main__": 19,
 }
-MAX_FILES = 232
+MAX_FILES = 231
 MAX_LINES = 600  # of a file: a file is a subject, not a fragment of one
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {

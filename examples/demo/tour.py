@@ -40,7 +40,6 @@ from lowtri import plain
 from lowtri.cli.main import main as command
 from lowtri.errors import DataError
 from lowtri.explaining.example import worked
-from lowtri.explaining.tables import as_text
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.numbers import computed
 from lowtri.lesson.page import file_name, lesson_page
@@ -99,9 +98,9 @@ def steps(context: Context) -> Result:
     """“Write a poem” under seed 42: what goes in, what comes out, and everything between."""
     result, explained = context.result(), worked()
     shown = replace(explained, steps=tuple(explained[name] for name in ("q", "k", "v", "scaled", "weights", "output")))
-    result.picture("steps.svg", explained, as_text(shown))
+    result.picture("steps.svg", explained, str(shown))
     result.file("steps.html", explained.to_html())
-    result.file("steps.txt", as_text(explained) + "\n")
+    result.file("steps.txt", f"{explained}\n")
     away = max(float(np.abs(explained[name].value - np.array(rows)).max()) for name, rows in FIGURES.items())
     result.check(
         f"all {len(FIGURES)} steps have the notebooks' figures: at most {away:.0e} away, printed to 1e-4", away < 6e-5

@@ -193,6 +193,6 @@ def _print(explanation: Explanation) -> None:
     import shutil
     import sys
 
-    from lowtri.explaining.tables import as_text
+    from lowtri.explaining.explanation import as_text
 
     print(as_text(explanation, width=shutil.get_terminal_size((100, 24)).columns, colour=sys.stdout.isatty()))

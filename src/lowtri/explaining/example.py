@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import DataError
-from lowtri.explaining.explanation import Explanation
+from lowtri.explaining.explanation import Explanation, printable
 from lowtri.explaining.steps import explain
-from lowtri.explaining.tables import printable
 from lowtri.masks import Mask
 from lowtri.pictures.labels import split
 

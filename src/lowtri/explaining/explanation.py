@@ -1,31 +1,68 @@
-"""The result of explain: the steps with their labels, as text, as JSON, as one HTML page, and as one picture.
+"""The result of explain(): every step with its numbers, as data, as tables of text, as one HTML page, and as one picture.
 
-The page is self-contained: no network, no script, no fonts of its own. Hidden cells are hatched, so that "hidden" and "visible with
-weight 0" never look alike; the darker a visible weight's cell, the greater the weight. The picture is laid out as the equation
-reads: q k^T gives scores; masked, then softmax, gives weights; with v, the output.
+Each form marks what the mask hides: a hidden pair is hatched and its weight is 0, while a visible pair shows its weight with all
+digits, the stronger coloured the greater it is. The picture is laid out as the equation reads: q k^T gives scores; masked, then
+softmax, gives weights; with v, the output. Widths of text are counted in terminal cells, so that Chinese tokens (two cells a
+character) and Thai ones (marks above and below take none) are aligned with the numbers.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.explaining.tables import PAIRS, Step, Steps, as_text, cut, number, printable, tables_of
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.labels import display_width, shortened
+from lowtri.pictures.labels import aligned, display_width, shortened, spelled_out
 from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, ink_over, legend, shades, text
 
+PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
+_HATCH = "▒"
+_MOST = 12  # rows or columns shown; of more, the first ones and the last
+
 
 @dataclass(frozen=True)
-class Explanation(Steps):
+class Step:
+    """One step: its value, (rows, columns) or (heads, rows, columns), with a label for each row and column.
+
+    Attributes:
+        name: such as ``"scores"`` or ``"weights"``.
+        formula: how the value follows from the steps before it; empty for inputs.
+        sentence: the same in words.
+        value: the numbers.
+        rows, columns: the labels.
+        unmasked: the same step without a mask, or None where the mask makes no difference.
+    """
+
+    name: str
+    formula: str
+    sentence: str
+    value: NDArray[Any]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    unmasked: NDArray[Any] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def hatched(self) -> bool:
+        """Whether the cells are pairs of tokens that the mask may hide."""
+        return self.name in ("mask", "masked", "weights")
+
+
+@dataclass(frozen=True)
+class Explanation:
     """All steps, in order. ``print`` shows them as tables; ``explanation["weights"].value`` is the array of one step.
 
     Attributes:
@@ -35,6 +72,12 @@ class Explanation(Steps):
         steps: every step, a :class:`Step` each.
         note: how the tokens and the weights were chosen.
     """
+
+    tokens: tuple[str, ...]
+    mask: str
+    visible: NDArray[np.bool_]
+    steps: tuple[Step, ...]
+    note: str = ""
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:
@@ -83,6 +126,132 @@ class Explanation(Steps):
     _repr_svg_ = to_svg
 
 
+# Tables.
+
+
+class _Cell(NamedTuple):
+    text: str
+    hidden: bool = False
+    weight: float | None = None  # of a visible pair, in the step of weights
+
+
+class _Table(NamedTuple):
+    """What is shown of one head; "…" stands for rows and columns that are left out."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, list[_Cell]]]
+
+
+def _tables_of(step: Step, visible: NDArray[np.bool_]) -> Iterator[list[_Table]]:
+    """What to show of a step: for each head the tables that belong side by side."""
+    values = step.value if step.value.ndim == 3 else step.value[None]
+    for h, value in enumerate(values):
+        title = f"head {h}" if len(values) > 1 else ""
+        allowed = (visible[h] if visible.ndim == 3 else visible) if step.hatched else None
+        if step.unmasked is None:
+            yield [_table(step, title, value, allowed)]
+        else:
+            unmasked = step.unmasked[h] if step.unmasked.ndim == 3 else step.unmasked
+            comma = ", " if title else ""
+            yield [
+                _table(step, f"{title}{comma}with the mask", value, allowed),
+                _table(step, f"{title}{comma}without", unmasked, None),
+            ]
+
+
+def _table(step: Step, title: str, values: NDArray[Any], visible: NDArray[np.bool_] | None) -> _Table:
+    rows, columns = _cut(len(step.rows)), _cut(len(step.columns))
+
+    def cell(i: int | None, j: int | None) -> _Cell:
+        if i is None or j is None:
+            return _Cell("…")
+        x = values[i, j]
+        if visible is not None and not visible[i, j]:
+            # Exactly 0, so without digits after the point: "0.0000" is what a small visible weight looks like.
+            return _Cell("0" if not isinstance(x, bool | np.bool_) and x == 0 else number(x), hidden=True)
+        return _Cell(number(x), weight=float(np.nan_to_num(x)) if step.name == "weights" else None)
+
+    cells = [[cell(i, j) for j in columns] for i in rows]
+    return _Table(title, _chosen(step.columns, columns), list(zip(_chosen(step.rows, rows), cells, strict=True)))
+
+
+def _chosen(labels: tuple[str, ...], which: list[int | None]) -> list[str]:
+    return ["…" if i is None else printable(labels[i]) for i in which]
+
+
+def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -> str:
+    """The explanation for a terminal of ``width`` cells; two tables stand side by side where they fit."""
+
+    def styled(code: int, words: str) -> str:
+        return f"\x1b[{code}m{words}\x1b[0m" if colour else words
+
+    bold, dim = 1, 2
+    lines = [styled(bold, f"mask {spelled_out(explained.mask)}"), *([explained.note] if explained.note else [])]
+    lines.append(f"{_HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts.")
+    for step in explained.steps:
+        formula = f" = {step.formula}" if step.formula else ""
+        shape = " x ".join(str(n) for n in step.shape)
+        lines += ["", f"{styled(bold, step.name)}{formula}{styled(dim, f'   {shape}')}", step.sentence]
+        for together in _tables_of(step, explained.visible):
+            tables = [_text_table(table) for table in together]
+            beside = aligned(list(zip_longest(*tables, fillvalue="")), " " * 6)
+            # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
+            fits = max(map(display_width, beside)) <= width
+            shown = beside if fits else [line for table in tables for line in table]
+            lines += [re.sub(rf"{_HATCH} \S+", lambda cell: styled(dim, cell[0]), line) for line in shown]
+    return "\n".join(lines)
+
+
+def _text_table(table: _Table) -> list[str]:
+    rows = [
+        (label, *(f"{_HATCH} {cell.text}" if cell.hidden else cell.text for cell in cells))
+        for label, cells in table.rows
+    ]
+    head, *body = aligned([("", *table.columns), *rows], "   ", right=True)
+    rule = "─" * max(map(display_width, (head, *body)))
+    return [*([table.title] if table.title else []), head, rule, *body]
+
+
+def _cut(n: int) -> list[int | None]:
+    """Which of ``n`` rows or columns are shown; None stands for those left out.
+
+    >>> _cut(3), _cut(100)
+    ([0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, None, 97, 98, 99])
+    """
+    if n <= _MOST:
+        return list(range(n))
+    return [*range(_MOST - 4), None, *range(n - 3, n)]
+
+
+def number(x: Any) -> str:
+    """Four digits after the point; a tick or a cross for a bool; a whole number as it is.
+
+    >>> number(1.16), number(-0.00001), number(float("-inf")), number(-1e9), number(True), number(7)
+    ('1.1600', '0.0000', '-inf', '-1e9', '✓', '7')
+    """
+    if isinstance(x, bool | np.bool_):
+        return "✓" if x else "✗"
+    if isinstance(x, int | np.integer):
+        return str(x)
+    if not np.isfinite(x) or abs(x) >= 1e5:
+        return f"{x:.5g}".replace("e+0", "e").replace("e+", "e")
+    text = f"{x:.4f}"
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def printable(token: str) -> str:
+    """A token that keeps its cell: blanks at its ends and line ends are marked, invisible characters spelled out.
+
+    >>> print(printable(" cat"), printable("a\\n"), printable(""), printable("\\u202ecat"))
+    ␣cat a⏎ ∅ \\u202ecat
+    """
+    body = token.strip(" ")
+    before = len(token) - len(token.lstrip(" ")) if body else len(token)
+    marked = "␣" * before + body + "␣" * (len(token) - before - len(body))
+    return shortened(marked.replace("\n", "⏎").replace("\t", "⇥")) or "∅"
+
+
 # The page.
 
 _STYLE = """:root { container-type: inline-size;
@@ -111,64 +280,52 @@ _STYLE = """:root { container-type: inline-size;
 _HUES = {"q": " q", "W_q^T": " q", "k": " k", "W_k^T": " k", "v": " v", "W_v^T": " v", "output": " v", "joined": " v"}
 
 
-def _as_html(steps: Steps) -> str:
+def _as_html(explained: Explanation) -> str:
     """The whole page as text."""
-    title = f"lowtri: {shortened(' '.join(steps.tokens), 80)}"
-    return page("explanation", title, _parts(steps, f'<div class="scroll">{as_svg(steps)}</div>'), _STYLE)
+    title = f"lowtri: {shortened(' '.join(explained.tokens), 80)}"
+    return page("explanation", title, _parts(explained, f'<div class="scroll">{as_svg(explained)}</div>'), _STYLE)
 
 
-def _as_output(steps: Steps) -> str:
+def _as_output(explained: Explanation) -> str:
     """What notebooks show: the same, with the picture as an image."""
-    return output("explanation", _parts(steps, image(as_svg(steps))), _STYLE)
+    return output("explanation", _parts(explained, image(as_svg(explained))), _STYLE)
 
 
-def _parts(steps: Steps, picture: str) -> Iterator[str]:
-    note = f'<p class="note">{html_text(steps.note, keep=chr(10))}</p>' if steps.note else ""
-    yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(steps.mask)}</code></p>{note}"
+def _parts(explained: Explanation, picture: str) -> Iterator[str]:
+    note = f'<p class="note">{html_text(explained.note, keep=chr(10))}</p>' if explained.note else ""
+    yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(explained.mask)}</code></p>{note}"
     yield f'<section class="figure">{picture}</section>'
     yield '<p class="legend"><span class="key hidden">0</span> hidden by the mask: its weight is exactly 0</p>'
     yield f'<p class="legend"><span class="key {_weight(0)}>0.0000</span> visible with a small weight: it counts</p>'
     yield f'<p class="legend"><span class="key {_weight(0.5)}>0.5000</span> <span class="key {_weight(1)}>1.0000</span>'
     yield "the greater the weight, the stronger the colour</p>"
     yield '<div class="steps">'
-    for step in steps.steps:
+    for step in explained.steps:
         shape = " × ".join(str(n) for n in step.shape)
         formula = f" = {escape(step.formula)}" if step.formula else ""
         wide = " wide" if step.unmasked is not None or step.value.ndim == 3 else ""
         yield f'<section class="figure{wide}{_HUES.get(step.name, "")}">'
         yield f"<h2>{escape(step.name)}{formula} <small>{shape}</small></h2><p>{escape(step.sentence)}</p>"
-        for together in tables_of(step, steps.visible):
-            yield "\n".join(['<div class="pair">', *(_table(step, *table) for table in together), "</div>"])
+        corner = '<th class="axes">queries ↓ keys →</th>' if step.name in PAIRS else "<th></th>"
+        for together in _tables_of(step, explained.visible):
+            yield "\n".join(['<div class="pair">', *(_html_table(table, corner) for table in together), "</div>"])
         yield "</section>"
     yield "</div>"
 
 
-def _table(step: Step, title: str, cells: NDArray[Any], visible: NDArray[np.bool_] | None) -> str:
-    rows, columns = cut(len(step.rows)), cut(len(step.columns))
-    head = "".join(f"<th>{'…' if j is None else escape(printable(step.columns[j]))}</th>" for j in columns)
-    corner = '<th class="axes">queries ↓ keys →</th>' if step.name in PAIRS else "<th></th>"
-    caption = f"<caption>{escape(title)}</caption>" if title else ""
+def _html_table(table: _Table, corner: str) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     lines = [f'<div class="scroll"><table>{caption}<thead><tr>{corner}{head}</tr></thead><tbody>']
-    for i in rows:
-        if i is None:
-            lines.append("<tr>" + "<td>…</td>" * (len(columns) + 1) + "</tr>")
-            continue
-        line = "".join(
-            "<td>…</td>" if j is None else _cell(step, cells[i, j], visible is None or bool(visible[i, j]))
-            for j in columns
-        )
-        lines.append(f"<tr><th>{escape(printable(step.rows[i]))}</th>{line}</tr>")
+    for label, cells in table.rows:
+        lines.append(f"<tr><th>{escape(label)}</th>{''.join(map(_html_cell, cells))}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
 
 
-def _cell(step: Step, x: Any, visible: bool) -> str:
-    if not visible:
-        return f'<td class="hidden" title="hidden">{"0" if step.name == "weights" else number(x)}</td>'
-    return (
-        f'<td class="{_weight(float(np.nan_to_num(x)))}>{number(x)}</td>'
-        if step.name == "weights"
-        else f"<td>{number(x)}</td>"
-    )
+def _html_cell(cell: _Cell) -> str:
+    if cell.hidden:
+        return f'<td class="hidden" title="hidden">{cell.text}</td>'
+    return f"<td>{cell.text}</td>" if cell.weight is None else f'<td class="{_weight(cell.weight)}>{cell.text}</td>'
 
 
 def _weight(weight: float) -> str:
@@ -196,18 +353,20 @@ class _Matrix:
     columns: tuple[str, ...]  # empty where they are numbers of a vector
 
 
-def as_svg(steps: Steps) -> str:
+def as_svg(explained: Explanation) -> str:
     """The first head's matrices, at most 12 x 12 cells of each: bounded at any number of tokens."""
-    lines = [[_matrix(steps, *pair) for pair in line if _step(steps, pair[1]) is not None] for line in _LINES]
-    if _step(steps, "q") is None:
+    lines = [[_matrix(explained, *pair) for pair in line if _step(explained, pair[1]) is not None] for line in _LINES]
+    if _step(explained, "q") is None:
         lines = lines[1:]
     few = max(max(matrix.values.shape) for line in lines for matrix in line) <= _FEW
     wide, high = (50.0, 26.0) if few else (15.0, 15.0)
     labels = [label for line in lines for matrix in line for label in (*matrix.rows, *matrix.columns)]
     longest = LETTER * max(map(display_width, labels), default=0)
     side, slanted = _MARGIN + longest + 8, longest * 0.71 + 8
-    heads = next(len(step.value) if step.value.ndim == 3 else 1 for step in steps.steps if step.name == "weights")
-    title = f"masked attention, {shortened(steps.mask, 60)}" + (f": the first of {heads} heads" if heads > 1 else "")
+    heads = next(len(step.value) if step.value.ndim == 3 else 1 for step in explained.steps if step.name == "weights")
+    title = f"masked attention, {shortened(explained.mask, 60)}" + (
+        f": the first of {heads} heads" if heads > 1 else ""
+    )
 
     parts, y, right = [text(_MARGIN, 26, title, ' font-weight="bold"')], 40.0, side
     for line in lines:
@@ -236,35 +395,27 @@ def as_svg(steps: Steps) -> str:
     return document(max(right, 2 * _MARGIN + LETTER * max(len(title), len(note))) + _MARGIN, y + 70, title, parts)
 
 
-def _step(steps: Steps, name: str) -> Step | None:
-    return next((step for step in steps.steps if step.name == name), None)
+def _step(explained: Explanation, name: str) -> Step | None:
+    return next((step for step in explained.steps if step.name == name), None)
 
 
-def _matrix(steps: Steps, operator: str, name: str) -> _Matrix:
+def _matrix(explained: Explanation, operator: str, name: str) -> _Matrix:
     """One head of a step; keys transposed, so that their columns stand above those of the scores."""
-    step = _step(steps, name)
+    step = _step(explained, name)
     assert step is not None
     value = np.asarray(step.value if step.value.ndim == 2 else step.value[0], np.float64)
-    visible = steps.visible if steps.visible.ndim == 2 else steps.visible[0]
+    visible = explained.visible if explained.visible.ndim == 2 else explained.visible[0]
     hidden = ~visible if step.hatched else np.zeros(value.shape, bool)
     rows, columns = step.rows, step.columns if name in ("scores", "masked", "weights") else ()
     shape = " × ".join(str(n) for n in (value.T if name == "k" else value).shape)
     if name == "k":
         value, hidden, rows, columns = value.T, hidden.T, (), step.rows
-    down, across = cut(value.shape[0]), cut(value.shape[1])
-    shown = np.full((len(down), len(across)), np.nan)
-    hatched = np.zeros(shown.shape, bool)
-    for i, row in enumerate(down):
-        for j, column in enumerate(across):
-            if row is not None and column is not None:
-                shown[i, j], hatched[i, j] = value[row, column], hidden[row, column]
-
-    def names(labels: tuple[str, ...], chosen: list[int | None]) -> tuple[str, ...]:
-        return tuple("…" if i is None else printable(labels[i]) for i in chosen) if labels else ()
-
-    return _Matrix(
-        operator, "k^T" if name == "k" else name, shown, hatched, shape, names(rows, down), names(columns, across)
-    )
+    down, across = _cut(value.shape[0]), _cut(value.shape[1])
+    left_out = np.array([[i is None or j is None for j in across] for i in down])
+    picked = np.ix_([i or 0 for i in down], [j or 0 for j in across])
+    labels = [tuple(_chosen(*side)) if side[0] else () for side in ((rows, down), (columns, across))]
+    shown = np.where(left_out, np.nan, value[picked])
+    return _Matrix(operator, "k^T" if name == "k" else name, shown, ~left_out & hidden[picked], shape, *labels)
 
 
 def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slanted: float) -> Iterator[str]:

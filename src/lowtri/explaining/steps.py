@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
 from lowtri.explaining.capture import QKV, Captured, capture_arrays, capture_module, capture_scores
-from lowtri.explaining.explanation import Explanation
-from lowtri.explaining.tables import PAIRS, Step, number
+from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend
