@@ -142,7 +142,7 @@ def test_a_layer_that_is_not_there_is_rejected_before_the_weights_are_read(
     shutil.copytree(book, tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"not weights")
     err = says(capsys, "explain", "a b", "--model", tmp_path / "m", "--layer", 300, code=2)[1]
-    assert "--layer is 300, but " in err and "has 1 layers. Fix: 0 to 0." in err
+    assert "--layer is 300, but " in err and "has 1 layer. Fix: 0 to 0." in err
     assert "is damaged" in says(capsys, "explain", "a b", "--model", tmp_path / "m", code=2)[1]
 
 

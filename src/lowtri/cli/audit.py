@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Report, Seed, Threads, note, use_threads
+from lowtri.cli.options import Json, Report, Seed, Threads, mask_option, note, print_report, use_threads
 
 
 def command(
@@ -14,12 +14,7 @@ def command(
         str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, org/name, smollm2")
     ],
     mask: Annotated[
-        str | None,
-        typer.Option(
-            "--mask",
-            metavar="TEXT",
-            help="What an output may depend on; default: what the target declares, else causal.",
-        ),
+        str | None, mask_option("What an output may depend on; default: what the target declares, else causal.")
     ] = None,
     layers: Annotated[
         int | None,
@@ -91,11 +86,7 @@ def command(
     if seed or "seed" not in arguments:
         arguments["seed"] = seed
     report = audit(loaded.model, loaded.example, mask=declared, **arguments)
-    print(report.to_json() if json else report)
-    if out is not None:
-        note(f"wrote {report.save(out)}")
-    if report.exit_code:
-        raise typer.Exit(report.exit_code)
+    print_report(report, json, out)
 
 
 def _print_inferred(loaded: Any, vocab: int | None, redraw: bool, seed: int, json: bool) -> None:

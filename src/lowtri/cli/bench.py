@@ -26,11 +26,8 @@ def command(
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Instead, draw time and memory against length: svg, png or pdf.",
-            callback=output_file(".svg", ".png", ".pdf"),
+        output_file(
+            "Instead, draw time and memory against length: svg, png or pdf.", ".svg", ".png", ".pdf", names=("--plot",)
         ),
     ] = None,
     dtype: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Model, Threads, Weights, many, note, print_json, use_threads
+from lowtri.cli.options import Json, Model, Threads, Weights, load_model, many, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.evaluate import Evaluation
@@ -33,16 +33,13 @@ def command(
     with the cache, as in generating. A causal model gives the same figures in both; one that saw the future does not.
     """
     from lowtri.errors import DataError
-    from lowtri.nn.checkpoint import load_named
     from lowtri.nn.files import encode
     from lowtri.training.corpus import read_files
     from lowtri.training.evaluate import evaluate
 
     use_threads(threads)
     documents = read_files(files)
-    network, tokenizer, _ = load_named(model, weights=weights, progress=note)
-    if tokenizer is None:
-        raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
+    network, tokenizer, _ = load_model(model, weights=weights)
     texts = [encode(tokenizer, document.text)[:limit] for document in documents]
     predicted = [tokenizer.decode(text[1:]) for text in texts]
     with _watched(sum(max(0, len(text) - 1) for text in texts)) as progress:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, note, output_file, print_json, use_threads
+from lowtri.cli.options import (
+    Json,
+    Seed,
+    Threads,
+    load_model,
+    many,
+    mask_option,
+    note,
+    output_file,
+    print_json,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from lowtri.explaining.explanation import Explanation
@@ -21,10 +32,7 @@ def command(
         str | None,
         typer.Argument(metavar="SENTENCE", help="The sentence to look at.", show_default="Write a poem"),
     ] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option("--mask", metavar="TEXT", help="Who may see whom.", show_default="causal, or the model's"),
-    ] = None,
+    mask: Annotated[str | None, mask_option("Who may see whom.", "causal, or the model's")] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, max=64, help="How many heads, without a model.")] = 1,
     model: Annotated[
         str | None,
@@ -53,12 +61,10 @@ def command(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(
-            "--html",
-            "--out",
-            metavar="FILE",
-            help="Write all steps there, too: a page as .html, or .json, .txt, .svg, .png, .pdf.",
-            callback=output_file(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
+        output_file(
+            "Write all steps there, too: a page as .html, or .json, .txt, .svg, .png, .pdf.",
+            *(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
+            names=("--html", "--out"),
         ),
     ] = None,
     seed: Seed = 42,
@@ -97,15 +103,12 @@ def command(
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
     from lowtri.explaining.steps import explain
-    from lowtri.nn.checkpoint import load_named
     from lowtri.nn.files import encode
 
     layers = _layers_of(name) if layer else None
     if layers is not None and layer >= layers:  # before the weights are loaded
-        _reject(f"--layer is {layer}, but {name} has {layers} layers", f"0 to {layers - 1}")
-    model, tokenizer, _ = load_named(name, mask=mask, progress=note)
-    if tokenizer is None:
-        _reject(f"{name} has no tokenizer.json, so it cannot read text", "a folder that lowtri train wrote")
+        _reject(f"--layer is {layer}, but {name} has {many(layers, 'layer')}", f"0 to {layers - 1}")
+    model, tokenizer, _ = load_model(name, mask=mask)
     ids = encode(tokenizer, sentence)
     if not ids:
         _reject("the sentence is empty", 'a word at least, as in "Write a poem"')

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Model, Seed, Threads, Weights, many, note, print_json, use_threads
+from lowtri.cli.options import (
+    Json,
+    Model,
+    Seed,
+    Threads,
+    Weights,
+    load_model,
+    many,
+    mask_option,
+    note,
+    print_json,
+    use_threads,
+)
 
 _FURTHEST = 2**14  # positions whose mask is checked
 
@@ -27,13 +39,7 @@ def command(
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file; - is stdin.")
     ] = None,
     mask: Annotated[
-        str | None,
-        typer.Option(
-            "--mask",
-            metavar="TEXT",
-            help="Who may see whom, instead of the model's own mask.",
-            show_default="the model's",
-        ),
+        str | None, mask_option("Who may see whom, instead of the model's own mask.", "the model's")
     ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="At most so many tokens.", show_default="to the context's end")
@@ -72,7 +78,6 @@ def command(
     from lowtri.errors import DataError
     from lowtri.generation.text import Pieces
     from lowtri.nn.chat import chat_text
-    from lowtri.nn.checkpoint import load_named
     from lowtri.nn.files import encode
 
     use_threads(threads)
@@ -81,9 +86,7 @@ def command(
         raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
-    network, tokenizer, folder = load_named(model, dtype=dtype, mask=mask, weights=weights, progress=note)
-    if tokenizer is None:
-        raise DataError(f"{model} has no tokenizer.json, so it cannot read text")
+    network, tokenizer, folder = load_model(model, dtype=dtype, mask=mask, weights=weights)
     text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt
     ids = encode(tokenizer, text_in, add_special_tokens=not chat)
     if not ids:

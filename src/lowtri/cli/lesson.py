@@ -19,9 +19,7 @@ class Language(str, Enum):
 
 
 def command(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where to write the page.", callback=output_file(".html"))
-    ] = Path("lesson-en.html"),
+    out: Annotated[Path, output_file("Where to write the page.", ".html")] = Path("lesson-en.html"),
     lang: Annotated[Language, typer.Option("--lang", help="The language of the page.")] = Language.en,
     threads: Threads = None,
 ) -> None:

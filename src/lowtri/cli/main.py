@@ -6,7 +6,7 @@ How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` a
     from __future__ import annotations
     from typing import Annotated
     import typer
-    from lowtri.cli.options import Json, MaskText           # options that have the same name in every verb
+    from lowtri.cli.options import Json                     # options that have the same name in every verb
 
     def command(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
         \"\"\"lowtri mask "causal & window(3)"

@@ -36,12 +36,8 @@ def command(
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(
-            "--svg",
-            "--out",
-            metavar="FILE",
-            help="The picture as .svg, .html, .png or .pdf.",
-            callback=output_file(".svg", ".html", ".png", ".pdf"),
+        output_file(
+            "The picture as .svg, .html, .png or .pdf.", ".svg", ".html", ".png", ".pdf", names=("--svg", "--out")
         ),
     ] = None,
     json: Json = False,

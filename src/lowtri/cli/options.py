@@ -1,6 +1,6 @@
 """Options that several verbs share, and the functions that print: results to stdout, notes to stderr.
 
-A verb declares the options that it needs: ``def command(..., mask: MaskText = "causal", seed: Seed = 0, json: Json = False)``.
+A verb declares the options that it needs: ``def command(..., model: Model, seed: Seed = 0, json: Json = False)``.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import json as _json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lowtri.errors import DataError
 
-def output_file(*endings: str) -> Callable[[Path | None], Path | None]:
-    """The callback of an option that names a file to write: a path that cannot be written is reported before the work.
+
+def output_file(help: str, *endings: str, names: Sequence[str] = ("--out",)) -> Any:
+    """An option that names a file to write: a path that cannot be written is reported before the work.
 
     Args:
-        endings: what its name may end in; anything if none are given.
+        endings: what its name may end in.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -30,19 +32,21 @@ def output_file(*endings: str) -> Callable[[Path | None], Path | None]:
             raise typer.BadParameter(f"there is no folder {path.parent}. Fix: make it first")
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder. Fix: the name of a file in it")
-        if endings and path.suffix.lower() not in endings:
+        if path.suffix.lower() not in endings:
             name = path.stem.strip(".") + endings[0]
             raise typer.BadParameter(f"{path} ends in none of {', '.join(endings)}. Fix: {name}")
         if not os.access(folder, os.W_OK):
             raise typer.BadParameter(f"the folder {path.parent} is read-only. Fix: another folder")
         return path
 
-    return check
+    return typer.Option(*names, metavar="FILE", help=help, callback=check)
 
 
-MaskText = Annotated[
-    str, typer.Option("--mask", metavar="TEXT", help='Who may see whom, as text: "causal", "causal & window(64)", ...')
-]
+def mask_option(help: str, default: str | None = None) -> Any:
+    """The option ``--mask`` of a verb; ``default`` says in its help which mask it has otherwise."""
+    return typer.Option("--mask", metavar="TEXT", help=help, show_default=default or True)
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, org/name on the Hugging Face hub, or smollm2.")
 ]
@@ -58,22 +62,11 @@ Weights = Annotated[
         show_default="as they are",
     ),
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Where to write; an old file is replaced whole or not at all.",
-        callback=output_file(),
-    ),
-]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Where to write the report, as .html, .json or .txt, or its picture, as .svg, .png or .pdf.",
-        callback=output_file(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
+    output_file(
+        "Where to write the report, as .html, .json or .txt, or its picture, as .svg, .png or .pdf.",
+        *(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -96,6 +89,32 @@ def many(n: int, thing: str) -> str:
 def print_json(result: Any) -> None:
     """The result on stdout as JSON. Not-a-number and infinity have no JSON spelling: they raise."""
     print(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_report(report: Any, json: bool, out: Path | None) -> None:
+    """Print a report of an audit or of verify, write it where ``--out`` names a file, and end with its exit code."""
+    print(report.to_json() if json else report)
+    if out is not None:
+        note(f"wrote {report.save(out)}")
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
+
+
+def load_model(name: str, **options: Any) -> tuple[Any, Any, Path]:
+    """A trained model that reads text, its tokenizer, and its folder.
+
+    Args:
+        options: those of :func:`lowtri.nn.checkpoint.load_named`.
+
+    Raises:
+        DataError: if there is no such model, or it has no tokenizer.
+    """
+    from lowtri.nn.checkpoint import load_named
+
+    model, tokenizer, folder = load_named(name, progress=note, **options)
+    if tokenizer is None:
+        raise DataError(f"{name} has no tokenizer.json, so it cannot read text. Fix: a folder that lowtri train wrote")
+    return model, tokenizer, folder
 
 
 def use_threads(threads: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, MaskText, Seed, Threads, many, note, print_json, use_threads
+from lowtri.cli.options import Json, Seed, Threads, many, mask_option, note, print_json, use_threads
 
 if TYPE_CHECKING:
     from lowtri.training.run import Outcome, Plan
@@ -25,7 +25,7 @@ def command(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")],
     files: Annotated[list[str] | None, typer.Argument(metavar="FILES", help="Text files, UTF-8.")] = None,
-    mask: MaskText = "causal",
+    mask: Annotated[str, mask_option('Who may see whom, as text: "causal", "causal & window(64)", ...')] = "causal",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
     batch: Annotated[int, typer.Option(help="Rows in a step.")] = 16,
     context: Annotated[int, typer.Option(help="Tokens in a row, and the model's longest input.")] = 256,
@@ -68,14 +68,9 @@ def command(
     from lowtri.training.run import Plan, read_plan, run
 
     of_recipe: dict[str, Any] = {
-        "steps": steps,
-        "batch": batch,
-        "context": context,
-        "lr": lr,
-        "save_every": save_every,
-        "seed": seed,
+        **{"steps": steps, "batch": batch, "context": context, "lr": lr, "save_every": save_every, "seed": seed},
+        **{"accumulate": accumulate, "dtype": dtype},
     }
-    of_recipe |= {"accumulate": accumulate, "dtype": dtype}
     of_plan: dict[str, Any] = {
         "files": tuple(str(Path(file).resolve()) for file in files or ()),
         "mask": repr(as_mask(mask, "--mask")),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtri.cli.options import Json, Report, Seed, Threads, note, use_threads
+from lowtri.cli.options import Json, Report, Seed, Threads, print_report, use_threads
 
 
 def command(
@@ -62,11 +62,7 @@ def command(
         seed=seed,
     )
     report = replace(report, name=target.rpartition(":")[2])  # of what a decorator returns, the name in the file
-    print(report.to_json() if json else report)
-    if out is not None:
-        note(f"wrote {report.save(out)}")
-    if report.exit_code:
-        raise typer.Exit(report.exit_code)
+    print_report(report, json, out)
 
 
 _LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
