@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -58,14 +58,8 @@ class FunctionMask(Mask):
     b: int = 0
     h: int = 0
 
-    @cached_property
-    def _unbatched(self) -> dict[tuple[int, int], FunctionMask]:
-        """The masks of single batch rows and heads, each made once, since it is equal only to itself."""
-        rows, heads = (*self.batch, 1)[:2]
-        return {(b, h): replace(self, batch=(), b=b, h=h) for b, h in np.ndindex(rows, heads)}
-
     def _at(self, b: int, h: int) -> Mask:
-        return self._unbatched[b, h]
+        return replace(self, batch=(), b=b, h=h)
 
     def _of_tile(self, q: Interval, k: Interval) -> Interval:
         if self.size is not None:  # positions past the last index do not occur in a call

@@ -28,17 +28,9 @@ class ArrayMask(Mask):
         array = getattr(self, self.__match_args__[0]).array  # type: ignore[attr-defined]
         object.__setattr__(self, "_batch", array.shape[: -self._rank])
 
-    @cached_property
-    def _unbatched(self) -> dict[tuple[int, ...], Mask]:
-        """The masks of single batch rows and heads, kept because their indices are."""
-        make, arrays = type(self), [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return {
-            index: make(*[None if array is None else FrozenArray(array.array[index]) for array in arrays])
-            for index in np.ndindex(self.batch)
-        }
-
     def _at(self, b: int, h: int) -> Mask:
-        return self._unbatched[(b, h)[: len(self.batch)]]
+        index, arrays = (b, h)[: len(self.batch)], [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
+        return type(self)(*[None if array is None else FrozenArray(array.array[index]) for array in arrays])
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -122,7 +123,8 @@ class Mask:
         return None
 
     def _at(self, b: int, h: int) -> Mask:
-        return self
+        """The mask of a batch row and head, for a mask with a batch."""
+        raise TypeError(f"{type(self).__name__} has no batch")
 
     # Answers for any positions.
 
@@ -202,7 +204,15 @@ class Mask:
                 f"at: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
                 f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
             )
-        return self._at(0 if rows == 1 else b, 0 if heads == 1 else h)
+        index = 0 if rows == 1 else b, 0 if heads == 1 else h
+        if index not in self._unbatched:
+            self._unbatched[index] = self._at(*index)
+        return self._unbatched[index]
+
+    @cached_property
+    def _unbatched(self) -> dict[tuple[int, int], Mask]:
+        """The masks of single batch rows and heads that were used, kept because their indices and plans are."""
+        return {}
 
     def _each(self, function: Callable[[Any], Any]) -> NDArray[Any]:
         """The function's results for the unbatched masks of all batch rows and heads, ``m.batch + ...``."""

@@ -304,17 +304,9 @@ class RemappedMask(Mask):
         # Intervals may contain positions that do not occur; what is true of all of them is still true of those that do.
         return self.inner._sees(self._range_min_max[q], self._range_min_max[k])
 
-    @cached_property
-    def _parts(self) -> dict[tuple[int, int], RemappedMask]:
-        """The masks of single rows and heads, kept so that equal ones are planned once."""
-        return {}
-
     def _at(self, b: int, h: int) -> Mask:
-        if (b, h) not in self._parts:
-            positions = np.atleast_2d(self.positions.array)
-            row = FrozenArray(positions[b % len(positions)])
-            self._parts[b, h] = RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), row)
-        return self._parts[b, h]
+        positions = np.atleast_2d(self.positions.array)
+        return RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), FrozenArray(positions[b % len(positions)]))
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"
