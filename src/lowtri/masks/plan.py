@@ -274,11 +274,11 @@ def key_ranges(plan: Plan, most: int) -> NDArray[np.int32] | None:
     Returns:
         int32 (most, 2, masks, Nq); absent ranges are 0 .. 0. The cost grows with the runs of the plan, not with its pairs.
     """
-    row, tile, pattern, first, last = _parts(plan)
     opened = _ranges_of_patterns(plan, most)
     if opened is None:
         return None
     of, query, begin, end = opened
+    row, tile, pattern = tile_patterns(plan)
     count = np.bincount(of, minlength=len(plan.bits))
     starts = np.cumsum(count) - count
     # The ranges of partial tiles, then those of full runs, for each of their 64 queries.
@@ -286,10 +286,11 @@ def key_ranges(plan: Plan, most: int) -> NDArray[np.int32] | None:
     index = np.repeat(starts[pattern], many) + _count_up(many)
     shift = np.repeat(tile, many) * plan.tile_k
     is_full = plan.runs[:, 2] != PARTIAL
+    first, last = plan.runs[is_full, :2].T.astype(np.int64) * plan.tile_k
     full_row = row_of_runs(plan)[is_full]
     rows = [np.repeat(row, many) * TILE_Q + query[index], (full_row[:, None] * TILE_Q + np.arange(TILE_Q)).ravel()]
     lows = [shift + begin[index], np.repeat(first, TILE_Q)]
-    highs = [shift + end[index], np.repeat(last, TILE_Q)]
+    highs = [shift + end[index], np.repeat(np.minimum(last, plan.nk), TILE_Q)]
     return _merged(plan, most, np.concatenate(rows), np.concatenate(lows), np.concatenate(highs))
 
 
@@ -335,13 +336,6 @@ def tile_patterns(plan: Plan) -> tuple[Ints, Ints, Ints]:
         np.repeat(first[partial], size) + each,
         plan.tile_bits[np.repeat(index[partial], size) + each].astype(np.int64),
     )
-
-
-def _parts(plan: Plan) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Row, column and pattern of the partial tiles; the first key and one past the last of the full runs."""
-    first, last, kind, _ = plan.runs.T.astype(np.int64)
-    full = kind != PARTIAL
-    return *tile_patterns(plan), first[full] * plan.tile_k, np.minimum(last[full] * plan.tile_k, plan.nk)
 
 
 def _ranges_of_patterns(plan: Plan, most: int) -> tuple[Ints, Ints, Ints, Ints] | None:
