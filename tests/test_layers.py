@@ -73,14 +73,14 @@ BUDGETS = {
     "training": 998,
     "auditing": 3460,
     "verifying": 1238,
-    "explaining": 710,
+    "explaining": 712,
     "benching": 970,
     "integrations": 3400,
-    "lesson": 253,
+    "lesson": 249,
     "cli": 1168,
     "__main__": 19,
 }
-MAX_FILES = 231
+MAX_FILES = 230
 MAX_LINES = 600  # of a file: a file is a subject, not a fragment of one
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {

@@ -380,7 +380,7 @@ def _is_hidden(cells: Cells) -> NDArray[np.bool_]:
 
 
 def _looks(cells: Cells, greatest: float) -> NDArray[np.object_]:
-    return np.where(_is_hidden(cells), HIDDEN, shades(cells.values / greatest, fill("visible"), fill("leak")))
+    return shades(cells.values / greatest, fill("visible"), _is_hidden(cells))
 
 
 def _numbers(maps: Maps) -> list[list[tuple[str, str]]]:

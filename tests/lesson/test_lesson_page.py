@@ -14,7 +14,7 @@ import pytest
 
 import lowtri
 from lowtri.cli.main import main
-from lowtri.lesson import numbers, timing
+from lowtri.lesson import numbers
 from lowtri.lesson.languages import LANGUAGES, assets, markup, texts
 from lowtri.lesson.page import file_name, lesson_page, programs, write_lesson
 from lowtri.nn.names import PACKAGED
@@ -203,7 +203,7 @@ def test_the_gallery_is_what_the_audit_finds() -> None:
 
 
 def test_times_compare_equal_results() -> None:
-    measured, difference = timing.times(tokens=33, rounds=2)
+    measured, difference = numbers.times(tokens=33, rounds=2)
     assert set(measured) == {"additive", "boolean", "fused", "lowtri"} and difference < 1e-5
 
 

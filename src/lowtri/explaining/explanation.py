@@ -426,7 +426,7 @@ def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slante
     greatest = 1.0 if name == "weights" else finite.max(initial=0.0) or 1.0
     yield text(x, y - slanted - 10, matrix.name, f' font-weight="bold" {fill(hue)}')
     yield text(x + LETTER * (len(matrix.name) + 1), y - slanted - 10, matrix.shape, f" {fill('soft')}")
-    shares = np.where(matrix.hidden, np.nan, finite / greatest * strongest)
+    shares = finite / greatest * strongest
 
     def number(i: int, j: int) -> tuple[str, str]:
         value, hidden = matrix.values[i, j], matrix.hidden[i, j]
@@ -434,7 +434,9 @@ def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slante
 
     rows, columns = shares.shape
     numbers = [[number(i, j) for j in range(columns)] for i in range(rows)] if wide >= 40 else ()
-    yield from Grid(shades(shares, fill(hue)), wide, high, (), matrix.columns, numbers, shaded=True).svg(x, y)
+    yield from Grid(shades(shares, fill(hue), matrix.hidden), wide, high, (), matrix.columns, numbers, shaded=True).svg(
+        x, y
+    )
 
 
 def _number(x: float) -> str:

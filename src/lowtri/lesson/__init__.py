@@ -3,7 +3,6 @@
 page       the page of a language: template, texts, numbers and scripts in one file
 languages  the texts of a language, and the little markup that they may contain
 numbers    what lowtri computes and measures when a page is made, and the stored measurements
-timing     the times of additive, boolean, fused and lowtri attention on this machine
 
 assets/    sections (HTML), style (CSS), script (JavaScript), languages (texts), programs (shown under figures), measured (JSON)
 """

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
+from collections.abc import Callable
 from datetime import datetime, timezone
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from lowtri._version import __version__
 from lowtri.lesson.languages import assets
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PAIR = "The black cat <end>"
 PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
+HEADS, TOKENS, SIZE = 8, 512, 64  # of the calls that are timed
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -62,7 +69,6 @@ def _forms() -> dict[str, Any]:
     import torch
 
     from lowtri.benching.machine import cpu_name
-    from lowtri.lesson.timing import HEADS, SIZE, TOKENS, times
 
     measured, difference = times()
     return {
@@ -73,6 +79,38 @@ def _forms() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], float]:
+    """Median milliseconds of each form, forward, float32, and the greatest difference between their outputs.
+
+    The forms run by turns, so that other programs disturb all of them alike.
+
+    >>> sorted(times(tokens=16, rounds=1)[0])
+    ['additive', 'boolean', 'fused', 'lowtri']
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from lowtri.benching.timing import in_turns, seconds_of
+    from lowtri.dispatch.attend import attention
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, tokens, SIZE, generator=generator)  # (1, H, N, D) each
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    added = torch.zeros(tokens, tokens).masked_fill(~visible, -math.inf)
+    scale = SIZE**-0.5
+    forms: dict[str, Callable[[], Tensor]] = {
+        "additive": lambda: torch.softmax(q @ k.mT * scale + added, -1) @ v,
+        "boolean": lambda: torch.softmax((q @ k.mT * scale).masked_fill(~visible, -math.inf), -1) @ v,
+        "fused": lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
+        "lowtri": lambda: attention(q, k, v, "causal"),
+    }
+    with torch.no_grad():
+        outputs = [form() for form in forms.values()]  # the first call of lowtri may compile
+        seconds = in_turns({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
+    difference = max(float((output - outputs[0]).abs().max()) for output in outputs[1:])
+    return {name: 1000 * statistics.median(values) for name, values in seconds.items()}, difference
 
 
 def in_texts() -> dict[str, str]:

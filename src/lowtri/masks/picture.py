@@ -26,7 +26,7 @@ from lowtri.masks.tile import POSITION_MAX, check_count
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.labels import Tokens, aligned, display_width, shortened, token_labels, token_list
 from lowtri.pictures.pages import card, page
-from lowtri.pictures.svg import HIDDEN, LETTER, MAX_CELLS, Grid, document, fill, legend, legend_width, text
+from lowtri.pictures.svg import HIDDEN, LETTER, MAX_CELLS, Grid, document, fill, legend, legend_width, shades, text
 
 _PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show what the mask answers for a tile
 MIN_POSITIONS = 12  # of a picture whose size nobody gave
@@ -471,11 +471,10 @@ _FILLED, _PARTIAL = fill("visible"), fill("partly")
 
 
 def _looks(part: _Part) -> NDArray[np.object_]:
-    looks = np.array([HIDDEN, _PARTIAL, _FILLED], object)[part.cells]
-    if part.weights is not None:  # from transparent at 0 to the full colour at 1
-        for i, j in np.argwhere(part.cells != 0):
-            looks[i, j] = f'{_FILLED} fill-opacity="{part.weights[i, j]:.3f}"'
-    return looks
+    if part.weights is not None:
+        looks = shades(part.weights, _FILLED, part.cells == 0)
+        return np.where(looks == "", f'{_FILLED} fill-opacity="0"', looks)  # as in the legend
+    return np.array([HIDDEN, _PARTIAL, _FILLED], object)[part.cells]
 
 
 def _legend(picture: _Picture) -> Iterator[tuple[str, str]]:

@@ -123,18 +123,18 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{escape(words)}</text>'
 
 
-def shades(shares: NDArray[np.float64], filling: str, other: str = HIDDEN) -> NDArray[np.object_]:
-    """The attributes of cells in 16 opacities of one colour, from blank at 0 to full at 1.
+def shades(shares: NDArray[np.float64], filling: str, hidden: NDArray[np.bool_]) -> NDArray[np.object_]:
+    """The attributes of cells in 16 opacities of one colour, from blank at 0 to full at 1; hidden cells are hatched, NaN is a leak.
 
-    >>> shades(np.array([[0.0, 0.5]]), fill("leak")).tolist()
-    [['', 'class="lowtri-leak" fill="#b3261e" fill-opacity="0.5"']]
+    >>> shades(np.array([[0.0, 0.5]]), fill("key"), np.zeros((1, 2), bool)).tolist()
+    [['', 'class="lowtri-key" fill="#a8480a" fill-opacity="0.5"']]
 
     Args:
-        shares: (rows, columns) in 0 .. 1; NaN for cells that are filled with ``other``.
+        shares, hidden: (rows, columns).
     """
-    levels = np.nan_to_num(np.ceil(shares * 16 - 1e-9), nan=-1).astype(int)  # only 0 is level 0
-    looks = ["", *(f'{filling} fill-opacity="{level / 16:.4g}"' for level in range(1, 17)), other]
-    return np.array(looks, object)[levels]
+    levels = np.nan_to_num(np.ceil(np.minimum(shares, 1) * 16 - 1e-9), nan=-1).astype(int)  # only 0 is level 0
+    looks = ["", *(f'{filling} fill-opacity="{level / 16:.4g}"' for level in range(1, 17)), fill("leak")]
+    return np.where(hidden, HIDDEN, np.array(looks, object)[levels])
 
 
 def cell_row(
