@@ -58,7 +58,7 @@ BUDGETS = {
     "extras": 30,
     "system": 130,
     "files": 57,
-    "pictures": 476,
+    "pictures": 479,
     "compat": 380,
     "masks": 1990,
     "showing": 260,
@@ -76,7 +76,7 @@ BUDGETS = {
     "explaining": 712,
     "benching": 970,
     "integrations": 3400,
-    "lesson": 249,
+    "lesson": 238,
     "cli": 1168,
     "__main__": 19,
 }

@@ -12,7 +12,7 @@ from typing import Any
 from lowtri.files import write_text, writing
 from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
-from lowtri.pictures.pages import json_value, shared_style
+from lowtri.pictures.pages import html_document, json_value, shared_style
 from lowtri.pictures.svg import declared
 
 SCRIPTS = (
@@ -20,6 +20,7 @@ SCRIPTS = (
 )
 _LIVE = ("bench", "cache", "patterns")  # figures whose program the scripts write
 _FORBIDS_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_HEAD = f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}"><link rel="icon" href="data:,">'
 
 
 def write_lesson(path: str | Path, language: str = "en") -> Path:
@@ -50,32 +51,20 @@ def lesson_page(language: str = "en") -> str:
         "texts": written,
         "sentences": {key: written[f"sentence.{key}"].split(" ") for key in ("cat", "forcing", "nlp", "long")},
     }
-    return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="{LANGUAGES[language]}">',
-            "<head>",
-            '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(written['title'])}</title>",
-            f"<style>{_style()}</style>",
-            "</head>",
-            "<body>",
-            *_top(language, written),
-            '<div class="page">',
-            *_contents(body, written),
-            f'<main id="main"><header class="hero"><h1>{markup(written["hero.title"])}</h1>'
-            f"<p>{markup(written['hero.lead'])}</p></header>",
-            body,
-            "</main></div>",
-            f'<script type="application/json" id="lesson-data">{_json(data)}</script>',
-            *(f"<script>{_file('script', f'{name}.js')}</script>" for name in SCRIPTS),
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    page = [
+        "<body>",
+        *_top(language, written),
+        '<div class="page">',
+        *_contents(body, written),
+        f'<main id="main"><header class="hero"><h1>{markup(written["hero.title"])}</h1>'
+        f"<p>{markup(written['hero.lead'])}</p></header>",
+        body,
+        "</main></div>",
+        f'<script type="application/json" id="lesson-data">{_json(data)}</script>',
+        *(f"<script>{_file('script', f'{name}.js')}</script>" for name in SCRIPTS),
+        "</body>",
+    ]
+    return html_document(written["title"], _style(), "\n".join(page), LANGUAGES[language], _HEAD)
 
 
 def programs() -> dict[str, str]:

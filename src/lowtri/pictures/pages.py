@@ -75,13 +75,19 @@ def output(kind: str, parts: Iterable[str], style: str = "") -> str:
 
 def page(kind: str, title: str, parts: Iterable[str], style: str = "") -> str:
     """A whole HTML page with these parts: self-contained, without network, script or font."""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     content = "\n".join(parts).replace(
         ' xmlns="http://www.w3.org/2000/svg"', ""
     )  # of pictures: a page needs no namespace
+    body = f'<body class="lowtri-page"><div class="lowtri-{kind}">\n{content}\n</div></body>'
+    return html_document(title, _sheet(kind, style + _PAGE), body)
+
+
+def html_document(title: str, sheet: str, body: str, language: str = "en", head: str = "") -> str:
+    """An HTML file: its head, with a style sheet, and the element ``body``; ``head`` is what its head has besides."""
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_sheet(kind, style + _PAGE)}</style></head>\n'
-        f'<body class="lowtri-page"><div class="lowtri-{kind}">\n{content}\n</div></body></html>\n'
+        f'<!doctype html>\n<html lang="{language}"><head>{meta}{head}<title>{escape(title)}</title>'
+        f"<style>{sheet}</style></head>\n{body}</html>\n"
     )
 
 
