@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowtri.masks import EMPTY, FULL, PARTIAL, POSITION_MAX, Mask, Tile, causal, mask
-from lowtri.masks.tile import Interval
+from lowtri.masks.tile import Interval, Truth
 from random_masks import SIZE, Case, cases, exact_cases, text_cases
 
 law = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -160,7 +160,7 @@ def test_the_laws_find_a_wrong_answer() -> None:
 
     class Wrong(type(causal())):
         def _sees(self, q, k):
-            return Interval(False, False) if isinstance(q, Interval) else k <= q
+            return Truth(False, False) if isinstance(q, Interval) else k <= q
 
     wrong = Case(Wrong(2**62, 0, "causal"), lambda q, k, *_: k <= q)
     with pytest.raises(AssertionError):

@@ -11,6 +11,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lowtri
 from lowtri.errors import MaskError
@@ -196,6 +198,19 @@ def test_positions_outside_of_a_table_raise() -> None:
     assert not m(-1, 9 - 10)  # no token, no row
 
 
+def test_nothing_is_known_of_tiles_outside_of_a_table() -> None:
+    for pairs in (np.ones((4, 4), bool), np.zeros((4, 4), bool), np.ones((2, 1), bool), np.zeros((1, 3), bool)):
+        nq, nk = pairs.shape
+        small, start = table(pairs), max(nk - nq, 0)
+        for q, k in ((start + nq, 0), (start, nk), (start + nq + 5, nk + 3), (start - 1, 0)):
+            if q >= 0:
+                assert small.tile(q, q + 1, k, k + 1) == PARTIAL
+                assert small.tile(np.array([q]), np.array([q + 1]), np.array([k]), np.array([k + 1])).tolist() == [
+                    PARTIAL
+                ]
+        assert small.tile(start, start + 1, 0, 1) == (FULL if pairs.all() else EMPTY)
+
+
 def test_a_table_answers_where_there_are_no_pairs() -> None:
     one_query = table([[False, True]])
     assert one_query.dense(2, 0).shape == (2, 0) and one_query.dense(0, 5).shape == (0, 5)
@@ -234,6 +249,39 @@ def test_formulas_of_users_have_tile_answers() -> None:
     unknown += [lambda q, k: True, lambda q, k: np.ones(3, bool)[q], lambda q, k: q % np.arange(1, 3) == 0]
     for fn in unknown:
         assert where(fn).tile(0, 9, 0, 9) == PARTIAL and where(fn).tile(np.arange(3), 9, 0, 9).tolist() == [PARTIAL] * 3
+
+
+NUMBERS = st.recursive(
+    st.sampled_from(["q", "k", "1", "3", "17"]),
+    lambda x: st.tuples(x, st.sampled_from(["+", "-", "// 3 +", "% 4 -", "& 3 |", "^", "* 2 +", "+ ~"]), x).map(
+        lambda parts: f"({' '.join(parts)})"
+    ),
+    max_leaves=4,
+)
+FORMULAS = st.recursive(
+    st.tuples(NUMBERS, st.sampled_from(["<", "<=", "==", "!=", ">", ">="]), NUMBERS).map(
+        lambda parts: "({} - k {} {})".format(*parts)
+    ),
+    lambda x: st.tuples(x, st.sampled_from(["&", "|", "^", "& ~", "==", "!=", "<="]), x).map(
+        lambda parts: f"({' '.join(parts)})"
+    ),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FORMULAS, st.integers(0, 30), st.integers(0, 30), st.integers(1, 12), st.integers(1, 12))
+def test_tile_answers_of_any_formula_are_true_of_its_pairs(text: str, q0: int, k0: int, nq: int, nk: int) -> None:
+    """Also of tiles without an end: sums of their positions exceed 64 bits."""
+    formula = where(eval(f"lambda q, k: (q >= 0) & (k >= 0) & {text}"))
+    q, k = np.arange(q0, q0 + nq)[:, None], np.arange(k0, k0 + nk)
+    inside = np.asarray(formula(q, k))
+    later = np.asarray(formula(np.r_[q[:, 0], 2**20 - 3 : 2**20 + 3][:, None], k))
+    for pairs, q1 in ((inside, q0 + nq), (later, POSITION_MAX)):
+        one = formula.tile(q0, q1, k0, k0 + nk)
+        (many,) = formula.tile(np.array([q0]), np.array([q1]), np.array([k0]), np.array([k0 + nk]))
+        for answer in (one, many):
+            assert answer == PARTIAL or pairs.all() == pairs.any() == (answer == FULL), text
 
 
 # Batches.

@@ -27,7 +27,7 @@ from lowtri.masks import (
     window,
 )
 from lowtri.masks.plan import TILE_Q, Plan, plan
-from lowtri.masks.tile import Interval
+from lowtri.masks.tile import Interval, Truth
 from random_masks import SIZE, Case, cases
 
 
@@ -212,7 +212,7 @@ def test_each_mask_evaluates_only_its_partial_tiles(monkeypatch: pytest.MonkeyPa
 
         def counting(self: Mask, q, k, sees=kind._sees, kind=kind):
             out = sees(self, q, k)
-            if not isinstance(out, Interval):
+            if not isinstance(out, Truth):
                 evaluated[kind] = evaluated.get(kind, 0) + np.size(out)
             return out
 

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Interval, Positions, ascending
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Interval, Positions, Truth, ascending
 
 INDICES = ("b", "h", "q", "k")
 
@@ -61,7 +61,7 @@ class FunctionMask(Mask):
     def _at(self, b: int, h: int) -> Mask:
         return replace(self, batch=(), b=b, h=h)
 
-    def _of_tile(self, q: Interval, k: Interval) -> Interval:
+    def _of_tile(self, q: Interval, k: Interval) -> Truth:
         if self.size is not None:  # positions past the last index do not occur in a call
             q, k = (ascending(partial(np.minimum, n - 1), x) for x, n in zip((q, k), self.size, strict=True))
         every: Any = False
@@ -75,7 +75,7 @@ class FunctionMask(Mask):
         if self.known is not None:
             known = self.known(self.b, self.h, q.low, q.high + 1, k.low, k.high + 1)
             every, some = (known == FULL) | ((known == PARTIAL) & every), (known != EMPTY) & some | (known == FULL)
-        return Interval(every, some)
+        return Truth(every, some)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         if isinstance(q, Interval):
@@ -402,9 +402,14 @@ def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
     return Interval(low, high)
 
 
-def _number(operate: Callable[[Interval, Interval], Any]) -> Callable[[Interval, Interval], Interval]:
-    """A comparison whose results are numbers, 0 and 1: torch computes with bools as with numbers, NumPy does not."""
-    return lambda x, y: operate(x, y) + 0
+def _number(compare: Callable[[Interval, Interval], Any]) -> Callable[[Interval, Interval], Interval]:
+    """A comparison whose results are numbers, 0 and 1: torch computes with bools as with numbers."""
+
+    def compared(x: Interval, y: Interval) -> Interval:
+        truth = compare(x, y)
+        return Interval(truth.every + 0, truth.some + 0)
+
+    return compared
 
 
 _OPERATIONS: dict[str, Callable[..., Interval]] = {
@@ -421,7 +426,7 @@ _OPERATIONS: dict[str, Callable[..., Interval]] = {
     **{name: _number(getattr(operator, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     "where": _where,
     # Of bools only: on other integers these work on bits.
-    **dict.fromkeys(("bitwise_and", "logical_and"), lambda x, y: _bools(x) & _bools(y)),
-    **dict.fromkeys(("bitwise_or", "logical_or"), lambda x, y: _bools(x) | _bools(y)),
-    **dict.fromkeys(("bitwise_not", "logical_not"), lambda x: ~_bools(x)),
+    **dict.fromkeys(("bitwise_and", "logical_and"), lambda x, y: _minimum(_bools(x), _bools(y))),
+    **dict.fromkeys(("bitwise_or", "logical_or"), lambda x, y: _maximum(_bools(x), _bools(y))),
+    **dict.fromkeys(("bitwise_not", "logical_not"), lambda x: 1 - _bools(x)),
 }

@@ -16,7 +16,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
 from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.tile import POSITION_MAX, Interval, Positions, within
+from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
 
 
 class ArrayMask(Mask):
@@ -54,7 +54,7 @@ class Keys(ArrayMask):
         if not isinstance(k, Interval):
             return self._flags[k] & (q >= 0)
         valid = self._counts[k.high + 1] - self._counts[k.low]
-        return Interval(valid == k.high - k.low + 1, valid > 0) & (q >= 0)
+        return Truth(valid == k.high - k.low + 1, valid > 0) & (q >= 0)
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
         return [k0]
@@ -151,14 +151,15 @@ class Table(ArrayMask):
             )
         return self.table.array[within(rows, nq), within(k, nk)]
 
-    def _of_tile(self, q: Interval, k: Interval) -> Interval:
+    def _of_tile(self, q: Interval, k: Interval) -> Truth:
         nq, nk = self.table.array.shape
-        rows, columns = within(q - self._start, nq), within(k, nk)
-        inside = (rows.high - rows.low == q.high - q.low) & (columns.high - columns.low == k.high - k.low)
+        q = q - self._start
+        rows, columns = within(q, nq), within(k, nk)
+        inside = (rows.low == q.low) & (rows.high == q.high) & (columns.low == k.low) & (columns.high == k.high)
         (top, bottom), (left, right) = (rows.low, rows.high + 1), (columns.low, columns.high + 1)
         sums = self._sums
         visible = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
-        return Interval(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
+        return Truth(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
 
 
 @constructor(in_text=False)

@@ -13,7 +13,17 @@ import numpy as np
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask, combine, constructor
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Interval, Positions, shown
+from lowtri.masks.tile import Interval, Positions, Truth, shown
+
+_EXACT = 2**31  # sums of a few smaller positions fit into 64 bits
+
+
+def _python_ints(x: Any) -> Any:
+    return x if isinstance(x, int) else x.astype(object)
+
+
+def _bools(x: Any) -> Any:
+    return x if isinstance(x, bool) else np.asarray(x, bool)
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,12 +34,13 @@ class Where(Mask):
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         if isinstance(q, Interval):
-            with contextlib.suppress(
-                Exception
-            ):  # whatever a user's function does with positions that are neither ints nor arrays
-                if isinstance(visible := self.fn(q, k), Interval):
-                    return Interval(False, False) | visible
-            return Interval(False, True)
+            # Sums of positions that stand for "any later one" exceed 64 bits; Python's ints do not overflow.
+            exact = max(np.max(x.high, initial=0) for x in (q, k)) < _EXACT
+            ends = (q, k) if exact else tuple(Interval(_python_ints(x.low), _python_ints(x.high)) for x in (q, k))
+            with contextlib.suppress(Exception):  # whatever a user's function does with an Interval
+                if isinstance(truth := self.fn(*ends), Truth):
+                    return truth if exact else Truth(_bools(truth.every), _bools(truth.some))
+            return Truth(False, True)
         try:
             visible = np.asarray(self.fn(q, k))
         except ValueError as error:

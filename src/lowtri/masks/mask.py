@@ -112,7 +112,7 @@ class Mask:
     # What a subclass implements, for non-negative positions.
 
     def _sees(self, q: Positions, k: Positions) -> Any:
-        """Whether queries at ``q`` see keys at ``k``: a bool, an array of bools, or an :class:`Interval` of them for intervals."""
+        """Whether queries at ``q`` see keys at ``k``: a bool, an array of bools, or a :class:`Truth` for intervals."""
         raise TypeError(f"{type(self).__name__} has no formula")
 
     def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
@@ -180,7 +180,7 @@ class Mask:
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
             visible = self._sees(Interval(q0, q1 - 1), Interval(k0, k1 - 1))
-            return TILES[int(visible.low) + int(visible.high)]
+            return TILES[int(visible.every) + int(visible.some)]
         edges = [checked_edge(edge) for edge in (q0, q1, k0, k1)]
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
@@ -190,7 +190,7 @@ class Mask:
         no_pairs = (q1 <= q0) | (k1 <= k0)
         # Intervals have at least one position; the answers for tiles without pairs are replaced.
         visible = self._sees(Interval(q0, np.maximum(q1 - 1, q0)), Interval(k0, np.maximum(k1 - 1, k0)))
-        answer = np.add(visible.low, visible.high, dtype=np.int8)
+        answer = np.add(visible.every, visible.some, dtype=np.int8)
         answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
         return np.where(no_pairs, EMPTY, answer).astype(np.int8)
 

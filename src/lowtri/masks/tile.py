@@ -7,9 +7,9 @@ They are those of a mask's formula for pairs, evaluated on the range of the quer
 
 >>> q, k = Interval(4, 7), Interval(0, 3)
 >>> k <= q, k > q
-(Interval(True, True), Interval(False, False))
+(Truth(every=True, some=True), Truth(every=False, some=False))
 >>> q - k, (q - k) % 4 == 0
-(Interval(1, 7), Interval(False, True))
+(Interval(1, 7), Truth(every=False, some=True))
 """
 
 from __future__ import annotations
@@ -105,11 +105,10 @@ def ascending(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 class Interval:
-    """The least and the greatest value of a term over a tile, ints or arrays of ints. Of a comparison these are bools: whether it
-    holds for every pair, and whether it may hold for some pair.
+    """The least and the greatest value of a term over a tile: ints, or arrays of ints.
 
-    The ends of a result may lie further apart than the values that occur, where a term occurs twice. Operations without such a rule
-    raise TypeError.
+    The ends of a result may lie further apart than the values that occur, where a term occurs twice. Comparisons give a :class:`Truth`.
+    Operations without such a rule raise TypeError: that the ends are bounds says nothing about bits of the numbers between them.
     """
 
     __slots__ = ("high", "low")
@@ -130,7 +129,8 @@ class Interval:
         return Interval(self.low - high, self.high - low)
 
     def __rsub__(self, other: Any) -> Interval:
-        return Interval(other - self.high, other - self.low)
+        low, high = _ends(other)
+        return Interval(low - self.high, high - self.low)
 
     def __floordiv__(self, n: int) -> Interval:
         return Interval(self.low // _divisor(n), self.high // n)
@@ -139,42 +139,29 @@ class Interval:
         same = self.low // _divisor(n) == self.high // n  # else every remainder may occur
         return Interval(self.low % n * same, self.high % n * same + (n - 1) * (1 - same))
 
-    def __le__(self, other: Any) -> Interval:
+    def __le__(self, other: Any) -> Truth:
         low, high = _ends(other)
-        return Interval(self.high <= low, self.low <= high)
+        return Truth(self.high <= low, self.low <= high)
 
-    def __lt__(self, other: Any) -> Interval:
+    def __lt__(self, other: Any) -> Truth:
         low, high = _ends(other)
-        return Interval(self.high < low, self.low < high)
+        return Truth(self.high < low, self.low < high)
 
-    def __ge__(self, other: Any) -> Interval:
+    def __ge__(self, other: Any) -> Truth:
         low, high = _ends(other)
-        return Interval(self.low >= high, self.high >= low)
+        return Truth(self.low >= high, self.high >= low)
 
-    def __gt__(self, other: Any) -> Interval:
+    def __gt__(self, other: Any) -> Truth:
         low, high = _ends(other)
-        return Interval(self.low > high, self.high > low)
+        return Truth(self.low > high, self.high > low)
 
-    def __eq__(self, other: object) -> Interval:  # type: ignore[override]
+    def __eq__(self, other: object) -> Truth:  # type: ignore[override]
         low, high = _ends(other)
         every = (self.low == self.high) & (low == high) & (self.low == low)
-        return Interval(every, (self.low <= high) & (low <= self.high))
+        return Truth(every, (self.low <= high) & (low <= self.high))
 
-    def __ne__(self, other: object) -> Interval:  # type: ignore[override]
+    def __ne__(self, other: object) -> Truth:  # type: ignore[override]
         return ~(self == other)
-
-    def __and__(self, other: Any) -> Interval:
-        low, high = _ends(other)
-        return Interval(self.low & low, self.high & high)
-
-    def __or__(self, other: Any) -> Interval:
-        low, high = _ends(other)
-        return Interval(self.low | low, self.high | high)
-
-    __rand__, __ror__ = __and__, __or__
-
-    def __invert__(self) -> Interval:
-        return Interval(self.high ^ True, self.low ^ True)
 
     def __bool__(self) -> bool:
         raise TypeError("an interval is neither true nor false")
@@ -183,8 +170,53 @@ class Interval:
         return f"Interval({self.low!r}, {self.high!r})"
 
 
+class Truth:
+    """Whether a condition holds for every pair of a tile, and whether it may hold for some pair: bools, or arrays of bools."""
+
+    __slots__ = ("every", "some")
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None
+
+    def __init__(self, every: Any, some: Any) -> None:
+        self.every, self.some = every, some
+
+    def __and__(self, other: Truth | bool) -> Truth:
+        every, some = _truth(other)
+        return Truth(self.every & every, self.some & some)
+
+    def __or__(self, other: Truth | bool) -> Truth:
+        every, some = _truth(other)
+        return Truth(self.every | every, self.some | some)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> Truth:
+        return Truth(self.some ^ True, self.every ^ True)
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("conditions of a tile are joined by & | ~, not compared")
+
+    def __bool__(self) -> bool:
+        raise TypeError("a condition of a tile is neither true nor false")
+
+    def __repr__(self) -> str:
+        return f"Truth(every={self.every!r}, some={self.some!r})"
+
+
 def _ends(x: Any) -> tuple[Any, Any]:
-    return (x.low, x.high) if isinstance(x, Interval) else (x, x)
+    if isinstance(x, Interval):
+        return x.low, x.high
+    if isinstance(x, (int, float, np.number)):
+        return x, x
+    raise TypeError(f"intervals are compared with numbers, not with {shown(x)}")
+
+
+def _truth(x: Any) -> tuple[Any, Any]:
+    if isinstance(x, Truth):
+        return x.every, x.some
+    if isinstance(x, (bool, np.bool_)):
+        return x, x
+    raise TypeError(f"conditions of a tile are joined with conditions, not with {shown(x)}")
 
 
 def _divisor(n: Any) -> int:

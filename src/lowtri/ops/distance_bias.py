@@ -96,11 +96,12 @@ def packed_bias(bias: Any) -> tuple[Any, str | None]:
 
 
 def unpacked_bias(values: Any, kind: str | None) -> Any:
-    """The bias again, from what :func:`packed_bias` returns."""
+    """The bias again, from what :func:`packed_bias` returns. A new kind of bias is added here."""
     if kind is None:
         return values
-    name, *first = kind.split()
-    return distance_bias(values, int(first[0])) if name == "distance_bias" else alibi(values)
+    name, *numbers = kind.split()
+    make: Any = {"alibi": alibi, "distance_bias": distance_bias}[name]
+    return make(values, *map(int, numbers))
 
 
 def distances_of(bias: DistanceBias, q: NDArray[np.int64], k: NDArray[np.int64]) -> tuple[int, Any]:
