@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     rows = list(
         measure(choose(words=given.case), names, 1, longest=LONGEST, progress=lambda words: print(words, flush=True))
     )
-    print(json.dumps(as_json(rows, machine)) if given.json else as_text(rows, machine, width=200))
+    print(json.dumps(as_json(rows, machine)) if given.json else as_text(rows, machine))
     for row in rows:
         times = [(x, name) for name in names if (x := row.times(name)) is not None]
         best, name = min(times, default=(0.0, ""))

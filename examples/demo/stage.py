@@ -19,6 +19,7 @@ import torch
 
 import lowtri
 from lowtri.files import write_text
+from lowtri.pictures.labels import aligned
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, page
 from why_mask.experiment import SHORT, Experiment, Setting, why_mask
 
@@ -74,15 +75,7 @@ class Result:
         """A table, whose first column names the row; ``text`` is its form for terminals, aligned columns if not given."""
         rows = list(rows)
         if text is None:
-            widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-            lines = (
-                "   ".join(
-                    cell.rjust(width) if i else cell.ljust(width)
-                    for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-                )
-                for row in (head, *rows)
-            )
-            text = "\n".join(line.rstrip() for line in lines)
+            text = "\n".join(aligned([head, *rows], "   ", right=True))
         self._blocks.append((text, f'<div class="scroll">{html_table(head, rows)}</div>'))
 
     def picture(self, name: str, drawn: Any = None, text: str = "") -> None:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from io import StringIO
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
 from lowtri.benching.machine import headline
 from lowtri.benching.peers import OURS, PEERS
 from lowtri.benching.timing import ROUNDS, Tensors, check_equal, in_turns, peak_bytes, run, timed, torch_threads
+from lowtri.pictures.labels import ruled
 
 CEILING = "ceiling"
 LONGEST = 1.5
@@ -162,21 +163,12 @@ def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], f
     return timed_ceiling, case.amount if case.work == "decode" else multiply_flops(threads, pairs) / 1e9
 
 
-def as_text(rows: Sequence[Row], facts: dict[str, Any], width: int = 140) -> str:
+def as_text(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     """The table, with what could not be measured below it, and how cost grows where several lengths were measured."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     names = [name for name in (rows[0].figures if rows else {}) if name != OURS]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("case", "", OURS, "share"):
-        table.add_column(heading, justify="left" if heading in ("case", "") else "right")
-    for name in names:
-        table.add_column(name, justify="right")
-        table.add_column("x", justify="right")
+    table = [("case", "", OURS, "share", *(heading for name in names for heading in (name, "x")))]
     missing: dict[str, list[str]] = {}
-    for number, row in enumerate(rows):
+    for row in rows:
         cells = [row.case.name, row.case.unit, _short(row.figures[OURS].rate), f"{row.share:.0%}"]
         for name in names:
             figure, times = row.figures[name], row.times(name)
@@ -185,10 +177,11 @@ def as_text(rows: Sequence[Row], facts: dict[str, Any], width: int = 140) -> str
                 cells += ["-", ""]
             else:
                 cells += [_short(figure.rate), f"{times:.1f}"]
-        table.add_row(*cells, end_section=number + 1 < len(rows) and rows[number + 1].case.work != row.case.work)
-    text = StringIO()
-    Console(file=text, width=width, color_system=None).print(table)
-    lines = [headline(facts), "", "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n"), ""]
+        table.append((*cells,))
+    head, rule, *body = ruled(table)
+    works = groupby(zip(rows, body, strict=True), lambda pair: pair[0].case.work)
+    sections = ["\n".join(line for _, line in section) for _, section in works]
+    lines = [headline(facts), "", head, rule, "\n\n".join(sections), ""]
     lines += [
         f"{OURS}: GFLOP/s on visible pairs, or GB/s of keys and values read; medians. share: of what the CPU multiplies",
         "(the register tile alone) or reads in the same run. x: how many times faster lowtri is. training: forward + backward.",

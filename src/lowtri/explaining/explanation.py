@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.labels import aligned, display_width, shortened, spelled_out
+from lowtri.pictures.labels import aligned, display_width, ruled, shortened, spelled_out
 from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, ink_over, legend, shades, text
 
@@ -208,9 +208,7 @@ def _text_table(table: _Table) -> list[str]:
         (label, *(f"{_HATCH} {cell.text}" if cell.hidden else cell.text for cell in cells))
         for label, cells in table.rows
     ]
-    head, *body = aligned([("", *table.columns), *rows], "   ", right=True)
-    rule = "─" * max(map(display_width, (head, *body)))
-    return [*([table.title] if table.title else []), head, rule, *body]
+    return [*([table.title] if table.title else []), *ruled([("", *table.columns), *rows])]
 
 
 def _cut(n: int) -> list[int | None]:

@@ -123,3 +123,15 @@ def aligned(rows: Sequence[Sequence[str]], gap: str, *, right: bool = False) -> 
         ]
         lines.append(gap.join(texts).rstrip())
     return lines
+
+
+def ruled(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows :func:`aligned` to the right, with a line below the first, which has the headings.
+
+    >>> print(*ruled([("", "a"), ("black", "12")]), sep="\\n")
+             a
+    ──────────
+    black   12
+    """
+    head, *body = aligned(rows, "   ", right=True)
+    return [head, "─" * max(map(display_width, (head, *body))), *body]
