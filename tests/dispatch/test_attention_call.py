@@ -225,6 +225,7 @@ MASKS_REFUSED = {
     "whole numbers of 0 and 1": (np.tri(5, dtype=int), r"write lowtri\.table\(m != 0\) if True = may see"),
     "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: got a bare Tensor of floats"),
     "a list": ([[True]], r"mask: got a bare list\. True hides"),
+    "a number": (4, r"mask: got 4; expected a mask or its text\. Fix: for a window of 4 keys 'window\(4\)'"),
     "True": (True, r"mask: got a bare bool\. True hides"),
     "text that is none": (
         "causl",

@@ -531,9 +531,12 @@ ERRORS = [
     (lambda: mask("causal)"), "')' at character 7, where & | - or the end is expected"),
     (lambda: mask("causal & 3"), "mask: 'causal & 3' is not a mask. Fix: masks are joined by & | ~ -"),
     (lambda: mask("causl"), "mask: there is no mask 'causl'. Did you mean causal? There are: full, causal, window"),
-    (lambda: mask("window"), "mask: 'window': missing 1 required positional argument: 'n'"),
+    (lambda: mask("window"), "mask: 'window': missing 1 required positional argument: 'n'.\nFix: window(n)."),
     (lambda: mask("window(3, 4)"), "mask: 'window(3, 4)': takes 1 positional argument but 2 were given"),
-    (lambda: mask("window(size=3)"), "mask: 'window(size=3)': got an unexpected keyword argument 'size'"),
+    (
+        lambda: mask("window(size=3)"),
+        "mask: 'window(size=3)': got an unexpected keyword argument 'size'.\nFix: window(n).",
+    ),
     (lambda: mask("window(2.5)"), "mask: 2.5 is not a whole number"),
     (lambda: mask("window('3')"), "mask: '3' is not a whole number"),
     (

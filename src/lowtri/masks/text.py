@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,10 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     function = getattr(value, "__name__", None)
     if function in CONSTRUCTORS:
         raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise MaskError(
+            f"{name}: got {value}; expected a mask or its text. Fix: for a window of {value} keys 'window({value})'."
+        )
     given = f"{name}: got a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
         raise MaskError(f'{given}. Fix: the mask "causal".')
@@ -343,7 +348,9 @@ class _Reader:
                 why = f"{shown(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
                 raise self.unreadable(why, f"Fix: {name}({shown(argument, 20)[1:-1]}).") from None
             reason = str(error).split(") ", 1)[-1]
-            raise MaskError(f"mask: {shown(self.text[start : self.end])}: {shown(reason, 200)[1:-1]}.") from None
+            given, parameters = shown(self.text[start : self.end]), signature(make).parameters.values()
+            arguments = ", ".join(x.name + "=..." * (x.kind is Parameter.KEYWORD_ONLY) for x in parameters)
+            raise MaskError(f"mask: {given}: {shown(reason, 200)[1:-1]}.\nFix: {name}({arguments}).") from None
 
     def arguments(self, start: int, depth: int) -> tuple[list[Any], dict[str, Any]]:
         values: list[Any] = []
@@ -376,7 +383,9 @@ class _Reader:
         return values, named
 
     def word_operator(self, start: int) -> MaskError:
-        return MaskError(f"mask: {shown(self.text[start:])}: masks are joined by & | ~ -, not by and, or, not.")
+        return MaskError(
+            f"mask: {shown(self.text[start:])}: masks are joined by & | ~ -, not by and, or, not. Fix: 'causal & window(256)'."
+        )
 
     def unexpected(self, expected: str) -> MaskError:
         """The error for the next token, or for the end of the text."""

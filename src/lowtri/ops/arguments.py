@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
 from lowtri.masks.mask import Mask
+from lowtri.masks.tile import shown
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -99,6 +100,9 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
     """Raise unless x comes from the same library as q and is on the same device."""
     is_numpy = isinstance(q, np.ndarray)
     if not (isinstance(x, np.ndarray) if is_numpy else type(x) is type(q) or is_tensor(x)):
+        if name == "bias" and isinstance(x, (str, float, int)):
+            fix = "lowtri.alibi(slopes), lowtri.distance_bias(table), or an array to add to the scores"
+            raise CallError(f"attention: bias: got {shown(x)}; expected numbers for pairs. Fix: {fix}.")
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
     if not is_numpy and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
