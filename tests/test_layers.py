@@ -75,7 +75,7 @@ BUDGETS = {
     "verifying": 1238,
     "explaining": 710,
     "benching": 964,
-    "integrations": 3402,
+    "integrations": 3399,
     "lesson": 238,
     "cli": 1168,
     "__main__": 19,

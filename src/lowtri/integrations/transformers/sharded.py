@@ -68,10 +68,6 @@ def shard_arguments(
     arguments = {**dict(zip(_parameters(forward), args, strict=False)), **kwargs}
     if mask is not None:
         context.plan.index(mask)
-    return (), _sharded(model, context, mask, arguments)
-
-
-def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments: dict[str, Any]) -> dict[str, Any]:
     result, rows = dict(arguments), 0
     for name in ("input_ids", "inputs_embeds", "position_ids", "shift_labels"):
         if arguments.get(name) is not None:
@@ -113,7 +109,7 @@ def _sharded(model: Any, context: ContextParallel, mask: Mask | None, arguments:
     result["attention_mask"] = torch.ones((rows, tokens), dtype=torch.bool, device=device)
     if arguments.get("labels") is not None:
         result |= _targets(model, context, arguments)
-    return result
+    return (), result
 
 
 def _targets(model: Any, context: ContextParallel, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +193,7 @@ def attend_sharded(
                 f"context_parallel: the model passes {name}, but no process has all pairs of the sequence.\n"
                 "Fix: attention_dropout=0 and no output_attentions in the model's config; else no context_parallel."
             )
-    sinks = None if s_aux is None else s_aux.reshape(-1)
-    options = {"scale": scaling, "softcap": softcap, "sinks": sinks, "engine": engine}
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "engine": engine}
     output: Tensor = lazy.context.attention(*tensors, lazy.mask, **options)
     return output.transpose(1, 2).contiguous()
 
