@@ -116,7 +116,10 @@ def test_the_picture_says_what_it_shows(leaking: lowtri.AuditReport) -> None:
 def test_the_page_fits_a_narrow_screen_and_a_dark_one(n: int) -> None:
     report = lowtri.audit(lambda x: x, np.ones((n, 1)) * np.arange(n)[:, None], probes=["change"], length=0)
     page = report.to_html()
-    assert '<meta name="viewport" content="width=device-width">' in page and "overflow-wrap: anywhere" in page
+    assert (
+        '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+        and "overflow-wrap: anywhere" in page
+    )
     assert "color-scheme: light dark" in page and "prefers-color-scheme: dark" in page  # the page's and the picture's
     assert float(re.search(r'viewBox="0 0 (\d+) ', page)[1]) <= 390 - 2 * 16 and "svg { max-width: 100%" in page
     edges = [float(x) + float(w) for x, w in re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', page)]
