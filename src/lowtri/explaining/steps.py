@@ -101,7 +101,7 @@ def explain(
         captured = capture_arrays(what, batch)
     else:
         captured = capture_module(what, inputs, position=position, heads=heads, layer=layer, mask=mask, batch=batch)
-    allowed = as_mask(captured.mask if mask is None else mask)
+    allowed = as_mask(captured.mask if mask is None else mask, "explain: mask")
     count, nq, nk = captured.pairs
     if count * nq * nk > _MOST_PAIRS:
         raise CallError(

@@ -146,7 +146,7 @@ class Table(ArrayMask):
         if outside and np.size(q) and np.size(k):
             raise MaskError(
                 f"{self!r} has rows for the queries {self._start} .. {last} and columns for the keys 0 .. {nk - 1}, "
-                f"but the call has queries {np.min(q)} .. {np.max(q)} and keys {np.min(k)} .. {np.max(k)}.\n"
+                f"but the call has queries {max(np.min(q), 0)} .. {np.max(q)} and keys {max(np.min(k), 0)} .. {np.max(k)}.\n"
                 "Fix: a larger table, or q_positions= and k_positions= that lie inside it."
             )
         return self.table.array[within(rows, nq), within(k, nk)]

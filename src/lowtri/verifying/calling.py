@@ -357,7 +357,8 @@ def caller_of(
                     f"verify: the simplest call (B 2, H 2, N 37, D 16, no mask) gave {error}.\nFix: a longer limit=."
                 ) from None
             if error.status != "wrong":  # which the cases describe
-                reason = reason or (f"it raised {error}" if error.status in ("raised", "crashed") else str(error))
+                what = {"raised": "it raised ", "crashed": "it raised ", "not offered": "it does not take the "}
+                reason = reason or what.get(error.status, "") + str(error)
                 continue
         return caller
     raise CallError(
