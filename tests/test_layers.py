@@ -64,7 +64,7 @@ BUDGETS = {
     "showing": 260,
     "plain": 100,
     "ops": 755,
-    "kernels": 3890,
+    "kernels": 3986,
     "backends": 1275,
     "dispatch": 1085,
     "generation": 1124,
@@ -80,7 +80,7 @@ BUDGETS = {
     "cli": 1168,
     "__main__": 19,
 }
-MAX_FILES = 230
+MAX_FILES = 231
 MAX_LINES = 600  # of a file: a file is a subject, not a fragment of one
 MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {

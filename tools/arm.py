@@ -97,6 +97,9 @@ MASK = "causal & window(4)"
 """
 
 
+PROCESSES = ("tests/kernels/test_kernels_robust.py", "tests/kernels/test_library.py")
+
+
 class Job(NamedTuple):
     """A part of the tests: arguments of pytest; or of the interpreter, and what it must print."""
 
@@ -109,7 +112,8 @@ class Job(NamedTuple):
 
 JOBS = (
     Job("contract", ("tests/kernels/contract_cases.py",)),
-    Job("kernels", ("tests/kernels",)),
+    Job("kernels", ("tests/kernels", *(f"--ignore={name}" for name in PROCESSES))),
+    Job("processes", PROCESSES),  # interrupts, workers, imports: what surrounds kernels, the same on all CPUs
     Job("masks", ("tests/masks",)),
     Job("ops", ("tests/ops",)),
     Job("backends", ("tests/backends",)),

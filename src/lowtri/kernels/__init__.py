@@ -17,6 +17,7 @@ record           the spec and the record as Numba types
 device_function  decorators of functions that only kernels call
 simd             the operations that kernels are written in, on vectors of 64 bytes, their lanes, and pairs of bf16
 exponent         2 ** x of a vector
+blocks           the register tile of 2 x 2 blocks of bf16, for ARM
 product          the register-tiled matrix product, and the ceilings of a CPU
 tiles            the product of bf16 on AMX's tile registers
 plan_walk        the key tiles of a query tile

@@ -24,6 +24,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.kernels import scratch
+from lowtri.kernels.blocks import words_to_blocks
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.operations.baseline import constant
 from lowtri.kernels.rows import (
@@ -220,6 +221,11 @@ def transposed_queries(spec):
     def pairs(source, row_step, step, n, size, rows, target, spec):
         transpose_in(source, row_step // 2, step, n, size // 2, round_up(n, 16), target, spec)
 
+    def blocks(source, row_step, step, n, size, rows, target, spec):
+        columns = round_up(n, 16)
+        transpose_in(source, row_step // 2, step, n, size // 2, columns, target, spec)
+        words_to_blocks(target, size // 2, columns)
+
     def widened(source, row_step, step, n, size, rows, target, spec):
         widen_rows(source, row_step, step, n, size, rows, size, spec)
         transpose_in(rows, size, 1, n, size, round_up(n, 16), target, spec)
@@ -227,7 +233,8 @@ def transposed_queries(spec):
     def tiles(source, row_step, step, n, size, rows, target, spec):
         queries_in_pairs(source, row_step, step, n, size, rows, target, spec)
 
-    return {"direct": direct, "pairs": pairs, "widened": widened, "tiles": tiles}[spec.operand]
+    of_pairs = blocks if spec.in_blocks else pairs
+    return {"direct": direct, "pairs": of_pairs, "widened": widened, "tiles": tiles}[spec.operand]
 
 
 @by_spec

@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowtri.compat.numba_private import alloca_once, for_range
+from lowtri.kernels import blocks
 from lowtri.kernels.device_function import by_spec, device_function
 from lowtri.kernels.record import take
 from lowtri.kernels.scratch import MULTIPLY_DEPTH, MULTIPLY_ROWS
@@ -86,7 +87,8 @@ def _tile(vectors: int, accumulate: bool) -> Any:
     @intrinsic
     def tile(typing, a, row_step, depth_step, b, b_row, c, c_row, depth, ahead, last, spec):
         def emit(context, builder, signature, args):
-            _emit_tile(builder, args[:-1], *_shape(vectors, spec.value), accumulate, spec.value)
+            emit_tile = blocks.emit_tile if spec.value.in_blocks else _emit_tile
+            emit_tile(builder, args[:-1], *_shape(vectors, spec.value), accumulate, spec.value)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 10, spec), emit
@@ -146,7 +148,8 @@ def _product(accumulate: bool) -> Any:
 
 # C = A B, and C += A B, of A (rows, depth), B (depth, columns) and C (rows, columns). Columns are whole vectors; rows of B and C are
 # ``b_row`` and ``c_row`` words apart. ``ahead`` bytes from A's rows (C = A B) or from B's (C += A B) lines are prefetched. Addresses in
-# bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``.
+# bytes, steps in words: A[r, d] is at ``a + size * (r * row_step + d * depth_step)``. Where a spec is
+# in blocks, the B of C = A B is (:mod:`lowtri.kernels.blocks`).
 product, product_add = _product(accumulate=False), _product(accumulate=True)
 
 

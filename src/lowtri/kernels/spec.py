@@ -69,6 +69,11 @@ class KernelSpec:
         return int(self.operand == "tiles")
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether products have accumulators of 2 x 2 numbers (:mod:`lowtri.kernels.blocks`)."""
+        return self.operand == "pairs" and self.isa.has_blocks
+
+    @property
     def unit_queries(self) -> int:
         """Queries in a unit of work of the forward pass, which has the keys of one tile."""
         return QUERIES // 2 if self.on_tiles else QUERIES

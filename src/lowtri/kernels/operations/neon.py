@@ -1,8 +1,9 @@
-"""The operations of NEON: a maximum in one instruction, and with its bf16 instructions dot products of pairs and rounding.
+"""The operations of NEON: a maximum in one instruction, and with its bf16 instructions dot products, products of blocks and rounding.
 
 FMAXNM returns the number where the other operand is NaN, and FMAX returns NaN; a comparison and a selection are two instructions. BFDOT
 adds the two products of a lane without rounding between them, flushes denormal numbers and rounds to odd before it adds the sum; CPUs
-with FEAT_EBF16 may be set to round as usual. Source: Arm Architecture Reference Manual, BFDOT, FMAX and FMAXNM.
+with FEAT_EBF16 may be set to round as usual. BFMMLA is two such steps. Source: Arm Architecture Reference Manual, BFDOT, BFMMLA, FMAX
+and FMAXNM.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class NeonBf16Operations(NeonOperations):
         operands = zip(*(_registers(b, one) for one in (x, y, z)), strict=True)
         # The instruction can take one lane of its last operand for all: x, which products broadcast, stands there.
         return _joined(b, [call(b, name, s.type, [s, b.bitcast(q, kind), b.bitcast(p, kind)]) for p, q, s in operands])
+
+    def multiply_blocks(self, b: Any, z: Any, x: Any, y: Any) -> Any:
+        """z plus the product of two rows of four bf16, x, with two columns of four, y; blocks of 2 x 2, row after row."""
+        kind = ir.VectorType(BFloat(), 2 * _REGISTER)
+        return call(b, "llvm.aarch64.neon.bfmmla", z.type, [z, b.bitcast(x, kind), b.bitcast(y, kind)])
 
     def narrow(self, b: Any, x: Any, dtype: str) -> Any:
         if dtype != "bfloat16":
