@@ -110,17 +110,18 @@ class Job(NamedTuple):
     limit: int = 1800  # seconds
 
 
+# The longest first: each runs on one core, and none is left running alone at the end.
 JOBS = (
+    Job(
+        "dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")
+    ),  # onnx is not among the wheels
+    Job("generation", ("tests/generation",)),
     Job("contract", ("tests/kernels/contract_cases.py",)),
     Job("kernels", ("tests/kernels", *(f"--ignore={name}" for name in PROCESSES))),
     Job("processes", PROCESSES),  # interrupts, workers, imports: what surrounds kernels, the same on all CPUs
     Job("masks", ("tests/masks",)),
     Job("ops", ("tests/ops",)),
     Job("backends", ("tests/backends",)),
-    Job(
-        "dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")
-    ),  # onnx is not among the wheels
-    Job("generation", ("tests/generation",)),
     Job("plain", ("tests/test_plain.py", "src/lowtri/plain.py")),
     Job("decoder", python=("-c", DECODER), expected="continues its sequence"),
     Job("doctor", python=("-m", "lowtri", "doctor", "--no-measure"), expected="kernels for "),
