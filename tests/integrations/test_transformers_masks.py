@@ -144,11 +144,11 @@ def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.Mo
 
     for other, sees in ((wider, 4), (renamed, 3)):
         monkeypatch.setattr(theirs, "sliding_window_overlay", other)
-        transformers_masks._readers.cache_clear()
+        transformers_masks._known.cache_clear()
         mask = read_function(other(3))
         assert isinstance(mask, FunctionMask) and mask.dense(9)[8].sum() == sees
     monkeypatch.undo()
-    transformers_masks._readers.cache_clear()
+    transformers_masks._known.cache_clear()
 
 
 def test_unknown_functions_are_evaluated_only_in_tiles_that_other_masks_leave_open() -> None:

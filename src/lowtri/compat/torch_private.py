@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)  # documented in "Extending PyTorch", without a public module
 
 from lowtri.errors import EngineError
 
@@ -160,6 +163,14 @@ def mapped_indexing() -> AbstractContextManager[object]:
     except ImportError:
         return nullcontext()  # vmap then raises for such functions
     return TransformGetItemToIndex()
+
+
+@cache
+def operation_name(operation: Any) -> str | None:
+    """The name of an operation in a dispatch mode, without its overload, as ``add``; None if it changes tensors or draws numbers."""
+    if operation._schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
+        return None
+    return str(operation).removeprefix("aten.").split(".")[0]
 
 
 def inside_compiled(module: Any) -> Any:

@@ -123,8 +123,7 @@ def _attend(
     positions = top_left_positions(nq, nk)  # FlexAttention's q and k are indices from 0
     if scores.in_kernel and not want_max:
         factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
-        bias = None if scores.bias is None else scores.bias.argument
-        options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": bias, **positions}
+        options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": scores.bias, **positions}
         if want_lse:
             return *attention(q, k, v, mask, return_lse=True, **options), None
         return attention(q, k, v, mask, **options), None, None

@@ -1,7 +1,7 @@
 """FlexAttention's mask functions and block masks as lowtri masks, and BlockMasks from either.
 
-A block of a BlockMask is EMPTY if it is not listed and FULL if it is listed as full. In all other tiles, the bounds of the traced
-``mask_mod`` (:mod:`~lowtri.integrations.function_mask`) decide where they can. What is left is evaluated pair by pair.
+A block of a BlockMask is EMPTY if it is not listed and FULL if it is listed as full. In all other tiles, the ``mask_mod`` decides: its
+operations on ranges of indices (:mod:`~lowtri.integrations.function_mask`), and what they leave open is evaluated pair by pair.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
 from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.errors import CallError, MaskError
-from lowtri.integrations.function_mask import FunctionMask, Trace, bounds_of, trace
+from lowtri.integrations.function_mask import FunctionMask, Node, trace
+from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.mask import Mask, default_positions
 from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import EMPTY, FULL, PARTIAL, Answer, Positions, check_count
+from lowtri.masks.tile import Positions, check_count, within
 
 _NO_BLOCKS = 1 << 30  # the block size of a BlockMask that stands for no mask
 _PAIRS_AT_ONCE = 2**22
@@ -169,45 +171,68 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
             "Fix: create_block_mask with these sizes (B or H of 1 or None stand for any)."
         )
     fn, device = blocks.mask_mod, blocks.kv_num_blocks.device
-    traced = trace(fn, device, of_score=False)
+    function = function_mask(fn, shape, device)
     lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    versions = [None if x is None else (id(x), version_of(x)) for x in lists]
-    key = shape, fn, *versions, None if traced is None else (traced, traced.versions())
-    kept = _MASKS.setdefault(blocks, {})
-    if key not in kept:
-        kept.clear()
-        kept[key] = function_mask(fn, shape, device, blocks=blocks, traced=(traced, None))
-    return kept[key]
+    key = function, *[None if x is None else (id(x), version_of(x)) for x in lists]
+    kept = _MASKS.get(blocks)
+    if kept is None or kept[0] != key:
+        listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
+        sizes = blocks.BLOCK_SIZE
+        kept = _MASKS[blocks] = key, (Blocks(listed, sizes) & function) | Blocks(whole, sizes)
+    return kept[1]
 
 
-_MASKS: weakref.WeakKeyDictionary[BlockMask, dict[Any, Mask]] = weakref.WeakKeyDictionary()
+# BlockMask -> (the function and the lists that it was read from, the mask)
+_MASKS: weakref.WeakKeyDictionary[BlockMask, tuple[Any, Mask]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Blocks(Mask):
+    """The blocks of some queries and keys that are visible as a whole."""
+
+    visible: Any  # the table of the numbers of the blocks
+    sizes: tuple[int, int]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.visible.batch
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        rows, columns = self.visible.table.array.shape
+        row, column = within(q // self.sizes[0], rows), within(k // self.sizes[1], columns)
+        return self.visible._sees(row + max(columns - rows, 0), column)
+
+    def _at(self, b: int, h: int) -> Mask:
+        return Blocks(self.visible.at(b, h), self.sizes)
+
+    def __repr__(self) -> str:
+        return f"blocks({self.visible!r}, {self.sizes})"
+
+
+def _listed(blocks: BlockMask, counts: Tensor | None, indices: Tensor | None) -> Mask:
+    """The blocks in a list of a BlockMask."""
+    shape = blocks.kv_num_blocks.shape
+    visible = np.zeros((*shape, -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])), bool)
+    if counts is not None and indices is not None:
+        number, column = counts.cpu().numpy(), indices.cpu().numpy()
+        b, h, row, entry = np.nonzero(np.arange(column.shape[3]) < number[..., None])
+        visible[b, h, row, column[b, h, row, entry]] = True
+    return table(visible[:, 0] if shape[0] > 1 else visible[0, 0]) if shape[1] == 1 else table(visible)
 
 
 def function_mask(
-    fn: Callable[..., Any],
-    shape: tuple[int, int, int, int],
-    device: Any,
-    *,
-    blocks: BlockMask | None = None,
-    traced: tuple[Trace | None, Any] | None = None,
+    fn: Callable[..., Any], shape: tuple[int, int, int, int], device: Any, node: Node | None = None
 ) -> Mask:
-    """A mask_mod as a mask whose positions are indices.
+    """A mask_mod, or a condition in a score_mod, as a mask whose positions are indices.
 
     Args:
-        fn: the mask_mod; True = may see.
-        shape: B, H, Nq, Nk; the mask has a batch row or head for each index that the function depends on, or the blocks differ by.
+        fn: the function; True = may see.
+        shape: B, H, Nq, Nk; the mask has a batch row or head for each index that the function depends on.
         device: where the function is evaluated.
-        blocks: whose lists decide; in blocks that are not full, the function does.
-        traced: the trace and the node that ``fn`` computes, where it is a part of a traced function.
+        node: the condition in the trace of a score_mod.
     """
-    batch, heads, nq, nk = shape
-    graph, node = traced or (trace(fn, device, of_score=False), None)
-    by_row, by_head = ((graph is None or graph.depends_on(node or graph.output, name)) for name in "bh")
-    listed = (1, 1) if blocks is None else blocks.kv_num_blocks.shape[:2]
-    rows, columns = batch if by_row or listed[0] > 1 else 1, heads if by_head or listed[1] > 1 else 1
-    answers = None if blocks is None else _tile_answers(_block_answers(blocks), *blocks.BLOCK_SIZE)
-    bounds = bounds_of(graph, node)
-    mapped = torch.vmap(tensor_function("mask_mod", fn), in_dims=(None, None, 0, 0))
+    traced, call = (trace(fn, device), tensor_function("mask_mod", fn)) if node is None else (node, node.of_indices)
+    mapped = torch.vmap(call, in_dims=(None, None, 0, 0))
 
     def evaluate(*indices: Tensor) -> Tensor:
         with mapped_indexing(), torch.no_grad():
@@ -218,45 +243,10 @@ def function_mask(
             )
         return visible
 
-    differs = (rows, columns) if columns > 1 else (rows,) if rows > 1 else ()
-    return FunctionMask(fn, evaluate, device, lambda: bounds, differs, (nq, nk), answers)
-
-
-def _block_answers(blocks: BlockMask) -> NDArray[np.int8]:
-    """(B, H, rows, columns): the answer for each block, from the lists."""
-    columns = -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])
-    answers = np.zeros((*blocks.kv_num_blocks.shape, columns), np.int8)
-    listed: list[tuple[Tensor | None, Tensor | None, int]] = [
-        (blocks.kv_num_blocks, blocks.kv_indices, PARTIAL),
-        (blocks.full_kv_num_blocks, blocks.full_kv_indices, FULL),
-    ]
-    for counts, indices, answer in listed:
-        if counts is not None and indices is not None:
-            number, column = counts.cpu().numpy(), indices.cpu().numpy()
-            b, h, row, entry = np.nonzero(np.arange(column.shape[3]) < number[..., None])
-            answers[b, h, row, column[b, h, row, entry]] = answer
-    return answers
-
-
-def _tile_answers(answers: NDArray[np.int8], queries: int, keys: int) -> Callable[..., Answer]:
-    """The answers of blocks of ``queries`` x ``keys``, (B, H, rows, columns), as those of tiles of any size."""
-    batch, heads, rows, columns = answers.shape
-    visible, whole = np.zeros((2, batch, heads, rows + 1, columns + 1), np.int64)  # summed over all blocks before
-    for sums, of in ((visible, answers != EMPTY), (whole, answers == FULL)):
-        np.cumsum(np.cumsum(of, axis=2, dtype=np.int64), axis=3, out=sums[..., 1:, 1:])
-
-    def tile(b: int, h: int, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Answer:
-        top, bottom = np.minimum(q0 // queries, rows), np.minimum(-(-q1 // queries), rows)
-        left, right = np.minimum(k0 // keys, columns), np.minimum(-(-k1 // keys), columns)
-
-        def count(sums: NDArray[np.int64]) -> Any:
-            sums = sums[b % batch, h % heads]
-            return sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
-
-        area = (bottom - top) * (right - left)
-        return 1 + (count(whole) == area).astype(np.int8) - (count(visible) == 0).astype(np.int8)
-
-    return tile
+    rows, heads = (n if traced is None or name in traced.reads else 1 for n, name in zip(shape, "bh", strict=False))
+    batch = (rows, heads) if heads > 1 else (rows,) if rows > 1 else ()
+    key = object() if traced is None else traced.program()
+    return FunctionMask(key, fn, evaluate, str(device), traced, batch, shape[2:])
 
 
 def _blocks_by_pairs(mask: Mask, nq: int, nk: int, size: tuple[int, int]) -> tuple[Bools, Bools]:

@@ -24,7 +24,7 @@ from lowtri.compat.torch_private import mapped_indexing
 from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.dense_mask import LazyMask, join
-from lowtri.integrations.function_mask import FunctionMask, bounds_of, trace
+from lowtri.integrations.function_mask import FunctionMask, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
@@ -133,12 +133,12 @@ def read_function(
         pattern: replaces the pattern of the model (causal, sliding, chunked); padding, documents and other functions joined to
             it by "and" stay.
     """
-    reader = _readers().get(getattr(fn, "__code__", None))
-    if reader is None:
+    name = _known().get(getattr(fn, "__code__", None))
+    if name is None:
         return _evaluated_mask(fn, rows, device, use_vmap)
-    if pattern is not None and reader in _PATTERNS:
+    if pattern is not None and name in _PATTERNS:
         return pattern
-    return _read(reader, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
+    return _read(name, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
 
 
 def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bool) -> Mask:
@@ -154,8 +154,9 @@ def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bo
         with mapped_indexing() if use_vmap else nullcontext():
             return mapped(*indices)
 
-    bounds = cache(lambda: bounds_of(trace(fn, device, of_score=False)))
-    return FunctionMask(fn, evaluate, device, bounds, (rows,) if rows > 1 else ())
+    traced = trace(fn, device)
+    key = object() if traced is None else traced.program()
+    return FunctionMask(key, fn, evaluate, device, traced, (rows,) if rows > 1 else ())
 
 
 def _real_keys(mask: Mask, valid: Tensor, queries: tuple[int, int], end: int) -> Mask:
@@ -176,105 +177,74 @@ def _rows_of(array: NDArray[Any]) -> FrozenArray:
     return FrozenArray(array[0] if bool((array == array[0]).all()) else array)
 
 
-def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that a function closes over, by name."""
-    cells = fn.__closure__ or ()
-    return dict(zip(fn.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+def _documents(ids: Tensor) -> Mask:
+    return Documents(_rows_of(ids.cpu().numpy()))
 
 
-# One reader for each known function: from the variables that it closes over to the mask.
-
-
-def _causal(closure: dict[str, Any], rows: int) -> Mask:
-    return causal()
-
-
-def _full(closure: dict[str, Any], rows: int) -> Mask:
-    return full()
-
-
-def _sliding(closure: dict[str, Any], rows: int) -> Mask:
-    n = int(closure["sliding_window"])
-    return Band(n - 1, POSITION_MAX, f"band({n - 1}, {POSITION_MAX})")
-
-
-def _sliding_both_ways(closure: dict[str, Any], rows: int) -> Mask:
-    n = int(closure["sliding_window"])
-    return band(n, n)
-
-
-def _chunked(closure: dict[str, Any], rows: int) -> Mask:
-    n, pads = int(closure["chunk_size"]), closure["left_padding"]
+def _chunked(n: int, pads: Any) -> Mask:
     shifts = tuple(-int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist())  # from the first token
     if len(set(shifts)) == 1:
         shifts = shifts[:1]
     return chunks(n) if shifts == (0,) else ShiftedMask(chunks(n), shifts)
 
 
-def _padding(closure: dict[str, Any], rows: int) -> Mask:
-    return _keys(closure["padding_mask"][:rows])
+def _remapped(inner: Mask, positions: Tensor) -> Mask:
+    return inner if inner == full() else RemappedMask(inner, _rows_of(positions.cpu().numpy().astype(np.int64)))
 
 
-def _packed(closure: dict[str, Any], rows: int) -> Mask:
-    return Documents(_rows_of(closure["packed_sequence_mask"][:rows].cpu().numpy()))
-
-
-def _blocks(closure: dict[str, Any], rows: int) -> Mask:
-    ids = closure["block_sequence_ids"][:rows].cpu()
-    return join(Documents(_rows_of(ids.numpy())), _keys(ids >= 0))
-
-
-# Readers of functions that combine others, or evaluate one at other positions: ``read`` gives the mask of a function.
-
-
-def _remapped(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    inner, positions = read(closure["mask_function"]), closure["position_ids"][:rows].cpu().numpy()
-    return inner if inner == full() else RemappedMask(inner, _rows_of(positions.astype(np.int64)))
-
-
-def _all_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    return reduce(join, map(read, closure["mask_functions"]), full())
-
-
-def _any_of(closure: dict[str, Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    return reduce(or_, map(read, closure["mask_functions"]))
-
-
+# The functions of transformers: from the variables that each closes over to its mask. ``read`` gives the mask of a function.
+_READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
+    "causal_mask_function": lambda c, rows, read: causal(),
+    "bidirectional_mask_function": lambda c, rows, read: full(),
+    "sliding_window_overlay": lambda c, rows, read: Band(
+        c["sliding_window"] - 1, POSITION_MAX, f"band({c['sliding_window'] - 1}, {POSITION_MAX})"
+    ),
+    "sliding_window_bidirectional_overlay": lambda c, rows, read: band(c["sliding_window"], c["sliding_window"]),
+    "chunked_overlay": lambda c, rows, read: _chunked(int(c["chunk_size"]), c["left_padding"]),
+    "padding_mask_function": lambda c, rows, read: _keys(c["padding_mask"][:rows]),
+    "packed_sequence_mask_function": lambda c, rows, read: _documents(c["packed_sequence_mask"][:rows]),
+    "blockwise_overlay": lambda c, rows, read: join(
+        _documents(c["block_sequence_ids"][:rows]), _keys(c["block_sequence_ids"][:rows] >= 0)
+    ),
+    "and_masks": lambda c, rows, read: reduce(join, map(read, c["mask_functions"]), full()),
+    "or_masks": lambda c, rows, read: reduce(or_, map(read, c["mask_functions"])),
+    "remap_positions_for_packed_sequence": lambda c, rows, read: _remapped(
+        read(c["mask_function"]), c["position_ids"][:rows]
+    ),
+}
 # What a model's pattern is made of. An overlay joined by "or" shows more than the pattern (the tokens of an image one another).
-_PATTERNS = (_causal, _full, _sliding, _sliding_both_ways, _chunked, _any_of)
+_PATTERNS = (*list(_READERS)[:5], "or_masks")
 
 
-def _read(reader: Callable[..., Mask], fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    parts = (read,) if reader in (_remapped, _all_of, _any_of) else ()
-    return reader(_closure(fn), rows, *parts)
+def _read(name: str, fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    cells = (cell.cell_contents for cell in fn.__closure__ or ())
+    return _READERS[name](dict(zip(fn.__code__.co_freevars, cells, strict=True)), rows, read)
 
 
 @cache
-def _readers() -> dict[Any, Callable[..., Mask]]:
-    """Code object -> reader, for the functions of the installed transformers that pass the check."""
+def _known() -> dict[Any, str]:
+    """Code object -> name, for the functions of the installed transformers that are what their reader says."""
     ids = torch.tensor([[0, 0, 1, 1, 1, -1, -1, 2, 2, 3, 3, 3], [-1, -1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
     two = known_mask_function("sliding_window_overlay", 3), known_mask_function("causal_mask_function")
-    examples: list[tuple[Callable[..., Any] | None, Callable[..., Mask]]] = [
-        (known_mask_function("causal_mask_function"), _causal),
-        (known_mask_function("bidirectional_mask_function"), _full),
-        (known_mask_function("sliding_window_overlay", 3), _sliding),
-        (known_mask_function("sliding_window_bidirectional_overlay", 3), _sliding_both_ways),
-        (known_mask_function("chunked_overlay", 5, torch.tensor([0, 3])), _chunked),
-        (known_mask_function("padding_mask_function", ids >= 0), _padding),
-        (known_mask_function("packed_sequence_mask_function", ids), _packed),
-        (known_mask_function("blockwise_overlay", ids), _blocks),
-        (known_mask_function("and_masks", *two), _all_of),
-        (known_mask_function("or_masks", *two), _any_of),
-        (known_mask_function("remap_positions_for_packed_sequence", two[0], positions), _remapped),
-    ]
-    return {fn.__code__: reader for fn, reader in examples if fn is not None and _agree(fn, reader)}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "sliding_window_overlay": (3,),
+        "sliding_window_bidirectional_overlay": (3,),
+        "chunked_overlay": (5, torch.tensor([0, 3])),
+        "padding_mask_function": (ids >= 0,),
+        "packed_sequence_mask_function": (ids,),
+        "blockwise_overlay": (ids,),
+        **dict.fromkeys(("and_masks", "or_masks"), two),
+        "remap_positions_for_packed_sequence": (two[0], positions),
+    }
+    examples = {name: known_mask_function(name, *arguments.get(name, ())) for name in _READERS}
+    return {fn.__code__: name for name, fn in examples.items() if fn is not None and _agree(fn, name)}
 
 
-def _agree(fn: Callable[..., Any], reader: Callable[..., Mask]) -> bool:
+def _agree(fn: Callable[..., Any], name: str) -> bool:
     """Whether a function and the mask read from it agree on every pair of 12 positions in two batch rows."""
     try:
-        mask = _read(reader, fn, 2, lambda part: _evaluated_mask(part, 2, "cpu", False))
+        mask = _read(name, fn, 2, lambda part: _evaluated_mask(part, 2, "cpu", False))
     except (KeyError, TypeError, AttributeError, MaskError):  # it closes over other variables than the reader expects
         return False
     expected = _evaluated_mask(fn, 2, "cpu", False).dense(12)
