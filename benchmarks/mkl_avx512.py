@@ -151,8 +151,9 @@ def main() -> None:
 
     cases, machine = choose(options.full, options.case), facts(options.threads)
     with AvxWorker(options.threads) as worker:
-        names, workers = [SDPA, NAME, FORMULA], {NAME: worker}
-        rows = list(measure(cases, names, options.threads, options.rounds, progress=_note, workers=workers))
+        names = [SDPA, NAME, FORMULA]
+        others = {NAME: lambda case: worker.prepare(case) or worker.seconds}
+        rows = list(measure(cases, names, options.threads, options.rounds, progress=_note, others=others))
     print(json.dumps(as_json(rows, machine), indent=2) if options.json else as_text(rows, machine))
 
 

@@ -52,7 +52,7 @@ def onnx_attention(case: Case) -> Attend | str:
     table = _table(case)
     names = ["q", "k", "v"] + ["table"] * (table is not None)
     kinds = dict.fromkeys(("q", "k", "v"), kind) | {"table": TensorProto.BOOL}
-    causal = int(case.who == "causal" and case.work != "decode")
+    causal = int(case.mask_name == "causal" and case.work != "decode")
     node = helper.make_node("Attention", names, ["o"], is_causal=causal)
     shapes = {name: [f"{name}{axis}" for axis in range(2 if name == "table" else 4)] for name in (*names, "o")}
     inputs = [helper.make_tensor_value_info(name, kinds[name], shapes[name]) for name in names]
@@ -85,7 +85,7 @@ def openvino_attention(case: Case) -> Attend | str:
     size = [1, case.heads, -1, case.d]
     q, k, v = (opset13.parameter(openvino.PartialShape(size), openvino.Type.f32) for _ in range(3))
     table = _table(case)
-    parameters, causal = [q, k, v], case.who == "causal" and case.work != "decode"
+    parameters, causal = [q, k, v], case.mask_name == "causal" and case.work != "decode"
     if table is not None:
         parameters.append(opset13.parameter(openvino.PartialShape([-1, -1]), openvino.Type.boolean))
         result = opset13.scaled_dot_product_attention(q, k, v, parameters[3], causal=False)
@@ -104,7 +104,7 @@ def openvino_attention(case: Case) -> Attend | str:
 
 def vllm_attention(case: Case) -> Attend | str:
     """vLLM's CPU kernel: causal or a window, over a paged cache that is filled before timing."""
-    if case.work == "training" or case.who not in ("causal", "window"):
+    if case.work == "training" or case.mask_name not in ("causal", "window"):
         return "it has no gradients" if case.work == "training" else "measured for causal masks and windows only"
     if case.dtype == "float16":
         return "measured in float32 and bf16 only"
@@ -115,7 +115,7 @@ def vllm_attention(case: Case) -> Attend | str:
         name = "_C_AVX2" if not torch.cpu._is_avx512_supported() else "_C_AVX512"
         torch.ops.load_library(str(Path(spec.origin).parent / f"{name}.abi3.so"))
     ops, window = torch.ops._C, -1
-    if case.who == "window":
+    if case.mask_name == "window":
         window = int(np.asarray(read_mask(case.mask).pairs(1, case.n)).sum())  # the last query sees a whole window
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
     lengths = torch.tensor([case.n], dtype=torch.int32)
@@ -145,12 +145,12 @@ def zentorch_attention(case: Case) -> Attend | str:
     """AMD's plugin; it refuses to load beside another version of torch."""
     if _missing("zentorch"):
         return _missing("zentorch")
-    if case.work == "training" or case.who not in ("causal", "full"):
+    if case.work == "training" or case.mask_name not in ("causal", "full"):
         return "measured forward only, for causal and full masks"
     import zentorch  # noqa: F401 - an ImportError says which version of torch it needs
 
     flash = torch.ops.zentorch.zentorch_sdpa
-    causal = case.who == "causal" and case.work != "decode"
+    causal = case.mask_name == "causal" and case.work != "decode"
     return lambda q, k, v: flash(q, k, v, 0.0, causal)[0]
 
 
@@ -165,7 +165,7 @@ def _missing(*names: str) -> str:
 
 def _table(case: Case) -> torch.Tensor | None:
     """The mask as bools, unless it is causal or hides nothing."""
-    if case.who in ("causal", "full") or case.work == "decode":
+    if case.mask_name in ("causal", "full") or case.work == "decode":
         return None
     return torch.from_numpy(read_mask(case.mask).dense(case.n).copy())
 

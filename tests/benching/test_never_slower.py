@@ -12,7 +12,8 @@ import lowtri
 from lowtri.benching import never_slower
 from lowtri.benching.cases import PLAIN, TABLED, Case, grid
 from lowtri.benching.machine import facts
-from lowtri.benching.never_slower import Comparison, as_json, as_text, calls, compare, medians
+from lowtri.benching.never_slower import TURN, Comparison, as_json, as_text, calls, compare
+from lowtri.benching.timing import medians
 from lowtri.cli.main import main
 
 CALL = Case("forward", "causal", 16, 64, "float32", 4, 4)
@@ -21,7 +22,7 @@ CALL = Case("forward", "causal", 16, 64, "float32", 4, 4)
 def test_the_grid_has_every_combination_once() -> None:
     calls = grid()
     assert len(set(calls)) == len(calls)
-    assert {call.who for call in calls} == {*PLAIN, *TABLED}
+    assert {call.mask_name for call in calls} == {*PLAIN, *TABLED}
     assert {call.work for call in calls} == {"forward", "training", "decode"}
     assert {(call.dtype, call.threads) for call in calls} == {
         (dtype, threads) for dtype in ("float32", "bf16", "float16") for threads in (1, 2)
@@ -54,8 +55,8 @@ class Machine:
 
     def measure(self, case: Case, turns: int) -> Comparison:
         self.order.append(case.n)
-        ours, theirs = lambda: self._advance(self.takes(case, self.now)), lambda: self._advance(100e-6)
-        return Comparison(case, "cpu", *medians(ours, theirs, lambda: self.now, turns))
+        tasks = {"ours": lambda: self._advance(self.takes(case, self.now)), "torch": lambda: self._advance(100e-6)}
+        return Comparison(case, "cpu", **medians(tasks, turns, lambda: self.now, TURN))
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds

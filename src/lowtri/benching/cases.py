@@ -37,7 +37,7 @@ class Case:
     """
 
     work: Work  # training is forward and backward; decode is one query against a cache
-    who: str  # one of PLAIN or TABLED
+    mask_name: str  # one of PLAIN or TABLED
     n: int  # keys; and queries, unless it is decode
     d: int  # head size
     dtype: str
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.work} {self.who} {self.n} D{self.d} {self.dtype}"
+        return f"{self.work} {self.mask_name} {self.n} D{self.d} {self.dtype}"
 
     @property
     def short(self) -> bool:
@@ -65,7 +65,7 @@ class Case:
             "prefix": f"causal | first({part})",
             "sinks": f"causal & (window({part}) | first(4))",
         }
-        return texts.get(self.who, self.who)
+        return texts.get(self.mask_name, self.mask_name)
 
     @property
     def lengths(self) -> list[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
@@ -27,27 +25,31 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         progress: takes a line about what comes next.
     """
     torch = importlib.import_module("torch") if is_installed("torch") else None
+    team, problems = openmp_team(), list[str]()
+    threads = f"torch's own OpenMP team ({team[0]})" if team else ""
     report: dict[str, Any] = {
         "versions": versions(),
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
-        "threads": {"torch": torch and torch.get_num_threads(), "team": _team()},
+        "threads": {
+            "torch": torch and torch.get_num_threads(),
+            "team": threads or "Python's threads: torch has no OpenMP library that can be used",
+        },
         "kernels": None,
         "library": None,
         "speed": None,
-        "trouble": [],
+        "trouble": problems,
     }
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
-    trouble: list[str] = report["trouble"]
     if torch is None:
-        trouble.append(missing("attention of tensors, with gradients, and every model", "torch"))
+        problems.append(missing("attention of tensors, with gradients, and every model", "torch"))
     if reason := library.unusable():
-        trouble.append(
+        problems.append(
             f"there are no kernels, attention runs on torch's own or on the formula, correct and slower: {reason}."
         )
         return report
     from lowtri.kernels import target  # raises if LOWTRI_ISA names what this CPU or the library does not have
 
-    isa = target.ISA
+    isa, index = target.ISA, library.index()
     report["kernels"] = {
         "target": isa.name,
         "rows": isa.tile[0],
@@ -60,9 +62,14 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         "float16": isa.has_float16,
         "features": sorted(target.features()),
     }
-    report["library"] = _library()
+    report["library"] = {
+        "sets": index.get("isas", []),
+        "bytes": index.get("bytes"),
+        "functions": len(index.get("symbols", [])),
+        "stale": index.get("reason"),  # why a checkout compiles kernels anew
+    }
     if isa.name == "baseline":
-        trouble.append(
+        problems.append(
             "this CPU has neither AVX2 with FMA nor AVX-512 nor NEON: the kernels run, at a fraction of the speed."
         )
     if measure and torch is not None:
@@ -71,33 +78,12 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
     return report
 
 
-def _library() -> dict[str, Any]:
-    """The instruction sets that the library of kernels was built for; or why a checkout compiles kernels anew."""
-    index = library.index()
-    return {
-        "sets": index.get("isas", []),
-        "bytes": index.get("bytes"),
-        "functions": len(index.get("symbols", [])),
-        "stale": index.get("reason"),
-    }
-
-
-def _team() -> str:
-    """Whose threads the kernels run on."""
-    team = openmp_team()
-    return (
-        f"torch's own OpenMP team ({team[0]})"
-        if team
-        else "Python's threads: torch has no OpenMP library that can be used"
-    )
-
-
 def _speed(torch: Any) -> dict[str, float]:
     """How fast one core multiplies, reads, and computes attention: medians of interleaved runs."""
     import numpy as np
 
     from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
-    from lowtri.benching.timing import in_turns, seconds_of, torch_threads
+    from lowtri.benching.timing import medians, torch_threads
     from lowtri.dispatch.attend import attention
     from lowtri.masks import causal
 
@@ -105,19 +91,16 @@ def _speed(torch: Any) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, d, generator=generator) for _ in range(3))
     memory = np.ones(_READ_BYTES // 4, np.float32)
-    pairs = in_pairs("bf16")
     tasks: dict[str, tuple[Callable[[], object], float]] = {  # what runs, and its amount of work
         "multiply": (lambda: multiply(1, False), multiply_flops(1, False)),
         "attention": (lambda: attention(q, k, v, "causal", engine="cpu"), 4 * d * int(causal().pairs(n)) * heads),
         "read": (lambda: read(memory.ctypes.data, _READ_BYTES, 1), _READ_BYTES),
     }
-    if pairs:
+    if in_pairs("bf16"):
         tasks["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
     with torch_threads(1):
-        for task, _ in tasks.values():
-            task()
-        seconds = in_turns({name: partial(seconds_of, task) for name, (task, _) in tasks.items()}, seconds=0)
-    return {name: amount / statistics.median(seconds[name]) / 1e9 for name, (_, amount) in tasks.items()}
+        seconds = medians({name: task for name, (task, _) in tasks.items()})
+    return {name: amount / seconds[name] / 1e9 for name, (_, amount) in tasks.items()}
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -125,45 +108,33 @@ def as_text(report: dict[str, Any]) -> str:
     kernels, built, speed, cpu = report["kernels"], report["library"], report["speed"], report["cpu"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["versions"].items())
     busy = "" if cpu["load"] is None else f", load {cpu['load']}"
-    lines = [
-        ("versions", packages),
-        (
-            "cpu",
-            f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB",
-        ),
-    ]
     torch_threads, team = report["threads"]["torch"], report["threads"]["team"]
     torchs = "" if torch_threads is None else f"torch computes with {torch_threads}; "
-    lines.append(("threads", f"{torchs}the kernels run on {team}"))
+    machine = (
+        f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB"
+    )
+    lines = [("versions", packages), ("cpu", machine), ("threads", f"{torchs}the kernels run on {team}")]
     if kernels is not None:
-        tile = (
-            f"a register tile of {kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
-        )
         source = " (set by LOWTRI_ISA)" if os.environ.get("LOWTRI_ISA") else ""
+        tile = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         lines += [
-            ("target", f"{kernels['target']}{source}: {tile}"),
+            ("target", f"{kernels['target']}{source}: a register tile of {tile}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]
-    if built is not None:
-        if built["stale"]:
-            lines.append(
-                ("library", f"{built['stale']}: each is compiled when it is first called, until make builds them")
-            )
-        else:
-            size = f"{built['functions']} functions, {built['bytes'] >> 10} KB"
-            lines.append(("library", f"kernels for {', '.join(built['sets'])}: {size}"))
+    if built is not None and built["stale"]:
+        lines += [("library", f"{built['stale']}: each is compiled when it is first called, until make builds them")]
+    elif built is not None:
+        size = f"{built['functions']} functions, {built['bytes'] >> 10} KB"
+        lines += [("library", f"kernels for {', '.join(built['sets'])}: {size}")]
     if speed is not None:
+        multiply, share = f"{speed['multiply']:.0f} GFLOP/s", speed["attention"] / speed["multiply"]
         bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
-        share = speed["attention"] / speed["multiply"]
         lines += [
-            (
-                "one core",
-                f"multiplies float32 at {speed['multiply']:.0f} GFLOP/s{bf16}; reads memory at {speed['read']:.0f} GB/s",
-            ),
+            ("one core", f"multiplies float32 at {multiply}{bf16}; reads memory at {speed['read']:.0f} GB/s"),
             ("", f"causal attention, 1024 tokens, float32: {speed['attention']:.0f} GFLOP/s, {share:.0%} of that"),
         ]
-    lines += [("missing", words) for words in report["trouble"]] or [("missing", "nothing")]
+    lines += [("missing", words) for words in report["trouble"] or ["nothing"]]
     return "\n".join(f"{name:<10}{words}".rstrip() for name, words in lines)
 
 
@@ -172,7 +143,6 @@ def _yes(answer: bool) -> str:
 
 
 def _amx_use(kernels: dict[str, Any]) -> str:
-    """Who uses AMX's tiles, where the CPU has them."""
     if kernels["tiles"]:
         return ": the kernels use it"
     if not kernels["amx"]:

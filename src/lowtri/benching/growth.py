@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowtri.benching.cases import BYTES, DOCUMENT, WINDOW, Case, growing
+from lowtri.benching.cases import BYTES, DOCUMENT, WINDOW, growing
 from lowtri.benching.machine import headline
-from lowtri.benching.peers import OURS, PEERS, SDPA, Attend, needs_table, sdpa
+from lowtri.benching.peers import OURS, SDPA, Attend, needs_table, ours, sdpa
+from lowtri.benching.table import by_length
 from lowtri.benching.timing import (
     ROUNDS,
     Clock,
@@ -87,7 +88,6 @@ def grow(
     with torch_threads(threads):
         for who in MASKS:
             lines = [Line(who, name) for name in (OURS, SDPA)]
-            _check(who, lengths[0], dtype)  # compiles as well, and starts the threads
             for n in lengths:
                 _extend(lines, n, dtype, longest, clock)
                 last = [line.points[-1] for line in lines if line.points and line.points[-1].n == n]
@@ -95,44 +95,35 @@ def grow(
             yield from lines
 
 
-def _check(who: str, n: int, dtype: str) -> None:
-    """Raise if lowtri and torch give different outputs."""
-    case = growing(who, n, dtype)
-    tensors = Tensors(case)
-    output, torchs = (run(_attend(name, case), tensors) for name in (OURS, SDPA))
-    check_equal(f"{who}, {n:,} tokens", SDPA, torchs, output, dtype)
-
-
-def _attend(name: str, case: Case) -> Attend:
-    attend = PEERS[name](case) if name == OURS else sdpa(case, case.n**2)  # a line ends before its table is too large
-    assert not isinstance(attend, str)
-    return attend
-
-
 def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Clock) -> None:
-    """Add a point to every line that does not end before ``n``."""
+    """Add a point to every line that does not end before ``n``; outputs are compared before the first one."""
     case = growing(lines[0].mask, n, dtype)
     tensors = Tensors(case)
-    runs: dict[str, Callable[[], float]] = {}
-    peaks: dict[str, int | None] = {}
-    first: dict[str, float] = {}
+    attends: dict[str, Attend | str] = {}
     for line in lines:
         line.ended = line.ended or _reason_to_end(line, n, longest)
-        if line.ended:
-            continue
-        table_bytes = n * n if line.name == SDPA and needs_table(case) else 0
-        runs[line.name] = partial(timed, _attend(line.name, case), tensors, clock)
+        if not line.ended:  # a line ends before its table is too large
+            attends[line.name] = ours(case) if line.name == OURS else sdpa(case, n * n)
+    runs: dict[str, Callable[[], float]] = {
+        name: partial(timed, attend, tensors, clock) for name, attend in attends.items() if not isinstance(attend, str)
+    }
+    if len(runs) > 1 and not lines[0].points:
+        output, torchs = (run(attend, tensors) for attend in attends.values() if not isinstance(attend, str))
+        check_equal(f"{case.mask_name}, {n:,} tokens", SDPA, torchs, output, dtype)
+    peaks: dict[str, int | None] = {}
+    first: dict[str, float] = {}
+    for name, timed_run in runs.items():
+        table_bytes = n * n if name == SDPA and needs_table(case) else 0
         start = clock()
-        peak = peak_bytes(runs[line.name])
-        first[line.name] = clock() - start
-        peaks[line.name] = None if peak is None else peak + table_bytes
+        peak = peak_bytes(timed_run)
+        first[name] = clock() - start
+        peaks[name] = None if peak is None else peak + table_bytes
     slow = sum(first.values()) > _SLOW
     taken = in_turns(runs, _FEW_ROUNDS - 1 if slow else ROUNDS, 0)
-    for name in taken if slow else ():
-        taken[name].append(first[name])
     for line in lines:
         if line.name in taken:
-            line.points.append(Point(n, statistics.median(taken[line.name]), peaks[line.name]))
+            seconds = [*taken[line.name], *[first[line.name]] * slow]
+            line.points.append(Point(n, statistics.median(seconds), peaks[line.name]))
 
 
 def _reason_to_end(line: Line, n: int, longest: float) -> str | None:
@@ -150,28 +141,15 @@ def as_text(lines: Sequence[Line]) -> str:
     text: list[str] = []
     for who in dict.fromkeys(line.mask for line in lines):
         chosen = [line for line in lines if line.mask == who]
-        text += [f"{who:<12}" + "".join(f"{f'{line.name}: ms':>20}{'MB':>10}" for line in chosen)]
-        for point in max((line.points for line in chosen), key=len):
-            cells = [next((one for one in line.points if one.n == point.n), None) for line in chosen]
-            text += [f"{point.n:>12,}" + "".join(map(_cell, cells))]
-        text += [*(f"{line.name} ends: {line.ended}" for line in chosen if line.ended), ""]
+        points = {line.name: {point.n: (point.seconds, point.bytes) for point in line.points} for line in chosen}
+        text += [*by_length(who, points), *(f"{line.name} ends: {line.ended}" for line in chosen if line.ended), ""]
     return "\n".join(text)
-
-
-def _cell(point: Point | None) -> str:
-    if point is None:
-        return f"{'-':>20}{'-':>10}"
-    return f"{point.seconds * 1e3:>20,.2f}" + f"{'-' if point.bytes is None else f'{point.bytes / 1e6:,.1f}':>10}"
 
 
 def as_json(lines: Sequence[Line], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, in seconds and bytes."""
-    return {
-        **facts,
-        "heads": 1,
-        "head_size": growing("causal", 1, "float32").d,
-        "lines": [asdict(line) for line in lines],
-    }
+    size = growing("causal", 1, "float32").d
+    return {**facts, "heads": 1, "head_size": size, "lines": [asdict(line) for line in lines]}
 
 
 _TITLES = {
@@ -229,14 +207,12 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
 
 
 def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:
-    factor, _ = _SCALES[quantity]
+    factor, least = _SCALES[quantity][0], _LEAST_BYTES if quantity == "bytes" else 0
     for line, colour, marker in zip(lines, _COLOURS, _MARKERS, strict=True):
         points = [(point.n, getattr(point, quantity)) for point in line.points]
-        points = [
-            (n, max(size, _LEAST_BYTES) if quantity == "bytes" else size) for n, size in points if size is not None
-        ]
+        points = [(n, max(size, least) * factor) for n, size in points if size is not None]
         style = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
-        axes.plot([n for n, _ in points], [size * factor for _, size in points], label=line.name, **style)
+        axes.plot([n for n, _ in points], [size for _, size in points], label=line.name, **style)
     axes.set(xscale="log", yscale="log")
     lengths = sorted({point.n for line in lines for point in line.points})
     axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])

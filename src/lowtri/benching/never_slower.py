@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +18,16 @@ import torch
 from lowtri.benching.cases import Case
 from lowtri.benching.peers import Attend, sdpa
 from lowtri.benching.peers import ours as lowtri
-from lowtri.benching.timing import ROUNDS, Clock, Tensors, clock_of, in_turns, seconds_of, torch_threads
+from lowtri.benching.timing import ROUNDS, Tensors, clock_of, medians, torch_threads
 from lowtri.dispatch.attend import which_engine
 from lowtri.masks import mask as read_mask
+from lowtri.pictures.labels import aligned
 
 Call = Callable[[], object]
 LEAST = 0.95  # torch's time divided by ours
 MARGIN = 20e-6  # seconds that a call may take longer, whatever the ratio
-_TURN = 1e-2  # seconds that the repetitions of one turn take together; the first ones find the code of the other in the caches
+TURN = 1e-2  # seconds that the repetitions of one turn take together; the first ones find the code of the other in the caches
 _MORE_TURNS = 31  # in the second pass
-_MOST_REPEATS = 200
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ def in_turns_with_torch(case: Case, turns: int) -> Comparison:
     """The comparison of one case."""
     ours, theirs, engine = calls(case)
     with torch_threads(case.threads):
-        return Comparison(case, engine, *medians(ours, theirs, clock_of(case.threads), turns))
+        seconds = medians({"ours": ours, "torch": theirs}, turns, clock_of(case.threads), TURN)
+    return Comparison(case, engine, **seconds)
 
 
 def calls(case: Case) -> tuple[Call, Call, str]:
@@ -97,36 +97,24 @@ def calls(case: Case) -> tuple[Call, Call, str]:
     return call(lowtri(case, "auto")), call(sdpa(case)), which_engine(q, k, v, read_mask(case.mask)).engine
 
 
-def medians(ours: Call, theirs: Call, clock: Clock, turns: int) -> tuple[float, float]:
-    """Seconds of a call of either, in turns that repeat a call until it takes some milliseconds."""
-    ways: dict[str, Callable[[], float]] = {}
-    for call in (ours, ours, theirs, theirs):  # warms up
-        call()
-    for name, call in (("ours", ours), ("theirs", theirs)):
-        repeats = max(1, min(_MOST_REPEATS, int(_TURN / max(seconds_of(call, clock), 1e-9))))
-        ways[name] = partial(seconds_of, call, clock, repeats)
-    seconds = in_turns(ways, turns, 0)
-    return statistics.median(seconds["ours"]), statistics.median(seconds["theirs"])
-
-
 def as_text(found: Sequence[Comparison], words: str) -> str:
     """The calls that are slower, and how the others stand; ``words`` is the headline."""
     slower = [one for one in found if one.is_slower]
     lines = [words, "", *map(_line, sorted(slower, key=lambda one: one.times))]
     by_kind: dict[str, list[float]] = {}
     for one in found:
-        by_kind.setdefault(f"{one.call.work} {one.call.who}", []).append(one.times)
-    lines += [f"{'':<22}{'calls':>6}{'least':>8}{'median':>8}{'most':>8}   times faster than torch"]
-    lines += [
-        f"{kind:<22}{len(times):>6}{min(times):>8.2f}{statistics.median(times):>8.2f}{max(times):>8.2f}"
-        for kind, times in by_kind.items()
-    ]
+        by_kind.setdefault(f"{one.call.work} {one.call.mask_name}", []).append(one.times)
+    table = [("", "calls", "least", "median", "most", "times faster than torch")]
+    for kind, times in by_kind.items():
+        figures = (min(times), statistics.median(times), max(times))
+        table.append((kind, str(len(times)), *(f"{x:.2f}" for x in figures), ""))
+    lines += aligned(table, "   ", right=True)
     return "\n".join([*lines, "", f"{len(slower)} of {len(found)} calls are slower than torch."])
 
 
 def _name(case: Case) -> str:
     threads = "1 thread" if case.threads == 1 else f"{case.threads} threads"
-    return f"{case.work} {case.who} {case.n} {case.dtype} {threads}"
+    return f"{case.work} {case.mask_name} {case.n} {case.dtype} {threads}"
 
 
 def _line(one: Comparison) -> str:
@@ -136,9 +124,9 @@ def _line(one: Comparison) -> str:
 
 def as_json(found: Sequence[Comparison], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, in seconds."""
-    fields = ("work", "who", "n", "dtype", "threads", "heads", "d")
+    fields = ("work", "n", "dtype", "threads", "heads", "d")
     rows = [
-        {"call": _name(one.call), **{name: getattr(one.call, name) for name in fields}}
+        {"call": _name(one.call), "who": one.call.mask_name, **{name: getattr(one.call, name) for name in fields}}
         | {"mask": one.call.mask, "engine": one.engine}
         | {"lowtri": one.ours, "torch": one.torch, "times": one.times, "slower": one.is_slower}
         for one in found

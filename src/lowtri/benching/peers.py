@@ -6,6 +6,7 @@ Whatever does not change between calls is made before timing starts: torch's boo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,29 +28,22 @@ def ours(case: Case, engine: str = "cpu") -> Attend:
     return lambda q, k, v: attention(q, k, v, mask, engine=engine)
 
 
-def formula(case: Case) -> Attend:
-    """Attention in torch by its textbook formula, tile by tile."""
-    return ours(case, "formula")
-
-
 def sdpa(case: Case, most_pairs: int = _MOST_PAIRS) -> Attend | str:
     """torch's own: `is_causal=True` where the mask is causal, a boolean table, made here, for every other mask."""
-    options: dict[str, Any] = {}
-    if case.heads != case.kv_heads:
-        options["enable_gqa"] = True
+    options: dict[str, Any] = {"enable_gqa": True} if case.heads != case.kv_heads else {}
     if needs_table(case):
         pairs = case.queries * case.n
         if pairs > most_pairs:
             return f"its table of bools would hold {pairs / 1e6:,.0f} million pairs"
         options["attn_mask"] = torch.from_numpy(read_mask(case.mask).dense(case.queries, case.n).copy())  # (Nq, Nk)
-    elif case.who == "causal" and case.work != "decode":  # the newest query sees the whole cache
+    elif case.mask_name == "causal" and case.work != "decode":  # the newest query sees the whole cache
         options["is_causal"] = True
     return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
 
 
 def needs_table(case: Case) -> bool:
     """Whether torch's function has no argument for the mask."""
-    return case.who not in PLAIN
+    return case.mask_name not in PLAIN
 
 
 def flex(case: Case) -> Attend | str:
@@ -59,7 +53,9 @@ def flex(case: Case) -> Attend | str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ids = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
-    width = read_mask(case.mask).pairs(1, case.n) if case.who == "window" else 0  # the last query sees a whole window
+    width = (
+        read_mask(case.mask).pairs(1, case.n) if case.mask_name == "window" else 0
+    )  # the last query sees a whole window
     first = case.n - case.queries  # the position of the first query
     sees: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, q, k: q + first >= k,
@@ -67,10 +63,15 @@ def flex(case: Case) -> Attend | str:
         "documents": lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
     }
     block = None
-    if case.who in sees:
-        block = create_block_mask(sees[case.who], None, None, case.queries, case.n, device="cpu")
+    if case.mask_name in sees:
+        block = create_block_mask(sees[case.mask_name], None, None, case.queries, case.n, device="cpu")
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block, enable_gqa=case.heads != case.kv_heads)
 
 
-PEERS: dict[str, Callable[[Case], Attend | str]] = {OURS: ours, SDPA: sdpa, FLEX: flex, FORMULA: formula}
+PEERS: dict[str, Callable[[Case], Attend | str]] = {
+    OURS: ours,
+    SDPA: sdpa,
+    FLEX: flex,
+    FORMULA: partial(ours, engine="formula"),
+}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,11 +16,23 @@ from lowtri.benching.cases import Case
 from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
 from lowtri.benching.machine import headline
 from lowtri.benching.peers import OURS, PEERS
-from lowtri.benching.timing import ROUNDS, Tensors, check_equal, in_turns, peak_bytes, run, timed, torch_threads
-from lowtri.pictures.labels import ruled
+from lowtri.benching.timing import (
+    ROUNDS,
+    Tensors,
+    check_equal,
+    in_turns,
+    peak_bytes,
+    run,
+    seconds_of,
+    timed,
+    torch_threads,
+)
+from lowtri.pictures.labels import aligned, ruled
 
 CEILING = "ceiling"
 LONGEST = 1.5
+
+Way: TypeAlias = Callable[[], float]  # runs a case once and gives the seconds that it took; NaN if it cannot any more
 
 
 @dataclass(frozen=True)
@@ -52,16 +65,6 @@ class Row:
         return other.seconds / self.figures[OURS].seconds if other and other.why_not is None else None
 
 
-class Worker(Protocol):
-    """Another process that runs cases on request, so that it can be timed in turns with this one."""
-
-    def prepare(self, case: Case) -> str | None:
-        """Set the case up there; or the reason why it cannot run."""
-
-    def seconds(self) -> float:
-        """Run it once and return the seconds that it took; NaN if the process has ended."""
-
-
 def measure(
     cases: Sequence[Case],
     names: Sequence[str],
@@ -69,15 +72,15 @@ def measure(
     rounds: int = ROUNDS,
     longest: float = LONGEST,
     progress: Callable[[str], None] = lambda _: None,
-    workers: Mapping[str, Worker] | None = None,
+    others: Mapping[str, Callable[[Case], Way | str]] | None = None,
 ) -> Iterator[Row]:
     """A row for each case.
 
     Args:
-        names: what to measure besides lowtri: names in :mod:`lowtri.benching.peers`, or in ``workers``.
+        names: what to measure besides lowtri: names in :mod:`lowtri.benching.peers`, or in ``others``.
         longest: seconds; an implementation that takes longer for one run is left out.
         progress: takes a line about what comes next.
-        workers: other processes by name; ``benchmarks/mkl_avx512.py`` has one.
+        others: other processes: for each name what makes the way to run a case there, or gives the reason why it cannot run.
 
     Raises:
         UndecidedError: if lowtri and another implementation give different outputs; nothing is timed then.
@@ -85,82 +88,68 @@ def measure(
     with torch_threads(threads):
         for number, case in enumerate(cases, 1):
             progress(f"{number}/{len(cases)}  {case.name}")
-            yield _row(case, [OURS, *names], threads, rounds, longest, workers or {})
+            yield _row(case, [OURS, *names], threads, rounds, longest, others or {})
 
 
 def _row(
-    case: Case, names: Sequence[str], threads: int, rounds: int, longest: float, workers: Mapping[str, Worker]
+    case: Case,
+    names: Sequence[str],
+    threads: int,
+    rounds: int,
+    longest: float,
+    others: Mapping[str, Callable[[Case], Way | str]],
 ) -> Row:
-    tensors = Tensors(case)
-    ways: dict[str, Callable[[], float]] = {}
-    missing: dict[str, str] = {}
-    memory: dict[str, int | None] = {}
-    reference: torch.Tensor | None = None  # lowtri's output, the first
+    tensors, pairs, decode = Tensors(case), in_pairs(case.dtype), case.work == "decode"
+    ways: dict[str, Way] = {}
+    figures = dict.fromkeys(names, Figure())
+    outputs: dict[str, torch.Tensor] = {}
     for name in names:
-        if name in workers:
-            why_not = workers[name].prepare(case)
-            if why_not is None:
-                ways[name] = workers[name].seconds
-            else:
-                missing[name] = why_not
+        way = others[name](case) if name in others else _first_run(case, name, tensors, longest, outputs)
+        if isinstance(way, str):
+            figures[name] = Figure(why_not=way)
             continue
-        result = _first_run(case, name, tensors, longest)
-        if isinstance(result, str):
-            missing[name] = result
-            continue
-        attend, output = result
-        if reference is None:
-            reference = output
-        check_equal(case.name, name, output, reference, case.dtype)
-        if case.who == "window" and case.work == "forward":
-            memory[name] = peak_bytes(lambda attend=attend: run(attend, tensors))  # type: ignore[misc]
-        ways[name] = lambda attend=attend: timed(attend, tensors)  # type: ignore[misc]
-    ceiling, amount = _ceiling(case, tensors, threads)
+        if name in outputs and case.mask_name == "window" and case.work == "forward":
+            figures[name] = Figure(memory=peak_bytes(way))
+        ways[name] = way
+
+    def ceiling() -> None:
+        """Only multiplies, or only reads."""
+        if decode:
+            read(tensors.next()[0].data_ptr(), case.cache_bytes, threads)
+        else:
+            multiply(threads, pairs)
+
     ceiling()
-    taken = in_turns({**ways, CEILING: ceiling}, rounds)
-    figures = {name: Figure(why_not=why) for name, why in missing.items()}
+    taken = in_turns({**ways, CEILING: partial(seconds_of, ceiling)}, rounds)
     for name in ways:
         median = statistics.median(taken[name])
-        if not median > 0:  # NaN from a process that ended
+        if median > 0:
+            figures[name] = replace(figures[name], seconds=median, runs=len(taken[name]), rate=case.amount / median)
+        else:  # NaN from a process that ended
             figures[name] = Figure(why_not="its process ended")
-            continue
-        figures[name] = Figure(median, len(taken[name]), case.amount / median, memory.get(name))
-    return Row(case, amount / statistics.median(taken[CEILING]), {name: figures[name] for name in names})
+    amount = case.amount if decode else multiply_flops(threads, pairs) / 1e9
+    return Row(case, amount / statistics.median(taken[CEILING]), figures)
 
 
-def _first_run(case: Case, name: str, tensors: Tensors, longest: float) -> str | tuple[Any, torch.Tensor]:
-    """The implementation, warmed up, and its output; or why it cannot run. lowtri's errors are raised."""
+def _first_run(case: Case, name: str, tensors: Tensors, longest: float, outputs: dict[str, torch.Tensor]) -> Way | str:
+    """The way to run an implementation, warmed up, with its output checked; or why it cannot run. lowtri's errors are raised."""
     try:
         attend = PEERS[name](case)
         if isinstance(attend, str):
             return attend
-        start = time.perf_counter()
+        way, start = partial(timed, attend, tensors), time.perf_counter()
         output = run(attend, tensors)
         if name != OURS and time.perf_counter() - start > longest:
-            seconds = timed(attend, tensors)  # what was compiled in the first run is ready in the second
+            seconds = way()  # what was compiled in the first run is ready in the second
             if seconds > longest:
                 return f"one run takes {seconds:.1f} s"
-        return attend, output
     except Exception as error:
         if name == OURS:
             raise
         return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:100]}"
-
-
-def _ceiling(case: Case, tensors: Tensors, threads: int) -> tuple[Callable[[], float], float]:
-    """A run that only multiplies, or only reads, and its amount of work in the unit of the case."""
-
-    def timed_ceiling() -> float:
-        start = time.perf_counter()
-        if case.work == "decode":
-            cache, _ = tensors.next()
-            read(cache.data_ptr(), case.cache_bytes, threads)
-        else:
-            multiply(threads, in_pairs(case.dtype))
-        return time.perf_counter() - start
-
-    pairs = in_pairs(case.dtype)
-    return timed_ceiling, case.amount if case.work == "decode" else multiply_flops(threads, pairs) / 1e9
+    outputs[name] = output
+    check_equal(case.name, name, output, outputs[OURS], case.dtype)
+    return way
 
 
 def as_text(rows: Sequence[Row], facts: dict[str, Any]) -> str:
@@ -187,34 +176,29 @@ def as_text(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         "(the register tile alone) or reads in the same run. x: how many times faster lowtri is. training: forward + backward.",
     ]
     lines += [f"{words} ({', '.join(cases)})" for words, cases in missing.items()]
-    return "\n".join([*lines, *_growth(rows)])
+    for dtype in dict.fromkeys(row.case.dtype for row in rows):  # windows of which several lengths were measured
+        family = ("forward", "window", dtype)
+        chosen = [row for row in rows if (row.case.work, row.case.mask_name, row.case.dtype) == family]
+        if len(chosen) > 1:
+            points: dict[str, dict[int, tuple[float, int | None]]] = {name: {} for name in chosen[0].figures}
+            for row in chosen:
+                for name, figure in row.figures.items():
+                    if figure.why_not is None:
+                        points[name][row.case.n] = (figure.seconds, figure.memory)
+            lines += ["", f"As a window of 256 moves over more keys, {dtype}: MB beyond the inputs, at the peak"]
+            lines += by_length("tokens", points)
+    return "\n".join(lines)
 
 
-def _growth(rows: Sequence[Row]) -> list[str]:
-    """Time and memory by length, for windows of which several lengths were measured."""
-    lines: list[str] = []
-    for dtype in dict.fromkeys(row.case.dtype for row in rows):
-        family = [row for row in rows if (row.case.work, row.case.who, row.case.dtype) == ("forward", "window", dtype)]
-        family.sort(key=lambda row: row.case.n)
-        if len(family) < 2:
-            continue
-        names = list(family[0].figures)
-        lines += [
-            "",
-            f"As a window of 256 moves over more keys, {dtype}: milliseconds, and MB beyond the inputs at the peak",
-        ]
-        lines += [f"{'N':>8}" + "".join(f"{name:>24}" for name in names)]
-        for row in family:
-            cells = [_time_and_memory(row.figures[name]) for name in names]
-            lines += [f"{row.case.n:>8,}" + "".join(f"{cell:>24}" for cell in cells)]
-    return lines
-
-
-def _time_and_memory(figure: Figure) -> str:
-    if figure.why_not is not None:
-        return "-"
-    memory = "" if figure.memory is None else f"{figure.memory / 1e6:10,.0f}"
-    return f"{figure.seconds * 1000:,.1f}{memory}"
+def by_length(title: str, points: Mapping[str, Mapping[int, tuple[float, int | None]]]) -> list[str]:
+    """Milliseconds, and MB of memory, of each implementation at each length."""
+    table = [[title, *(heading for name in points for heading in (f"{name}: ms", "MB"))]]
+    for n in sorted({n for by_n in points.values() for n in by_n}):
+        table.append([f"{n:,}"])
+        for seconds, size in (by_n.get(n, (None, None)) for by_n in points.values()):
+            table[-1] += ["-" if seconds is None else f"{seconds * 1e3:,.2f}"]
+            table[-1] += ["-" if size is None else f"{size / 1e6:,.1f}"]
+    return aligned(table, "   ", right=True)
 
 
 def _short(rate: float) -> str:
@@ -227,9 +211,9 @@ def as_json(rows: Sequence[Row], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    fields = ("work", "who", "n", "d", "dtype", "heads", "kv_heads")
-    case = {name: getattr(row.case, name) for name in fields}
-    facts = {"case": row.case.name, **case, "mask": row.case.mask, "pairs": row.case.pairs, "unit": row.case.unit}
+    case = {name: getattr(row.case, name) for name in ("work", "n", "d", "dtype", "heads", "kv_heads")}
+    facts = {"case": row.case.name, "who": row.case.mask_name, **case}
+    facts |= {"mask": row.case.mask, "pairs": row.case.pairs, "unit": row.case.unit}
     figures = {
         name: asdict(figure) if figure.why_not is None else {"why_not": figure.why_not}
         for name, figure in row.figures.items()

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from lowtri.system import available_memory, memory_use
 Clock = Callable[[], float]  # seconds
 ROUNDS = 7  # at least
 SECONDS = 0.5  # cheap cases are repeated for so long, at most
-_MOST_ROUNDS = 51
+_MOST_ROUNDS, _MOST_REPEATS = 51, 200
 _ALLOWED = {"float32": 1e-4, "bf16": 6e-2, "float16": 1e-2}  # the difference of two correct outputs of order 1
 _MOST_CACHES = 2**31  # bytes of rotating caches, at most
 _RESET = Path("/proc/self/clear_refs")
@@ -35,6 +37,14 @@ def clock_of(threads: int) -> Clock:
     OpenMP team spin while they wait.
     """
     return time.process_time if threads == 1 else time.perf_counter
+
+
+def seconds_of(task: Callable[[], object], clock: Clock = time.perf_counter, repeats: int = 1) -> float:
+    """Seconds of one call, or the mean of several in a row."""
+    start = clock()
+    for _ in range(repeats):
+        task()
+    return (clock() - start) / repeats
 
 
 def in_turns(
@@ -58,6 +68,21 @@ def in_turns(
             taken[name].append(way())
         done += 1
     return taken
+
+
+def medians(
+    tasks: Mapping[str, Callable[[], object]],
+    rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
+    turn: float = 0.0,
+) -> dict[str, float]:
+    """Median seconds of each task :func:`in_turns`, after two calls of each; a turn repeats a task for about ``turn`` seconds."""
+    ways: dict[str, Callable[[], float]] = {}
+    for name, task in tasks.items():
+        seconds_of(task, repeats=2)
+        repeats = max(1, min(_MOST_REPEATS, int(turn / max(seconds_of(task, clock), 1e-9)))) if turn else 1
+        ways[name] = partial(seconds_of, task, clock, repeats)
+    return {name: statistics.median(taken) for name, taken in in_turns(ways, rounds, 0).items()}
 
 
 class Tensors:
@@ -99,14 +124,6 @@ def run(attend: Attend, tensors: Tensors) -> torch.Tensor:
     output = attend(tensors.q, k, v)
     torch.autograd.grad(output, (tensors.q, k, v), tensors.d_output)
     return output.detach()
-
-
-def seconds_of(task: Callable[[], object], clock: Clock = time.perf_counter, repeats: int = 1) -> float:
-    """Seconds of one call, or the mean of several in a row."""
-    start = clock()
-    for _ in range(repeats):
-        task()
-    return (clock() - start) / repeats
 
 
 def timed(attend: Attend, tensors: Tensors, clock: Clock = time.perf_counter) -> float:

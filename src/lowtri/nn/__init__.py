@@ -2,8 +2,7 @@
 
 config       DecoderConfig, GPT2Config, RecurrentConfig: the sizes of a model
 positions    position encodings: sinusoidal and rotary
-attention    MaskedSelfAttention, as it is taught; MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention
-layers       the layers of a Decoder: Llama's and GPT-2's
+attention    MaskedSelfAttention, as it is taught; MultiHeadAttention: MHA, GQA, MQA; rotary, cache, cross-attention; a Decoder's layers
 quantized    linear layers with weights stored for generating, and the choice among products by measurement; few tokens
 files        the files of a checkpoint folder and its tokenizer: written, and checked before they are read
 hf_config    reads and writes config.json of Llama and related models

@@ -6,7 +6,12 @@
         1 < num_kv_heads < ...      grouped-query attention       (Ainslie et al. 2023)
         num_kv_heads == 1           multi-query attention         (Shazeer 2019)
 
-The projections of the second have Llama's names, so the decoder uses this module unchanged.
+and the layers of a Decoder, below the output projection, for which the projections have Llama's names:
+
+    Llama   ids -> embedding -> layers of (RMSNorm, attention, RMSNorm, SwiGLU), each added to its input -> RMSNorm
+    GPT-2   ids -> embedding + position -> layers of (LayerNorm, attention, LayerNorm, GELU), each added to its input -> LayerNorm
+
+Source of the layers: Touvron et al. 2023; Radford et al. 2019.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.nn.config import DecoderConfig, GPT2Config, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 from lowtri.nn.quantized import fuse_linears
 
@@ -89,15 +96,9 @@ class MaskedSelfAttention(nn.Module):
                 f"MaskedSelfAttention: x is {tuple(x.shape)}, expected (N, {self.W_q.in_features}) "
                 f"or (B, N, {self.W_q.in_features})."
             )
-        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)  # (N, D) or (B, N, D)
-        if x.ndim == 3:
-            q, k, v = q[:, None], k[:, None], v[:, None]  # one head: (B, 1, N, D)
-        mask = self.mask if mask is None else mask
-        if not return_weights:
-            output = attention(q, k, v, mask)
-            return output[:, 0] if x.ndim == 3 else output
-        output, weights = attention(q, k, v, mask, return_weights=True)
-        return (output[:, 0], weights[:, 0]) if x.ndim == 3 else (output, weights)
+        q, k, v = (project(x).unsqueeze(-3) for project in (self.W_q, self.W_k, self.W_v))  # (..., 1, N, D): one head
+        result = attention(q, k, v, self.mask if mask is None else mask, return_weights=return_weights)
+        return (result[0].squeeze(-3), result[1].squeeze(-3)) if return_weights else result.squeeze(-3)
 
     def extra_repr(self) -> str:
         return f"mask={self.mask!r}"
@@ -153,31 +154,15 @@ class MultiHeadAttention(nn.Module):
         self.d_model, self.num_heads = d_model, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.mask, self.rope_theta, self.rope_scaling = as_mask(mask), rope_theta, rope_scaling
-        if min(d_model, num_heads, self.num_kv_heads) < 1 or num_heads % self.num_kv_heads:
-            raise CallError(
-                f"MultiHeadAttention: d_model {d_model}, num_heads {num_heads}, num_kv_heads {self.num_kv_heads}: "
-                "each key/value head serves an equal number of query heads.\n"
-                "Fix: num_heads a multiple of num_kv_heads."
-            )
-        if head_dim is None and d_model % num_heads:
-            raise CallError(
-                f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads}. "
-                "Fix: change one of them, or pass head_dim=."
-            )
-        self.head_dim = d_model // num_heads if head_dim is None else head_dim
-        if rope_theta is not None and self.head_dim % 2:
-            raise CallError(
-                f"MultiHeadAttention: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
-                "Fix: an even head_dim."
-            )
+        sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": self.num_kv_heads}
+        self.head_dim = head_size("MultiHeadAttention", head_dim, rope_theta is not None, sizes)
         self.context_size, width = context_size or d_model, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.context_size, width, bias=bias)
         self.v_proj = nn.Linear(self.context_size, width, bias=bias)
         self.qkv_proj: nn.Linear | None = None  # the three in one, after fuse_projections
         self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
-        self.q_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
-        self.k_norm: nn.Module | None = None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm)
+        self.q_norm, self.k_norm = (None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm) for _ in range(2))
 
     def forward(
         self,
@@ -222,7 +207,16 @@ class MultiHeadAttention(nn.Module):
                 "Fix: KVCache(mask) with the same mask."
             )
         source = x if context is None else context
-        q, k, v = self._projected(x, source)  # (B, Hq, N, D), (B, Hkv, Nk, D) twice
+        if self.qkv_proj is None:
+            parts = (self.q_proj(x), self.k_proj(source), self.v_proj(source))
+        else:
+            width = self.num_kv_heads * self.head_dim
+            parts = self.qkv_proj(x).split([self.num_heads * self.head_dim, width, width], -1)
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (
+            part.reshape(*part.shape[:2], count, self.head_dim).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
+            for part, count in zip(parts, counts, strict=True)
+        )
         q_positions = k_positions = positions  # None: 0 .. N-1
         if context is not None:
             q_positions = np.arange(x.shape[1]) if positions is None else positions
@@ -265,17 +259,6 @@ class MultiHeadAttention(nn.Module):
             self.qkv_proj = fuse_linears(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
 
-    def _projected(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.qkv_proj is None:
-            q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        else:
-            width = self.num_kv_heads * self.head_dim
-            q, k, v = self.qkv_proj(x).split([self.num_heads * self.head_dim, width, width], -1)
-        return self._heads(q, self.num_heads), self._heads(k, self.num_kv_heads), self._heads(v, self.num_kv_heads)
-
-    def _heads(self, x: Tensor, count: int) -> Tensor:
-        return x.reshape(x.shape[0], x.shape[1], count, self.head_dim).transpose(1, 2)  # (B, N, H * D) -> (B, H, N, D)
-
     def _check(self, x: Tensor, context: Tensor | None, cache: Cache | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise CallError(
@@ -306,3 +289,109 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, mask={self.mask!r}"
+
+
+class Embedding(nn.Embedding):
+    """torch's, which draws no weights on the meta device: for that torch loads its compiler, which takes a second."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Body(nn.Module):
+    """``model`` in a checkpoint."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        n = config.max_position_embeddings
+        self.embed_positions = Embedding(n, config.hidden_size) if isinstance(config, GPT2Config) else None
+        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = _norm(config)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Mask,
+        positions: NDArray[np.int64] | None,
+        cache: Cache | None,
+        attend: Callable[..., Any] | None,
+    ) -> Tensor:
+        try:
+            x = self.embed_tokens(ids)  # (B, N, hidden)
+        except IndexError:
+            raise CallError(
+                f"Decoder: ids reach from {int(ids.min())} to {int(ids.max())}, but the vocabulary has the ids "
+                f"0 .. {self.embed_tokens.num_embeddings - 1}. Fix: the tokenizer that the model was trained with."
+            ) from None
+        known, rotary = np.arange(ids.shape[1]) if positions is None else positions, None
+        if self.embed_positions is None:
+            c = self.config
+            rotary = rotary_tables(known, c.head_dim, c.rope_theta, c.rope_scaling, device=x.device)
+        else:  # padding, position -1, may take any embedding
+            x = x + self.embed_positions(torch.from_numpy(np.maximum(known, 0)).to(x.device))
+        for index, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, positions=positions, cache=cache, layer=index, rotary=rotary, attend=attend)
+        return self.norm(x)
+
+
+def _norm(config: DecoderConfig) -> nn.Module:
+    kind = nn.LayerNorm if isinstance(config, GPT2Config) else nn.RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
+
+
+class _Layer(nn.Module):
+    """Attention and a feed-forward network, each of the normalized input, added to it."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        gpt2 = isinstance(config, GPT2Config)
+        rotary = not gpt2 and (config.rope_layers is None or config.rope_layers[index])
+        self.self_attn = MultiHeadAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            mask=config.mask,
+            rope_theta=config.rope_theta if rotary else None,
+            rope_scaling=config.rope_scaling,
+            bias=gpt2 or config.qkv_bias,
+            out_bias=gpt2 or config.o_bias,
+            qk_norm=config.rms_norm_eps if config.qk_norm and not gpt2 else None,
+        )
+        self.mlp = None if gpt2 else _SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        if gpt2:
+            self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+            self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = _norm(config), _norm(config)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **options)
+        y = self.post_attention_layernorm(x)
+        if self.mlp is not None:
+            return x + self.mlp(y)
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(y), approximate="tanh"))
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, size: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, width, bias=bias)
+        self.up_proj = nn.Linear(size, width, bias=bias)
+        self.down_proj = nn.Linear(width, size, bias=bias)
+        self.gate_up_proj: nn.Linear | None = None  # the first two in one, after fuse_projections
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+    def fuse_projections(self) -> None:
+        """Replace the two projections of the input by one: fewer calls for a single token."""
+        if self.gate_up_proj is None:
+            self.gate_up_proj = fuse_linears(self.gate_proj, self.up_proj)
+            del self.gate_proj, self.up_proj

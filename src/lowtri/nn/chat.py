@@ -19,15 +19,10 @@ from lowtri.nn import chat_render
 from lowtri.nn.files import brief, read_json, read_text
 
 SECONDS, MEMORY = 10.0, 2**29  # limits of a template; real ones take milliseconds
-_PACKAGES = ("transformers", "jinja2")
 
 
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """A folder's chat template and the special tokens that it may name (``bos_token``, ...); None if there is no template.
-
-    Raises:
-        DataError: if a file cannot be read, or the template is not text.
-    """
+    """A folder's chat template and the special tokens that it may name (``bos_token``, ...); None if there is no template."""
     config = read_json(folder, "tokenizer_config.json") or {}
     template = read_text(folder, "chat_template.jinja")
     if template is None:
@@ -60,7 +55,7 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
     template_and_tokens = template_of(folder)
     if template_and_tokens is None:
         raise DataError(f"{folder} has no chat template: the model continues texts.\nFix: leave --chat out")
-    missing = [name for name in _PACKAGES if not is_installed(name)]
+    missing = [name for name in ("transformers", "jinja2") if not is_installed(name)]
     if missing:
         raise DataError(
             f"{folder}: transformers renders chat templates, with jinja2; not installed: {', '.join(missing)}.\n"
@@ -68,33 +63,20 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
         )
     template, tokens = template_and_tokens
     request = {"template": template, "messages": [dict(message) for message in messages], "tokens": tokens}
-    output, exit_code = _render(folder, {**request, "path": sys.path, "memory": MEMORY})
+    request |= {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each thread would take memory from the template
+    command = [sys.executable, "-I", chat_render.__file__]
+    process = subprocess.run(
+        command, input=json.dumps(request).encode(), capture_output=True, env=environment, check=False
+    )
     try:
-        answer: Mapping[str, str] = json.loads(output)
-    except ValueError:  # the process was killed before it could answer
-        raise DataError(
-            f"{folder}: the chat template ended its process, which may take {MEMORY // 2**20} MB (exit code {exit_code})"
-        ) from None
+        answer: Mapping[str, str] = json.loads(process.stdout)
+    except ValueError:  # the process ended before it could answer
+        if chat_render.TIMEOUT in process.stderr:
+            reason = f"runs for more than {SECONDS:g} seconds and was stopped"
+        else:
+            reason = f"ended its process, which may take {MEMORY // 2**20} MB (exit code {process.returncode})"
+        raise DataError(f"{folder}: the chat template {reason}") from None
     if "error" in answer:
         raise DataError(f"{folder}: the chat template refuses: {brief(answer['error'])}")
     return answer["text"]
-
-
-def _render(folder: Path, request: Mapping[str, object]) -> tuple[bytes, int]:
-    """What the separate process writes, and its exit code."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each thread would take memory from the template
-    command = [sys.executable, "-I", chat_render.__file__]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(request).encode())
-        process.stdin.close()
-        process.stdin = None  # communicate() would flush it
-        process.stdout.readline()  # the template starts now; importing transformers takes seconds
-        try:
-            return process.communicate(timeout=SECONDS)[0], process.returncode
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise DataError(
-                f"{folder}: the chat template runs for more than {SECONDS:g} seconds and was stopped"
-            ) from None

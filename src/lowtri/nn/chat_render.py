@@ -1,15 +1,18 @@
 """Renders one chat template. :mod:`lowtri.nn.chat` runs it as a separate process, so that a hostile template can be killed.
 
-stdin: JSON with the template, the messages, the special tokens, where Python finds transformers, and the memory allowed.
-stdout: an empty line when the template starts to run, then {"text": ...} or {"error": ...}.
+stdin: JSON with the template, the messages, the special tokens, where Python finds transformers, and the seconds and memory allowed.
+stdout: {"text": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from contextlib import suppress
 from typing import Any
+
+TIMEOUT = b"Timeout ("  # on stderr, from faulthandler
 
 
 def main() -> None:
@@ -18,11 +21,12 @@ def main() -> None:
     sys.path[:] = request["path"]
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    # The limits begin here: importing transformers takes seconds. The watchdog runs without Python's lock.
+    faulthandler.dump_traceback_later(request["seconds"], exit=True)
     with suppress(ImportError, ValueError, OSError):  # Windows has no memory limit of this kind, only the time limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
-    print(flush=True)
     try:
         texts: Any = render_jinja_template(
             [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["tokens"]

@@ -72,27 +72,16 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         _check_types("DecoderConfig", self)
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise CallError(
-                    f"DecoderConfig: hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                    f"{self.num_attention_heads}. Fix: change one of them, or pass head_dim=."
-                )
-            self._fill("head_dim", self.hidden_size // self.num_attention_heads)
-        if self.num_key_value_heads is None:
-            self._fill("num_key_value_heads", self.num_attention_heads)
-        if self.intermediate_size is None:
-            self._fill("intermediate_size", -(-8 * self.hidden_size // 3 // 64) * 64)
-        if self.head_dim % 2:
-            raise CallError(
-                f"DecoderConfig: head_dim is {self.head_dim}, but rotary embedding rotates entries in pairs. "
-                "Fix: an even head_dim."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise CallError(
-                f"DecoderConfig: num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}: each serves an equal number of query heads."
-            )
+        defaults = {
+            "num_key_value_heads": self.num_attention_heads,
+            "intermediate_size": -(-8 * self.hidden_size // 3 // 64) * 64,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)  # the dataclass is frozen for its users
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        size = head_size("DecoderConfig", self.head_dim, True, {name: getattr(self, name) for name in sizes})
+        object.__setattr__(self, "head_dim", size)
         if not self.rms_norm_eps >= 0 or not self.rope_theta > 0:
             raise CallError(
                 f"DecoderConfig: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
@@ -105,16 +94,13 @@ class DecoderConfig:
             )
         mask = as_mask(self.mask)
         if isinstance(self.mask, Mask):  # stored as text, so that the config can be saved
-            self._fill("mask", repr(mask))
+            object.__setattr__(self, "mask", repr(mask))
             as_mask(self.mask)
         if mask.batch and (mask.batch[0] != 1 or mask.batch[1:] not in ((), (self.num_attention_heads,))):
             raise CallError(
                 f"DecoderConfig: mask {self.mask} has batch {mask.batch}, but a model has {self.num_attention_heads} "
                 "heads, and one mask for all rows."
             )
-
-    def _fill(self, name: str, value: int | str) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for its users
 
 
 class GPT2Config(DecoderConfig):
@@ -155,8 +141,28 @@ class RecurrentConfig:
             )
 
 
+def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
+    """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
+    (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
+    if min(d, count, kv_count) < 1 or count % kv_count:
+        raise CallError(
+            f"{owner}: {width} is {d}, and {heads} {count} is not a multiple of {kv_heads} {kv_count}: "
+            "each key/value head serves an equal number of query heads.\nFix: all at least 1, one a multiple of the other."
+        )
+    if given is None and d % count:
+        raise CallError(
+            f"{owner}: {width} {d} is not a multiple of {heads} {count}. Fix: change one of them, or pass head_dim=."
+        )
+    size = d // count if given is None else given
+    if rotary and size % 2:
+        raise CallError(
+            f"{owner}: head_dim is {size}, but rotary embedding rotates entries in pairs. Fix: an even head_dim."
+        )
+    return size
+
+
 def _check_types(owner: str, config: Any) -> None:
-    """Check that sizes are whole numbers from 1, flags are True or False, and the rest are numbers; None where it is the default."""
+    """Sizes are whole numbers from 1, flags are True or False, the rest are numbers; None stands for the default."""
     for field in fields(config):
         value, expected = getattr(config, field.name), None
         if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -174,18 +180,10 @@ def _check_types(owner: str, config: Any) -> None:
 
 
 def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) -> None:
-    """Check sizes against the checkpoint's weights before any memory of these sizes is allocated.
+    """Check sizes against the weights (shapes by name) of the folder or file ``where``, before any memory is allocated.
 
     Every size is a dimension of some weight, and every layer has weights, so none can exceed the number of all elements, or
     of tensors. The shapes are compared one by one later.
-
-    Args:
-        config: sizes, with the names of :class:`DecoderConfig`.
-        shapes: of the weights, by name.
-        where: the folder or file, for the message.
-
-    Raises:
-        DataError: if a size is impossible for these weights.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     most = dict.fromkeys(names, sum(map(math.prod, shapes.values()))) | {"num_hidden_layers": len(shapes)}
@@ -199,16 +197,7 @@ def check_sizes(config: Any, shapes: Mapping[str, tuple[int, ...]], where: Any) 
 
 
 def check_not_set(model: Any, name: str, fixes: Mapping[str, str]) -> None:
-    """Refuse to replace an attribute from which the layers were built: a new value would not reach them.
-
-    Args:
-        model: the module.
-        name: of the attribute that is set.
-        fixes: for each such attribute, what to do instead.
-
-    Raises:
-        CallError: if the attribute has a value already.
-    """
+    """Refuse to replace an attribute from which the layers were built; ``fixes`` says for each what to do instead."""
     if name in fixes and name in vars(model):
         raise CallError(
             f"{type(model).__name__}: {name} is what the model was built from; set now, it would not reach the layers.\n"

@@ -19,9 +19,9 @@ from lowtri.errors import CallError, DataError
 from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
+from lowtri.nn.attention import Body
 from lowtri.nn.config import DecoderConfig, check_not_set
 from lowtri.nn.files import load_tokenizer
-from lowtri.nn.layers import body_of
 from lowtri.nn.names import as_dtype, folder_of, read_checkpoint
 from lowtri.nn.quantized import quantize
 
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self.tokenizer: Tokenizer | None = None  # set by from_pretrained
         self.weights: str | None = None  # set by quantize
         self.mask = as_mask(config.mask)
-        self.model = body_of(config)
+        self.model = Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.init_weights()
         self.tie_weights()

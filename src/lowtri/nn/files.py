@@ -25,11 +25,7 @@ LONGEST = 16 * 2**20  # bytes of a JSON file or a template; parsed, it takes abo
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a file in this folder; None if there is none.
-
-    Raises:
-        DataError: if the file is a link that leaves the folder, or is not a regular file.
-    """
+    """The path of a regular file in this folder, which no link leaves; None if there is none."""
     path = folder / name
     if not os.path.lexists(path):
         return None
@@ -57,11 +53,7 @@ def brief(text: object) -> str:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """The text (UTF-8) of a file in this folder; None if there is none.
-
-    Raises:
-        DataError: as :func:`file_in`; and if the file cannot be read, is too long, or is not UTF-8.
-    """
+    """The text (UTF-8) of a file in this folder, of limited length; None if there is none."""
     path = file_in(folder, name)
     if path is None:
         return None
@@ -78,17 +70,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The object in a JSON file of this folder; None if there is no such file.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = (Path(folder) / "config.json").write_text('{"vocab_size": 9}')
-    ...     read_json(Path(folder), "config.json"), read_json(Path(folder), "tokenizer_config.json")
-    ({'vocab_size': 9}, None)
-
-    Raises:
-        DataError: as :func:`read_text`; and if the file is not JSON, is nested too deeply, or is not an object.
-    """
+    """The object in a JSON file of this folder; None if there is no such file."""
     text = read_text(folder, name)
     if text is None:
         return None
@@ -108,30 +90,21 @@ def write_folder(
     tokenizer: Tokenizer | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint folder, created if missing: each file atomically, and the weights last.
-
-    Args:
-        folder: where to write.
-        config: the content of config.json, without the weights' dtype.
-        tensors: the contents of model.safetensors, contiguous.
-        tokenizer, tokenizer_config: the contents of tokenizer.json and tokenizer_config.json.
-    """
+    """Write a checkpoint folder, created if missing: each file atomically, and the weights (contiguous) last."""
     require("saving a model", "safetensors")
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    contents: dict[str, Mapping[str, Any]] = {"config.json": {**config, "torch_dtype": dtype}}
     if tokenizer is not None:
         write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
         common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        _write_json(folder / "tokenizer_config.json", {**common, **(tokenizer_config or {})})
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
-    contents = dict(tensors)
-    write_atomically(folder / "model.safetensors", lambda path: save_file(contents, path, metadata={"format": "pt"}))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n")
+        contents["tokenizer_config.json"] = {**common, **(tokenizer_config or {})}
+    for name, content in contents.items():
+        write_text(folder / name, json.dumps(content, indent=2) + "\n")
+    weights = dict(tensors)
+    write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
 
 
 _LONGEST = 2**28  # bytes of a tokenizer.json; the largest in use have tens of megabytes
@@ -141,12 +114,7 @@ T = TypeVar("T")
 
 
 def guarded(message: str, function: Callable[[], T]) -> T:
-    """The result of a function; what the tokenizers library raises becomes a DataError with this message in front.
-
-    >>> guarded("t.json is not a tokenizer", lambda: 1 // 0)
-    Traceback (most recent call last):
-    lowtri.errors.DataError: t.json is not a tokenizer: integer division or modulo by zero
-    """
+    """The result of a function; what the tokenizers library raises becomes a DataError with this message in front."""
     try:
         return function()
     except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -156,13 +124,7 @@ def guarded(message: str, function: Callable[[], T]) -> T:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The folder's tokenizer; None if it has none.
-
-    Truncation and padding settings of the file are disabled: the caller decides.
-
-    Raises:
-        DataError: if the file is not a tokenizer, or fails to decode and encode its own tokens.
-    """
+    """The folder's tokenizer; None if it has none. Its truncation and padding are disabled: the caller decides."""
     require("reading a tokenizer", "tokenizers")
     from tokenizers import Tokenizer
 
@@ -186,11 +148,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The ids of a text.
-
-    Raises:
-        DataError: if the tokenizer fails.
-    """
+    """The ids of a text; a DataError if the tokenizer fails."""
     ids: list[int] = guarded(
         "the model's tokenizer cannot read this text",
         lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens).ids,
@@ -200,19 +158,14 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) 
 
 def _expansion(part: Any) -> int:
     """How many times longer a text may become in the replacements of a normalizer or decoder, one after the other."""
-    if part is None:
-        return 1
-    pending, expansion = [json.loads(part.__getstate__())], 1
-    while pending:
+    pending, expansion = [None if part is None else json.loads(part.__getstate__())], 1
+    while pending and expansion <= 2**64:
         node = pending.pop()
         if isinstance(node, dict):
-            if node.get("type") == "Replace":
-                expansion *= _replace_expansion(node)
+            expansion *= _replace_expansion(node) if node.get("type") == "Replace" else 1
             pending.extend(node.values())
         elif isinstance(node, list):
             pending.extend(node)
-        if expansion > 2**64:
-            break
     return expansion
 
 

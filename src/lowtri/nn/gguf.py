@@ -9,13 +9,6 @@ float32, and the folder is loaded like any other, by :func:`lowtri.nn.checkpoint
     tokenizer.ggml.model gpt2    byte-level BPE with a list of merges; tokenizer.ggml.pre names the pre-tokenizer
     tokenizer.ggml.model llama   SentencePiece BPE: spaces as U+2581, byte fallback, merges by score
 
-Its header is
-
-    magic, version, number of tensors, number of fields
-    fields    name, type, value; an array is a type, a count and the items
-    tensors   name, dimensions (the innermost first), type of block, offset
-    padding to the alignment; then the tensors
-
 transformers also reads GGUF files, but drops settings that these models need. With versions 5.20 and 5.23, it reads Llama without
 its biases, its scaled rotary frequencies (linear, llama3), its sliding window and attention.key_length; SmolLM's tokenizer without
 the splitting of digits; and Qwen2's tokenizer without NFC. Names of tensors come from the package gguf; the pre-tokenizers are those
@@ -42,10 +35,10 @@ import torch
 
 from lowtri.errors import DataError, LowtriError
 from lowtri.files import write_text
+from lowtri.nn.attention import Body
 from lowtri.nn.config import DecoderConfig, GPT2Config, check_sizes
 from lowtri.nn.files import brief, guarded, write_folder
-from lowtri.nn.hf_config import check_layers, damaged_config, end_ids, to_conv1d, to_json
-from lowtri.nn.layers import body_of
+from lowtri.nn.hf_config import check_layers, damaged_config, end_ids, gpt2_config, sliding_mask, to_conv1d, to_json
 from lowtri.nn.positions import RopeScaling, from_pairs, rotary_frequencies
 from lowtri.system import cache_folder
 
@@ -91,13 +84,10 @@ def converted(path: str | Path, progress: Callable[[str], object] | None = None)
         ) from None
     try:
         _convert(path, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process converted it first
-            if not (folder / "model.safetensors").exists():
-                raise
+        temporary.rename(folder)
     except (LowtriError, OSError):
-        raise
+        if not (folder / "model.safetensors").exists():  # else another process converted it first
+            raise
     except Exception as error:  # corrupt bytes can lead to any error
         raise DataError(f"{path} is damaged or cut off: {brief(f'{type(error).__name__}: {error}')}") from None
     finally:
@@ -180,11 +170,7 @@ _ALSO |= {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_con
 
 
 def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> DecoderConfig:
-    """The configuration, from the metadata fields and the tensor shapes (in NumPy's order).
-
-    Raises:
-        DataError: for another architecture, or a field that the Decoder does not support.
-    """
+    """The configuration, from the metadata fields and the tensor shapes (in NumPy's order)."""
     kind = fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise DataError(f"{path}: got general.architecture {kind!r:.60}; lowtri reads {', '.join(_ARCHITECTURES)}")
@@ -201,8 +187,7 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     if scaling not in ("none", "linear"):
         raise DataError(f"{path}: got {kind}.rope.scaling.type {scaling!r:.60}; lowtri's Decoder has none and linear")
     window = own.get("attention.sliding_window")
-    if window and (not isinstance(window, int) or isinstance(window, bool)):  # it becomes a part of the mask's text
-        raise DataError(f"{path}: got sliding_window {window!r:.60}; expected a whole number")
+    mask = sliding_mask(window, path) if window else "causal"
     ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]  # end of text, end of turn
     ends = list(dict.fromkeys(index for index in ids if index is not None))
     sizes: dict[str, Any] = {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
@@ -214,10 +199,10 @@ def config_of(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     }
     with damaged_config(path, "a decoder"):
         if kind == "gpt2":
-            return GPT2Config(**{"rms_norm_eps": 1e-5, "intermediate_size": 4 * sizes.get("hidden_size", 0)} | sizes)
+            return gpt2_config(**sizes)
         config = DecoderConfig(
             **sizes,
-            mask=f"causal & window({window})" if window else "causal",
+            mask=mask,
             rope_scaling=RopeScaling(own["rope.scaling.factor"]) if scaling == "linear" else None,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             o_bias="blk.0.attn_output.bias" in shapes,
@@ -237,7 +222,7 @@ def tensor_names(config: DecoderConfig, architecture: str) -> dict[str, str]:
     import gguf
 
     with torch.device("meta"):
-        weights = {f"model.{name}": weight for name, weight in body_of(config).state_dict().items()}
+        weights = {f"model.{name}": weight for name, weight in Body(config).state_dict().items()}
         names = [*(to_conv1d(weights) if isinstance(config, GPT2Config) else weights), "lm_head.weight"]
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table: Any = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -245,53 +230,51 @@ def tensor_names(config: DecoderConfig, architecture: str) -> dict[str, str]:
 
 
 _MOST_WORK = 2**28  # the sum of squared lengths; of 128,000 tokens with 10 characters each it is 13 million
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
-# Pre-tokenizer patterns: contractions, words, numbers, punctuation, white space.
+# Pre-tokenizer patterns: contractions, words, numbers, punctuation, white space; None is the default pattern of ByteLevel.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PATTERNS = {
-    "gpt-2": None,  # None: the default pattern of ByteLevel
-    "gpt2": None,
-    "smollm": None,
-    "qwen2": _WORDS + r"\p{N}" + _REST,
-    "llama-bpe": _WORDS + r"\p{N}{1,3}" + _REST,
-    "llama3": _WORDS + r"\p{N}{1,3}" + _REST,
-}
-_SINGLE_DIGITS = ("smollm",)
-_NFC = ("qwen2",)  # texts are normalised to NFC first
+_LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
+_PATTERNS = {"gpt-2": None, "gpt2": None, "smollm": None, "qwen2": _WORDS + r"\p{N}" + _REST}
+_PATTERNS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3}
 
 
 def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
-    """The tokenizer (None if the file has none) and the content of tokenizer_config.json.
-
-    Raises:
-        DataError: for an unknown kind of tokenizer or pre-tokenizer.
-    """
+    """The tokenizer (None if the file has none) and the content of tokenizer_config.json."""
     kind = fields.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None, {}
     if kind not in ("gpt2", "llama"):
         raise DataError(f"{path}: got tokenizer.ggml.model {kind!r:.60}; lowtri reads gpt2 and llama")
-    return guarded(f"{path}: its tokenizer is damaged", lambda: _build(fields, kind, path))
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    return guarded(f"{path}: its tokenizer is damaged", lambda: _build(own, kind, path))
 
 
 def _build(fields: Mapping[str, Any], kind: str, path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    from tokenizers import AddedToken, processors
+
     tokens = _texts(fields, "tokens", path)
-    tokenizer = _byte_level(fields, tokens, path) if kind == "gpt2" else _sentence_piece(fields, tokens, path)
-    _add_special(tokenizer, tokens, fields.get("tokenizer.ggml.token_type", ()))
+    tokenizer = (_byte_level if kind == "gpt2" else _sentence_piece)(fields, tokens, path)
+    for add, wanted in ((tokenizer.add_special_tokens, _CONTROL), (tokenizer.add_tokens, _USER_DEFINED)):
+        chosen = [token for token, of in zip(tokens, fields.get("token_type", ()), strict=False) if of == wanted]
+        add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in chosen])
     config: dict[str, Any] = {}
     for name, ggml_name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = fields.get(f"tokenizer.ggml.{ggml_name}_token_id")
+        index = fields.get(f"{ggml_name}_token_id")
         if isinstance(index, int) and 0 <= index < len(tokens):
             config[f"{name}_token"] = tokens[index]
-    _prepend_begin(tokenizer, fields, config, default=kind == "llama")
+    begin = config.get("bos_token")
+    if begin is not None and fields.get("add_bos_token", kind == "llama"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+        )
     return tokenizer, config
 
 
 def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
     """A list of texts, with a limit on the work of splitting each in every way."""
-    texts = fields.get(f"tokenizer.ggml.{name}")
+    texts = fields.get(name)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{path}: tokenizer.ggml.{name} is not a list of texts")
     if sum(len(text) ** 2 for text in texts) > _MOST_WORK:
@@ -302,80 +285,50 @@ def _texts(fields: Mapping[str, Any], name: str, path: Path) -> list[str]:
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = fields.get("tokenizer.ggml.pre", "gpt-2")
+    pre = fields.get("pre", "gpt-2")
     if not isinstance(pre, str) or pre not in _PATTERNS:
         raise DataError(f"{path}: got tokenizer.ggml.pre {pre!r:.60}; lowtri knows {', '.join(_PATTERNS)}")
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(fields, "merges", path)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "llama3")))
-    pattern, level = _PATTERNS[pre], pre_tokenizers.ByteLevel
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
-    if pattern is None:
-        steps.append(level(add_prefix_space=False))
-    else:
-        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
-        steps.append(level(add_prefix_space=False, use_regex=False))
+    pattern = _PATTERNS[pre]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    if pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
-    if pre in _NFC:
+    if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], path: Path) -> Tokenizer:
+    """SentencePiece merges the pair whose merged token has the greatest score: a list of merges, greatest first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = fields.get("tokenizer.ggml.scores")
+    scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) < len(tokens):
         raise DataError(f"{path}: tokenizer.ggml.scores has no score for each of the {len(tokens)} tokens")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    unknown = fields.get("tokenizer.ggml.unknown_token_id")
-    model = models.BPE(
-        vocabulary,
-        _merges_by_score(vocabulary, scores),
-        unk_token=None if unknown is None else tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
-    prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence(
-        ([normalizers.Prepend("▁")] if prefixed else []) + [normalizers.Replace(" ", "▁")]
-    )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return tokenizer
-
-
-def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose merged token has the greatest score; as a list of merges, greatest first."""
     merges = []
     for token, index in vocabulary.items():
         for middle in range(1, len(token)):
             left, right = token[:middle], token[middle:]
             if left in vocabulary and right in vocabulary:
                 merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
-
-
-def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Add control tokens (special, not decoded) and user-defined tokens."""
-    from tokenizers import AddedToken
-
-    pairs = list(zip(tokens, kinds, strict=False))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
-
-
-def _prepend_begin(tokenizer: Tokenizer, fields: Mapping[str, Any], config: Mapping[str, Any], default: bool) -> None:
-    """Prepend the begin token if the file says so."""
-    from tokenizers import processors
-
-    begin = config.get("bos_token")
-    if begin is not None and fields.get("tokenizer.ggml.add_bos_token", default):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
-        )
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    unknown = fields.get("unknown_token_id")
+    token = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=token, fuse_unk=True, byte_fallback=True))
+    prefixed = fields.get("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        ([normalizers.Prepend("▁")] if prefixed else []) + [normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer
 
 
 # The header. Every count and length is checked against the rest of the file before use, and tensors may not overlap, so time and
@@ -413,14 +366,9 @@ class Header(NamedTuple):
 
 
 def read_header(file: Any, blocks: Mapping[int, tuple[int, int]]) -> Header:
-    """Read the header at the beginning of a file.
+    """Read the header at the beginning of a file (bytes, or an mmap); a ValueError says why it is invalid.
 
-    Args:
-        file: its bytes, or an mmap.
-        blocks: for each block type, its number of elements and its size in bytes.
-
-    Raises:
-        ValueError: if the header is invalid; the message says why.
+    ``blocks`` has for each block type its number of elements and its size in bytes.
     """
     reader = _Reader(file)
     if reader.take(4) != b"GGUF":
@@ -434,21 +382,26 @@ def read_header(file: Any, blocks: Mapping[int, tuple[int, int]]) -> Header:
             raise ValueError(f"it announces {count} {what}, where at most {_MOST_NAMES} are read")
     fields: dict[str, Any] = {}
     for _ in range(n_fields):
-        _add(fields, reader.text(), reader.value(reader.number("I")))
-    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        name = reader.new_name(fields)
+        fields[name] = reader.value(reader.number("I"))
+    tensors: dict[str, StoredTensor] = {}
     for _ in range(n_tensors):
-        name, dimensions = reader.text(), reader.number("I")
+        name, dimensions = reader.new_name(tensors), reader.number("I")
         if not 1 <= dimensions <= 4:
             raise ValueError(f"the tensor {name} has {dimensions} dimensions, where 1 to 4 are possible")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
-        _add(entries, name, (shape, reader.number("I"), reader.number("Q")))
+        kind, offset = reader.number("I"), reader.number("Q")
+        if kind not in blocks:
+            raise ValueError(f"the tensor {name} has the type {kind}, which does not exist")
+        elements, size = blocks[kind]
+        if min(shape) < 1 or shape[-1] % elements:
+            raise ValueError(f"the tensor {name} is {shape}, which is not a whole number of blocks of {elements}")
+        tensors[name] = StoredTensor(shape, kind, offset, shape[-1] // elements * size)
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment}, which is not a power of two")
     begin = -(-reader.position // alignment) * alignment
-    tensors = {
-        name: _located(name, shape, kind, begin + offset, blocks) for name, (shape, kind, offset) in entries.items()
-    }
+    tensors = {name: one._replace(start=begin + one.start) for name, one in tensors.items()}
     previous, end = "", 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:  # overlapping tensors would let a small file describe a large model
@@ -466,18 +419,26 @@ class _Reader:
         self.file, self.position, self.items = file, 0, 0
 
     def take(self, size: int) -> bytes:
-        if size > len(self.file) - self.position:
-            raise ValueError(
-                f"{size} bytes are announced at byte {self.position}, {len(self.file) - self.position} are left"
-            )
+        left = len(self.file) - self.position
+        if size > left:
+            raise ValueError(f"{size} bytes are announced at byte {self.position}, {left} are left")
         self.position += size
         return bytes(self.file[self.position - size : self.position])
 
+    def numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}")))
+
     def number(self, form: str) -> Any:
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+        return self.numbers(form, 1)[0]
 
     def text(self) -> str:
         return self.take(self.number("Q")).decode("utf-8")
+
+    def new_name(self, known: Mapping[str, Any]) -> str:
+        name = self.text()
+        if name in known:
+            raise ValueError(f"{name} occurs twice in it")
+        return name
 
     def value(self, kind: int) -> Any:
         if kind in _NUMBERS:
@@ -495,23 +456,3 @@ class _Reader:
         if inner != _TEXT:
             raise ValueError(f"an array has items of the type {inner}, which are neither numbers nor texts")
         return [self.text() for _ in range(count)]
-
-    def numbers(self, form: str, count: int) -> tuple[Any, ...]:
-        return struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}")))
-
-
-def _add(entries: dict[str, Any], name: str, value: Any) -> None:
-    if name in entries:
-        raise ValueError(f"{name} occurs twice in it")
-    entries[name] = value
-
-
-def _located(
-    name: str, shape: tuple[int, ...], kind: int, start: int, blocks: Mapping[int, tuple[int, int]]
-) -> StoredTensor:
-    if kind not in blocks:
-        raise ValueError(f"the tensor {name} has the type {kind}, which does not exist")
-    elements, size = blocks[kind]
-    if min(shape) < 1 or shape[-1] % elements:
-        raise ValueError(f"the tensor {name} is {shape}, which is not a whole number of blocks of {elements}")
-    return StoredTensor(shape, kind, start, shape[-1] // elements * size)

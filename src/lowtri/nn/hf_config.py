@@ -30,14 +30,15 @@ from lowtri.nn.config import DecoderConfig, GPT2Config, RecurrentConfig
 from lowtri.nn.files import brief
 from lowtri.nn.positions import RopeScaling
 
-# For each model_type, transformers' class.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
+# For each model_type: transformers' class, and the fields of DecoderConfig that it always has, or that a key of config.json sets.
+_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_KINDS: dict[str, tuple[str, dict[str, str | bool]]] = {
+    "llama": ("LlamaForCausalLM", {**_BIASES}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "qk_norm": True}),
+    "smollm3": ("SmolLM3ForCausalLM", {**_BIASES}),
+    "gpt2": ("GPT2LMHeadModel", {}),
 }
 _RECURRENT = "lowtri_recurrent"
 
@@ -57,8 +58,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Keys that are fields of DecoderConfig under the same name; the other fields derive from several keys.
 _SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
-_MOST_LAYERS = 10_000
-_LONGEST_MASK = 4096  # characters
 _GPT2_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -67,18 +66,16 @@ _GPT2_KEYS = {
     "n_inner": "intermediate_size",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-_THETA = {"smollm3": 2e6}  # default, if the file has none
+_LLAMA3_KEYS = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_LLAMA3_KEYS["original_max_position_embeddings"] = "original"
+_MOST_LAYERS = 10_000
+_LONGEST_MASK = 4096  # characters
 
 
 def from_json(
     content: Mapping[str, Any], path: Path, mask: Mask | str | None = None
 ) -> DecoderConfig | RecurrentConfig:
-    """The configuration in the content of a config.json.
-
-    Args:
-        content: the object in the file.
-        path: of the file, for messages.
-        mask: replaces the mask that the file declares.
+    """The configuration in the content of a config.json; ``path`` is named in messages, ``mask`` replaces the mask of the file.
 
     Raises:
         DataError: for another kind of model, an unsupported value of a key, or a value of the wrong type.
@@ -87,11 +84,9 @@ def from_json(
     if content.get("model_type") != _RECURRENT:
         with damaged_config(path, "a decoder"):
             return _decoder_config(content, path, mask_text)
-    fields = RecurrentConfig.__dataclass_fields__
+    known = {key: content[key] for key in RecurrentConfig.__dataclass_fields__ if content.get(key) is not None}
     with damaged_config(path, "a recurrent model"):
-        config = RecurrentConfig(
-            **{key: value for key, value in content.items() if key in fields and value is not None}
-        )
+        config = RecurrentConfig(**known)
     return config if mask_text is None else replace(config, mask=mask_text)
 
 
@@ -102,10 +97,9 @@ def damaged_config(path: Path, model: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except KeyError as error:
-        raise DataError(f"{path} does not describe {model}: {error} is missing") from None
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{path} does not describe {model}: {brief(error)}") from None
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else brief(error)
+        raise DataError(f"{path} does not describe {model}: {reason}") from None
 
 
 def check_layers(layers: Any, path: Path) -> None:
@@ -114,40 +108,35 @@ def check_layers(layers: Any, path: Path) -> None:
         raise DataError(f"{path}: got num_hidden_layers {layers!r:.30}; at most {_MOST_LAYERS} are read")
 
 
+def gpt2_config(**sizes: Any) -> GPT2Config:
+    """The configuration of a file, which may leave out what is usual in a GPT-2."""
+    return GPT2Config(**{"rms_norm_eps": 1e-5, "intermediate_size": 4 * sizes.get("hidden_size", 0)} | sizes)
+
+
 def _decoder_config(content: Mapping[str, Any], path: Path, mask_text: str | None) -> DecoderConfig:
     kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(_ARCHITECTURES)}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(_KINDS)}")
+    # transformers 5 has rope_parameters, earlier versions rope_scaling.
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
     for key, supported in _SUPPORTED.items():
-        value = content.get(key)
-        if value is not None and value not in supported:
-            only = " or ".join(map(repr, supported)) or "none"
-            raise DataError(f"{path}: got {key} {value!r:.60}; lowtri's Decoder has {only} only")
-    sizes = {key: value for key, value in content.items() if key in _SIZES and value is not None}
-    check_layers(sizes.get("num_hidden_layers"), path)
-    sizes |= {
-        "eos_token_id": end_ids(content.get("eos_token_id"), path),
-        "mask": mask_text or _declared_mask(content, path),
-    }
+        for value in (content.get(key), rope.get(key)):
+            if value is not None and value not in supported:
+                only = " or ".join(map(repr, supported)) or "none"
+                raise DataError(f"{path}: got {key} {value!r:.60}; lowtri's Decoder has {only} only")
+    names = {name: name for name in _SIZES} | (_GPT2_KEYS if kind == "gpt2" else {})
+    fields = {"tie_word_embeddings": kind in ("smollm3", "gpt2")}
+    fields |= {ours: content[theirs] for theirs, ours in names.items() if content.get(theirs) is not None}
+    check_layers(fields.get("num_hidden_layers"), path)
+    fields |= {"eos_token_id": end_ids(content.get("eos_token_id"), path)}
+    fields |= {"mask": mask_text or _declared_mask(content, path)}
     if kind == "gpt2":
-        sizes |= {ours: content[theirs] for theirs, ours in _GPT2_KEYS.items() if content.get(theirs) is not None}
-        sizes.setdefault("tie_word_embeddings", True)
-        sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
-        sizes.setdefault("rms_norm_eps", 1e-5)
-        return GPT2Config(**sizes)
-    theta, scaling = _rotary_of(content, path)
-    has_bias = kind != "mistral" and bool(content.get("attention_bias"))
-    sizes |= {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_layers": _rotary_layers(content) if kind == "smollm3" else None,
-        "qkv_bias": has_bias or kind == "qwen2",
-        "o_bias": has_bias and kind != "qwen2",
-        "mlp_bias": kind in ("llama", "smollm3") and bool(content.get("mlp_bias")),
-        "qk_norm": kind == "qwen3",
-    }
-    sizes.setdefault("tie_word_embeddings", kind == "smollm3")
-    return DecoderConfig(**sizes)
+        return gpt2_config(**fields)
+    for name, key in _KINDS[kind][1].items():
+        fields[name] = bool(content.get(key)) if isinstance(key, str) else key
+    theta = rope.get("rope_theta") or content.get("rope_theta") or (2e6 if kind == "smollm3" else 1e4)
+    layers = _rotary_layers(content) if kind == "smollm3" else None
+    return DecoderConfig(**fields, rope_theta=theta, rope_scaling=_scaling_of(rope, content, path), rope_layers=layers)
 
 
 def _declared_mask(content: Mapping[str, Any], path: Path) -> str:
@@ -171,23 +160,23 @@ def _declared_mask(content: Mapping[str, Any], path: Path) -> str:
 
 def _window_mask(content: Mapping[str, Any], path: Path) -> str:
     """The mask of a file without ``lowtri_mask``: causal, with a sliding window if every layer has one."""
-    kind, n = content["model_type"], content.get("sliding_window")
-    layers = content.get("num_hidden_layers", 0)
-    if kind not in ("mistral", "qwen2", "qwen3", "smollm3") or n is None:
+    kind, n, types = content["model_type"], content.get("sliding_window"), content.get("layer_types")
+    if n is None or kind in ("llama", "gpt2") or (kind != "mistral" and not content.get("use_sliding_window")):
         return "causal"
     if kind != "mistral":
-        if not content.get("use_sliding_window", False):
-            return "causal"
-        types = content.get("layer_types")
-        if types is None and kind == "smollm3":
-            types = ["full_attention" if rotary else "sliding_attention" for rotary in _rotary_layers(content)]
-        elif types is None:
-            first = content.get("max_window_layers", 28)
-            types = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+        if types is None:
+            first, layers = content.get("max_window_layers", 28), range(content.get("num_hidden_layers", 0))
+            full = _rotary_layers(content) if kind == "smollm3" else [index < first for index in layers]
+            types = ["full_attention" if one else "sliding_attention" for one in full]
         if set(types) == {"full_attention"}:
             return "causal"
         if set(types) != {"sliding_attention"}:
             raise DataError(f"{path}: layer_types differ from layer to layer, lowtri's Decoder has one mask for all")
+    return sliding_mask(n, path)
+
+
+def sliding_mask(n: Any, path: Path) -> str:
+    """The mask of a ``sliding_window``."""
     if not isinstance(n, int) or isinstance(n, bool):  # it becomes a part of the mask's text
         raise DataError(f"{path}: got sliding_window {n!r:.60}; expected a whole number")
     return f"causal & window({n})"
@@ -200,33 +189,23 @@ def _rotary_layers(content: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(map(bool, rotary))[:layers]
 
 
-def _rotary_of(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """The rotary base and scaling, from the keys of transformers 5 (rope_parameters) or earlier."""
-    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta") or content.get("rope_theta") or _THETA.get(content["model_type"], 10000.0)
+def _scaling_of(rope: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise DataError(
-            f"{path}: got partial_rotary_factor {rope['partial_rotary_factor']}; lowtri's Decoder has 1.0 only"
-        )
     if kind == "default":
-        return theta, None
+        return None
     if kind == "linear":
-        return theta, RopeScaling(rope["factor"])
+        return RopeScaling(rope["factor"])
     if kind == "llama3":
         original = rope.get("original_max_position_embeddings") or content["max_position_embeddings"]
-        return theta, RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+        values = {**rope, "original_max_position_embeddings": original}
+        return RopeScaling(**{ours: values[theirs] for theirs, ours in _LLAMA3_KEYS.items()})
     raise DataError(
         f"{path}: got rope_scaling of rope_type {kind!r:.60}; lowtri's Decoder has default, linear and llama3"
     )
 
 
 def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
-    """The ids of ``eos_token_id``, which is one id, a list of them, or null.
-
-    Raises:
-        DataError: for anything else.
-    """
+    """The ids of ``eos_token_id``, which is one id, a list of them, or null."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
         raise DataError(f"{path}: got eos_token_id {value!r:.60}; expected an id, or a list of ids")
@@ -234,56 +213,29 @@ def end_ids(value: Any, path: Path) -> tuple[int, ...] | None:
 
 
 def to_json(config: DecoderConfig | RecurrentConfig) -> dict[str, Any]:
-    """The content of config.json.
+    """The content of config.json: of the first model_type from which the same configuration is read again.
 
     Raises:
-        DataError: if no model_type of transformers describes this decoder, such as a GPT-2 with another head_dim.
+        DataError: if there is none, such as for a GPT-2 with another head_dim.
     """
     if isinstance(config, RecurrentConfig):
         return {"model_type": _RECURRENT, **asdict(config), "lowtri_mask": config.mask}
-    kind, ends = _kind_of(config), config.eos_token_id
-    content: dict[str, Any] = {"model_type": kind, "lowtri_mask": repr(as_mask(config.mask))}
-    content |= {"architectures": [_ARCHITECTURES[kind]], "bos_token_id": None}
-    content["eos_token_id"] = ends[0] if ends is not None and len(ends) == 1 else ends
-    sizes = {name: getattr(config, name) for name in _SIZES}
-    if isinstance(config, GPT2Config):
-        content |= {name: sizes[name] for name in ("vocab_size", "tie_word_embeddings")}
-        content |= {theirs: sizes[ours] for theirs, ours in _GPT2_KEYS.items()}
-        return content | {"activation_function": "gelu_new"}
-    content |= {**sizes, "rope_theta": config.rope_theta, "rope_scaling": _scaling_as_json(config)}
-    content |= {"hidden_act": "silu", "mlp_bias": config.mlp_bias, "attention_bias": config.o_bias}
-    if config.rope_layers is not None:
-        content["pad_token_id"] = None  # or transformers defaults to SmolLM3's
-        content["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
     n = _window_size(config)
-    if n is not None:
-        content |= {"sliding_window": n, "use_sliding_window": True, "max_window_layers": 0}
-    return content
-
-
-def _kind_of(config: DecoderConfig) -> str:
-    """The model_type with which transformers computes the same."""
-    if isinstance(config, GPT2Config):
-        heads, size = config.num_attention_heads, config.head_dim
-        if heads * size != config.hidden_size or heads != config.num_key_value_heads:
-            raise DataError(
-                f"save: GPT-2's config.json has no keys for head_dim {size} and num_key_value_heads {config.num_key_value_heads} "
-                f"with hidden_size {config.hidden_size} and num_attention_heads {heads}.\n"
-                "Fix: GPT2Config without head_dim and num_key_value_heads, or a DecoderConfig."
-            )
-        return "gpt2"
-    features = (config.qk_norm, config.rope_layers is not None, config.qkv_bias, config.o_bias, config.mlp_bias)
-    windowed = _window_size(config) is not None
-    kinds = {
-        (False, False, False, False, False): "mistral" if windowed else "llama",
-        (False, False, True, False, False): "qwen2",
-        (True, False, False, False, False): "qwen3",
-        (True, False, True, True, False): "qwen3",
-    }
-    if features in kinds:
-        return kinds[features]
-    if not config.qk_norm and config.qkv_bias == config.o_bias and not windowed:
-        return "smollm3" if config.rope_layers is not None else "llama"
+    gpt2 = isinstance(config, GPT2Config)
+    kinds = ("llama", "qwen2", "qwen3", "smollm3") if n is None else ("mistral", "qwen2", "qwen3")
+    for kind in ("gpt2",) if gpt2 else kinds:
+        content = _written(config, kind, n)
+        read = _decoder_config(content, Path("config.json"), config.mask)
+        names = _SIZES if gpt2 else [*_SIZES, *_BIASES, "qk_norm"]
+        same = all(getattr(read, name) == getattr(config, name) for name in names)
+        if same and (read.rope_layers is None) == (config.rope_layers is None):
+            return content
+    if gpt2:
+        raise DataError(
+            f"save: GPT-2's config.json has no keys for head_dim {config.head_dim} and num_key_value_heads "
+            f"{config.num_key_value_heads} with hidden_size {config.hidden_size} and num_attention_heads "
+            f"{config.num_attention_heads}.\nFix: GPT2Config without head_dim and num_key_value_heads, or a DecoderConfig."
+        )
     raise DataError(
         "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
         f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
@@ -292,27 +244,36 @@ def _kind_of(config: DecoderConfig) -> str:
     )
 
 
+def _written(config: DecoderConfig, kind: str, window_size: int | None) -> dict[str, Any]:
+    ends = list(config.eos_token_id or ()) or None
+    content: dict[str, Any] = {"model_type": kind, "lowtri_mask": repr(as_mask(config.mask))}
+    content |= {"architectures": [_KINDS[kind][0]], "bos_token_id": None}
+    content["eos_token_id"] = ends[0] if ends is not None and len(ends) == 1 else ends
+    if kind == "gpt2":
+        names = {name: name for name in ("vocab_size", "tie_word_embeddings")} | _GPT2_KEYS
+        content |= {theirs: getattr(config, ours) for theirs, ours in names.items()}
+        return content | {"activation_function": "gelu_new"}
+    content |= {name: getattr(config, name) for name in (*_SIZES, "rope_theta", "mlp_bias")}
+    content |= {"hidden_act": "silu", "attention_bias": config.o_bias, "rope_scaling": None}
+    if (scaling := config.rope_scaling) is not None and scaling.linear:
+        content["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
+        bounds = {theirs: getattr(scaling, ours) for theirs, ours in _LLAMA3_KEYS.items()}
+        content["rope_scaling"] = {"rope_type": "llama3", **bounds}
+    if config.rope_layers is not None:
+        content["pad_token_id"] = None  # or transformers defaults to SmolLM3's
+        content["no_rope_layers"] = [int(rotary) for rotary in config.rope_layers]
+    if window_size is not None:
+        content |= {"sliding_window": window_size, "use_sliding_window": True, "max_window_layers": 0}
+    return content
+
+
 def _window_size(config: DecoderConfig) -> int | None:
     """The n of ``window(n)``, with or without ``causal &``, which it implies; None for any other mask."""
     mask = as_mask(config.mask)
     match = re.search(r"window\((\d+)\)", repr(mask))
     n = int(match.group(1)) if match else 0
     return n if match and mask in (window(n), causal() & window(n), window(n) & causal()) else None
-
-
-def _scaling_as_json(config: DecoderConfig) -> dict[str, Any] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    if scaling.linear:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        **bounds,
-        "original_max_position_embeddings": scaling.original,
-    }
 
 
 # GPT-2 checkpoints store projections as (in, out), and those of queries, keys and values as one fused tensor.
@@ -351,19 +312,16 @@ def from_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_conv1d(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse: tensors of such a decoder in the checkpoint's names and layout."""
-    theirs = {ours: theirs for theirs, ours in _NAMES.items()}
+    theirs = {ours: theirs for theirs, ours in _NAMES.items()} | {_QKV[0]: "attn.c_attn"}
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
-        if match is None:
-            renamed[name] = tensor
-            continue
-        layer, part, kind = match.groups()
+        layer, part, kind = match.groups() if match else (None, "", "")
         if part == _QKV[0]:
-            tensor = torch.cat([tensors[name.replace(_QKV[0], other)] for other in _QKV])
+            tensor = torch.cat([tensors[name.replace(part, other)] for other in _QKV])
         elif part in _QKV:
             continue
-        own = theirs.get(part, "attn.c_attn")
         prefix = "transformer." if layer is None else f"transformer.h.{layer}."
-        renamed[f"{prefix}{own}.{kind}"] = tensor.T if own in _MAPS and kind == "weight" else tensor
+        new = theirs.get(part)
+        renamed[f"{prefix}{new}.{kind}" if new else name] = tensor.T if new in _MAPS and kind == "weight" else tensor
     return renamed

@@ -34,10 +34,9 @@ from lowtri.nn.hf_config import end_ids, from_conv1d, from_json
 
 
 def folder_of(name: str | Path, progress: Callable[[str], object] | None = None) -> Path:
-    """The checkpoint folder for a name; an existing path takes precedence over a package's or a hub's name.
+    """The checkpoint folder for a path, or (as a str) for another name; an existing path takes precedence.
 
     Args:
-        name: a path (as a str or a Path), or one of the other names (as a str).
         progress: called with a message before a conversion.
 
     Raises:
@@ -50,10 +49,7 @@ def folder_of(name: str | Path, progress: Callable[[str], object] | None = None)
         if name in PACKAGED:
             path = PACKAGED[name].path()
         elif is_hub_name(name):
-            try:
-                return download(name)
-            except DataError as error:
-                raise DataError(f"{error}{_suggestion(name)}") from None
+            return download(name)
     if not path.is_file():
         raise DataError(
             f"{name} is not a folder: a checkpoint is a folder with config.json and model.safetensors, or a GGUF file;\n"
@@ -66,10 +62,10 @@ def folder_of(name: str | Path, progress: Callable[[str], object] | None = None)
 
 def _suggestion(name: str) -> str:
     """A line with the model whose name is closest, among packaged weights and the models in the folder that is named; or nothing."""
-    known, folder = list(PACKAGED), Path(name).parent
+    known = list(PACKAGED)
     with suppress(OSError):
-        entries = [path for path in folder.iterdir() if path.suffix == ".gguf" or (path / "config.json").is_file()]
-        known += [str(path) for path in entries]
+        entries = Path(name).parent.iterdir()
+        known += [str(path) for path in entries if path.suffix == ".gguf" or (path / "config.json").is_file()]
     closest = difflib.get_close_matches(name.rstrip("/"), known, 1)
     return f"\nDid you mean {closest[0]}?" if closest else ""
 
@@ -85,11 +81,7 @@ class Packaged:
     install: str
 
     def path(self) -> Path:
-        """The path of the file, verified by SHA-256.
-
-        Raises:
-            DataError: if the package is not installed, or the file is missing or has another hash.
-        """
+        """The path of the file, verified by SHA-256."""
         try:
             path = Path(str(metadata.distribution(self.distribution).locate_file(self.file)))
         except metadata.PackageNotFoundError:
@@ -135,18 +127,13 @@ def is_hub_name(name: str) -> bool:
 
 
 def download(name: str) -> Path:
-    """The folder of a model in huggingface_hub's cache, downloaded if it is not there.
-
-    Raises:
-        DataError: if huggingface_hub is not installed, the model does not exist or needs its owner's consent, or it is not
-            in the cache and the hub cannot be reached.
-    """
+    """The folder of a model in huggingface_hub's cache, downloaded if it is not there."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise DataError(
             f"{name} is not a folder, and a model of the Hugging Face hub needs huggingface_hub, which is not installed.\n"
-            "Fix: pip install 'lowtri[models]', or the path of a folder"
+            f"Fix: pip install 'lowtri[models]', or the path of a folder{_suggestion(name)}"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
@@ -157,10 +144,7 @@ def download(name: str) -> Path:
     except Exception as error:  # of several HTTP libraries, by version
         reason = f"cannot be downloaded: {brief(error).splitlines()[0] if str(error) else type(error).__name__}"
         fix = "a network connection, or the path of a folder that has its files"
-    raise DataError(f"{name} is not a folder, and {reason}.\nFix: {fix}")
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    raise DataError(f"{name} is not a folder, and {reason}.\nFix: {fix}{_suggestion(name)}")
 
 
 M = TypeVar("M")
@@ -174,11 +158,7 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
     def build(self, model_class: Callable[[Any], M]) -> M:
-        """The model, in evaluation mode.
-
-        Raises:
-            DataError: if torch cannot build it, or a weight is missing, unknown or of another shape.
-        """
+        """The model, in evaluation mode; a DataError if a weight is missing, unknown or of another shape."""
         try:
             with torch.device("meta"):  # no memory and no initialisation for weights that are replaced below
                 model: Any = model_class(self.config)
@@ -205,50 +185,42 @@ def read_checkpoint(folder: Path, *, mask: Mask | str | None = None) -> Checkpoi
     """Read a folder written by lowtri or transformers; arguments and errors are those of :func:`lowtri.nn.checkpoint.load`."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: a checkpoint is a folder with config.json and model.safetensors")
-    config = _read_config(folder, mask)
+    content = read_json(folder, "config.json")
+    if content is None:
+        raise DataError(f"{folder} has no config.json: it is not a checkpoint, or not a finished one")
+    config = from_json(content, folder / "config.json", mask)
+    # Chat models keep their end-of-sequence ids in generation_config.json.
+    generation = read_json(folder, "generation_config.json") or {}
+    ends = end_ids(generation.get("eos_token_id"), folder / "generation_config.json")
+    if ends is not None and isinstance(config, DecoderConfig):
+        config = replace(config, eos_token_id=ends)
     tensors = _read_weights(folder)
     check_sizes(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
     return Checkpoint(folder, config, from_conv1d(tensors) if isinstance(config, GPT2Config) else tensors)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point torch dtype, from a dtype or its name.
-
-    Raises:
-        DataError: for any other.
-    """
+    """A floating-point torch dtype, from a dtype or its name."""
     converted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(converted, torch.dtype) and converted.is_floating_point):
         raise DataError(f"dtype is {dtype!r}. Fix: float32, bfloat16, float16 or float64")
     return converted
 
 
-def _read_config(folder: Path, mask: Mask | str | None) -> DecoderConfig | RecurrentConfig:
-    path, content = folder / "config.json", read_json(folder, "config.json")
-    if content is None:
-        raise DataError(f"{folder} has no config.json: it is not a checkpoint, or not a finished one")
-    # Chat models keep their end-of-sequence ids in generation_config.json.
-    generation = read_json(folder, "generation_config.json") or {}
-    ends = end_ids(generation.get("eos_token_id"), folder / "generation_config.json")
-    config = from_json(content, path, mask)
-    return config if ends is None or isinstance(config, RecurrentConfig) else replace(config, eos_token_id=ends)
-
-
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, from model.safetensors or its shards."""
-    index = folder / "model.safetensors.index.json"
-    listed = None if file_in(folder, "model.safetensors") is not None else read_json(folder, index.name)
-    if listed is None:
-        tensors = _read_file(folder, "model.safetensors")
-    else:
+    files, listed, index = ["model.safetensors"], None, folder / "model.safetensors.index.json"
+    if file_in(folder, files[0]) is None:
+        listed = read_json(folder, index.name)
+    if listed is not None:
         if not isinstance(listed.get("weight_map"), dict):
             raise DataError(f"{index} has no weight_map, which names the file of each weight")
-        shards = sorted({_inside(shard, index) for shard in listed["weight_map"].values()})
-        tensors = {name: tensor for shard in shards for name, tensor in _read_file(folder, shard).items()}
+        files = sorted({_inside(shard, index) for shard in listed["weight_map"].values()})
+    tensors = {name: tensor for file in files for name, tensor in _read_file(folder, file).items()}
     if not tensors:
         raise DataError(f"{folder / 'model.safetensors'} has no weights in it")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise DataError(
                 f"{folder}: the weight {brief(name)} is {tensor.dtype}, expected floats of 16, 32 or 64 bits"
             )

@@ -11,10 +11,8 @@ or widened in blocks, whichever is faster, and those of float16 are widened.
 A scale per token keeps tokens independent: no output depends on later tokens, on padding, or on other rows of the batch.
 Source: Zafrir et al. 2019 (8-bit weights and activations); Khudia et al. 2021 (FBGEMM).
 
-Which of several ways to compute a product is faster depends on the CPU and on torch's libraries: MKL multiplies one row by a float32
-matrix at the speed of memory on Intel, and at half of it on AMD, where FBGEMM is faster on two float16 numbers for each weight; a bf16
-product of matrices is fast where the CPU has instructions for it. So the ways are timed where the model runs, on its own matrices, in
-its order, for some tenths of a second.
+Which of several ways to compute a product is faster depends on the CPU and on torch's libraries, so they are timed where the model
+runs, on its own matrices, in its order, for some tenths of a second.
 """
 
 from __future__ import annotations
@@ -77,11 +75,6 @@ class Form(NamedTuple):
         return [way for way in self.ways if way.fbgemm in (None, has)]
 
 
-def rows_index(x: Tensor) -> int:
-    """The index of the timed number of rows that stands for those of x (..., in)."""
-    return min(bisect_left(_ROWS, x.shape[:-1].numel()), len(_ROWS) - 1)
-
-
 def seconds(ways: Runs, clock: Callable[[], float] | None = None) -> list[list[float]]:
     """The least seconds of each run. A way runs from its first to its last one, by turns with the others.
 
@@ -134,37 +127,27 @@ class Choices:
         for matrix in matrices:
             enough = matrix.shape in chosen and (len(ways) == 1 or sum(x.numel() for x in sample) > _SAMPLE)
             if not enough and (weights, matrix.shape, threads) not in self._known:
-                chosen.setdefault(matrix.shape, [])
+                chosen[matrix.shape] = []
                 sample.append(matrix)
         parts = [form.store(matrix[: max(1, _MATRIX // max(matrix.shape[1], 1))]) for matrix in sample]
         made = {way: [way.make(part) for part in parts] for way in ways} if len(ways) > 1 else {}
-        for rows in _ROWS:
+        for rows in _ROWS if sample else ():
             candidates = [way for way in ways if rows in way.rows]
-            totals = {shape: [0.0] * len(candidates) for shape in chosen}
-            if len(candidates) > 1 and sample:
+            times = [[0.0] * len(sample)]
+            if len(candidates) > 1:
                 inputs = [torch.ones(rows, part.shape[1], dtype=torch.float32, device="cpu") for part in parts]
                 runs = [[partial(f, x) for f, x in zip(made[way], inputs, strict=True)] for way in candidates]
                 with torch.no_grad():
                     times = self._measure(runs)
-                for i, of_way in enumerate(times):
-                    for matrix, of_run in zip(sample, of_way, strict=True):
-                        totals[matrix.shape][i] += of_run
-            for shape, total in totals.items():
-                chosen[shape].append(candidates[_first_best(total)])
+            for shape, found in chosen.items():
+                best, least = candidates[0], math.inf
+                for way, taken in zip(candidates, times, strict=True):
+                    total = sum(t for matrix, t in zip(sample, taken, strict=True) if matrix.shape == shape)
+                    if total <= _GAIN * least:
+                        best, least = way, total
+                found.append(best)
         for shape, found in chosen.items():
             self._known.setdefault((weights, shape, threads), tuple(found))
-
-
-def _first_best(times: Sequence[float]) -> int:
-    """The index of the least time; of times that noise may have ordered, the first one."""
-    best = 0
-    for i, taken in enumerate(times):
-        best = i if taken <= _GAIN * times[best] else best
-    return best
-
-
-def _torch(weight: Tensor) -> Product:
-    return lambda x: nn.functional.linear(x, weight)
 
 
 def _two_float16(weight: Tensor) -> Product:
@@ -182,18 +165,9 @@ def _two_float16(weight: Tensor) -> Product:
     return product
 
 
-def _bf16(weight: Tensor) -> Product:
-    return lambda x: nn.functional.linear(x.bfloat16(), weight).float()
-
-
 def _widened(weight: Tensor) -> Product:
     """The product in float32; many CPUs have no fast bf16 product of matrices."""
     return lambda x: nn.functional.linear(x.bfloat16().float(), weight.float()).bfloat16().float()
-
-
-def _float16(weight: Tensor) -> Product:
-    packed = torch_quantized.pack_float16(weight)
-    return lambda x: torch_quantized.linear_float16(x, packed)
 
 
 def _scales(weight: Tensor) -> Tensor:
@@ -253,14 +227,27 @@ WEIGHTS = {
     "float32": Form(
         lambda weight: weight.to(torch.float32, copy=True),  # a tied embedding may be changed in place
         # Two products for each weight: this can be faster only where reading the weights takes the time.
-        (Way("torch", _torch), Way("two_float16", _two_float16, _FEW, fbgemm=True)),
+        (
+            Way("torch", lambda weight: partial(nn.functional.linear, weight=weight)),
+            Way("two_float16", _two_float16, _FEW, fbgemm=True),
+        ),
     ),
     # To widen a weight reads and writes five times its bytes: this can be faster only where computing takes the time.
-    "bf16": Form(lambda weight: weight.bfloat16(), (Way("torch", _bf16), Way("widened", _widened, _MANY))),
+    "bf16": Form(
+        lambda weight: weight.bfloat16(),
+        (
+            Way("torch", lambda weight: lambda x: nn.functional.linear(x.bfloat16(), weight).float()),
+            Way("widened", _widened, _MANY),
+        ),
+    ),
     "float16": Form(
         lambda weight: weight,
         (
-            Way("fbgemm", _float16, fbgemm=True),
+            Way(
+                "fbgemm",
+                lambda weight: partial(torch_quantized.linear_float16, packed=torch_quantized.pack_float16(weight)),
+                fbgemm=True,
+            ),
             Way("blocks", lambda weight: _in_blocks(weight.half()), fbgemm=False),
         ),
     ),
@@ -328,7 +315,7 @@ class QuantizedLinear(nn.Module):
         if x.ndim == 1:  # FBGEMM multiplies matrices only
             return self.forward(x[None])[0]
         float32 = x.dtype is torch.float32
-        y = self._products[rows_index(x)](x if float32 else x.float())
+        y = self._products[min(bisect_left(_ROWS, x.shape[:-1].numel()), len(_ROWS) - 1)](x if float32 else x.float())
         if self.bias is not None:
             y = y + self.bias
         return y if float32 else y.to(x.dtype)

@@ -18,8 +18,6 @@ from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.config import RecurrentConfig, check_not_set
 
-_CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-
 
 class RecurrentState:
     """The recurrent state of each row; the ``cache`` of a :class:`RecurrentLM`. Its size does not depend on the length."""
@@ -90,7 +88,7 @@ class RecurrentLM(nn.Module):
         self.config = RecurrentConfig(vocab_size, hidden_size, num_hidden_layers, cell, tie_word_embeddings)
         self.mask = as_mask("causal")
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
-        self.cells = _CELLS[cell](hidden_size, hidden_size, num_hidden_layers, batch_first=True)
+        self.cells = getattr(nn, cell.upper())(hidden_size, hidden_size, num_hidden_layers, batch_first=True)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         self.tie_weights()
 
@@ -106,13 +104,7 @@ class RecurrentLM(nn.Module):
     @classmethod
     def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
         """A newly initialised model."""
-        return cls(
-            config.vocab_size,
-            config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            cell=config.cell,
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
+        return cls(**{name: value for name, value in vars(config).items() if name != "mask"})
 
     def make_cache(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
         """An empty state for ``batch_size`` sequences.
@@ -171,23 +163,22 @@ class RecurrentLM(nn.Module):
 
     def _run(self, x: Tensor, reset: NDArray[np.bool_], pad: NDArray[np.bool_], state: RecurrentState) -> Tensor:
         """Run the cells over segments in which no row is reset and the same rows are padding."""
-        n = x.shape[1]
+        lstm = isinstance(self.cells, nn.LSTM)
+        if state.hidden is None:
+            layers = self.cells.num_layers * (1 + self.cells.bidirectional)
+            zeros = x.new_zeros(layers, x.shape[0], self.cells.hidden_size)
+            state.hidden = (zeros, zeros) if lstm else (zeros,)
         cut = np.asarray(reset.any(axis=0))
         cut[1:] |= (pad[:, 1:] != pad[:, :-1]).any(axis=0)
         starts = sorted({0, *np.flatnonzero(cut).tolist()})
         outputs = []
-        for start, stop in zip(starts, [*starts[1:], n], strict=True):
-            old = state.hidden if state.hidden is not None else self._zeros(x)
-            old = tuple(_where(reset[:, start], torch.zeros_like(part), part) for part in old)
-            output, new = self.cells(x[:, start:stop], old if isinstance(self.cells, nn.LSTM) else old[0])
-            new = new if isinstance(new, tuple) else (new,)
+        for start, stop in zip(starts, [*starts[1:], x.shape[1]], strict=True):
+            old = tuple(_where(reset[:, start], torch.zeros_like(part), part) for part in state.hidden)
+            output, new = self.cells(x[:, start:stop], old if lstm else old[0])
+            new = new if lstm else (new,)
             state.hidden = tuple(_where(pad[:, start], before, after) for before, after in zip(old, new, strict=True))
             outputs.append(output)
-        return torch.cat(outputs, dim=1) if outputs else x
-
-    def _zeros(self, x: Tensor) -> tuple[Tensor, ...]:
-        shape = (self.config.num_hidden_layers, x.shape[0], self.config.hidden_size)
-        return tuple(x.new_zeros(shape) for _ in range(2 if isinstance(self.cells, nn.LSTM) else 1))
+        return torch.cat(outputs, dim=1)
 
 
 def _where(rows: NDArray[np.bool_], x: Tensor, y: Tensor) -> Tensor:
