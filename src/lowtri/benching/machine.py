@@ -7,14 +7,14 @@ import platform
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lowtri import system
 from lowtri._version import __version__
+from lowtri.extras import is_installed
 
-_PACKAGES = ("numpy", "torch")
 _CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 * 2**20
 
@@ -82,10 +82,5 @@ def last_cache_bytes() -> int:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, lowtri and its numerical packages; None for what is not installed."""
-    numbers: dict[str, str | None] = {"lowtri": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            numbers[name] = version(name)
-        except PackageNotFoundError:
-            numbers[name] = None
-    return numbers
+    own = {"lowtri": __version__, "python": platform.python_version()}
+    return own | {name: version(name) if is_installed(name) else None for name in ("numpy", "torch")}

@@ -162,16 +162,12 @@ def _expansion(part: Any) -> int:
     while pending and expansion <= 2**64:
         node = pending.pop()
         if isinstance(node, dict):
-            expansion *= _replace_expansion(node) if node.get("type") == "Replace" else 1
+            if node.get("type") == "Replace":
+                pattern, length = node.get("pattern"), len(str(node.get("content", "")))
+                literal = pattern.get("String") if isinstance(pattern, dict) else None
+                # A regular expression may match the empty string before every character.
+                expansion *= max(1, -(-length // len(literal))) if literal else 1 + length
             pending.extend(node.values())
         elif isinstance(node, list):
             pending.extend(node)
     return expansion
-
-
-def _replace_expansion(step: dict[str, Any]) -> int:
-    pattern, content = step.get("pattern"), str(step.get("content", ""))
-    literal = pattern.get("String") if isinstance(pattern, dict) else None
-    if literal:
-        return max(1, -(-len(content) // len(literal)))
-    return 1 + len(content)  # a regular expression may match the empty string before every character

@@ -125,15 +125,15 @@ def _decoder_config(content: Mapping[str, Any], path: Path, mask_text: str | Non
                 only = " or ".join(map(repr, supported)) or "none"
                 raise DataError(f"{path}: got {key} {value!r:.60}; lowtri's Decoder has {only} only")
     names = {name: name for name in _SIZES} | (_GPT2_KEYS if kind == "gpt2" else {})
-    fields = {"tie_word_embeddings": kind in ("smollm3", "gpt2")}
+    fields: dict[str, Any] = {"tie_word_embeddings": kind in ("smollm3", "gpt2")}
     fields |= {ours: content[theirs] for theirs, ours in names.items() if content.get(theirs) is not None}
     check_layers(fields.get("num_hidden_layers"), path)
     fields |= {"eos_token_id": end_ids(content.get("eos_token_id"), path)}
     fields |= {"mask": mask_text or _declared_mask(content, path)}
     if kind == "gpt2":
         return gpt2_config(**fields)
-    for name, key in _KINDS[kind][1].items():
-        fields[name] = bool(content.get(key)) if isinstance(key, str) else key
+    for name, switch in _KINDS[kind][1].items():
+        fields[name] = bool(content.get(switch)) if isinstance(switch, str) else switch
     theta = rope.get("rope_theta") or content.get("rope_theta") or (2e6 if kind == "smollm3" else 1e4)
     layers = _rotary_layers(content) if kind == "smollm3" else None
     return DecoderConfig(**fields, rope_theta=theta, rope_scaling=_scaling_of(rope, content, path), rope_layers=layers)

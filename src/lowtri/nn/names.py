@@ -209,14 +209,26 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, from model.safetensors or its shards."""
-    files, listed, index = ["model.safetensors"], None, folder / "model.safetensors.index.json"
-    if file_in(folder, files[0]) is None:
+    require("reading a checkpoint", "safetensors")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    names, listed, index = ["model.safetensors"], None, folder / "model.safetensors.index.json"
+    if file_in(folder, names[0]) is None:
         listed = read_json(folder, index.name)
     if listed is not None:
         if not isinstance(listed.get("weight_map"), dict):
             raise DataError(f"{index} has no weight_map, which names the file of each weight")
-        files = sorted({_inside(shard, index) for shard in listed["weight_map"].values()})
-    tensors = {name: tensor for file in files for name, tensor in _read_file(folder, file).items()}
+        names = sorted({_inside(shard, index) for shard in listed["weight_map"].values()})
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        path = file_in(folder, name)
+        if path is None:
+            raise DataError(f"{folder} has no {name}: training is not finished, or it is kept elsewhere")
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise DataError(f"{path} is damaged: {brief(error)}") from None
     if not tensors:
         raise DataError(f"{folder / 'model.safetensors'} has no weights in it")
     for name, tensor in tensors.items():
@@ -235,17 +247,3 @@ def _inside(shard: Any, index: Path) -> str:
             f"{index} names {shard!r:.200}, which is not a file of its folder. Fix: weights from another source"
         )
     return str(PurePosixPath(shard))  # normalised, so that each file is read once
-
-
-def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    require("reading a checkpoint", "safetensors")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = file_in(folder, name)
-    if path is None:
-        raise DataError(f"{folder} has no {name}: training is not finished, or it is kept elsewhere")
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{path} is damaged: {brief(error)}") from None
