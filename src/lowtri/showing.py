@@ -5,8 +5,7 @@ Weights are pooled to the cells of a picture: at most 64 each way for one head, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,53 +18,40 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import in_numpy, is_tensor
 from lowtri.masks.picture import cells_of
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.labels import aligned, token_labels
+from lowtri.pictures.grids import MAX_CELLS, Grid, Panel, beside_one_another, levels, picture, shades
+from lowtri.pictures.labels import token_labels
 from lowtri.pictures.pages import card, page
-from lowtri.pictures.svg import (
-    HIDDEN,
-    LETTER,
-    MAX_CELLS,
-    Grid,
-    document,
-    fill,
-    grid_lines,
-    ink_over,
-    legend,
-    legend_width,
-    shades,
-    text,
-)
+from lowtri.pictures.svg import BOLD, fill
 
 MAX_HEADS = 64  # heads of an overview
 SMALL = 12  # cells of a head in the overview, each way
 _AT_ONCE = 2**24  # numbers of a head that are read; of larger heads, some rows of each cell
 FEW = 12  # rows and columns up to which the numbers are written
-_SHADES = "·░▒▓█"
-_HIDDEN, _NAN = "╱", "?"
-_WIDE = 96  # columns of the overview
-_MARGIN, _AXIS = 16, 18
-_THUMB, _GAP, _A_ROW = 60, 20, 8  # the overview: side of a map, distance, maps in a row
+_LOOKS = shades("visible")
+_WIDE = 96  # columns of the overview as text
+_THUMB, _A_ROW = 60, 8  # of the overview as SVG: side of a map, maps in a row
 
 
 @dataclass(frozen=True)
 class Cells:
     """One head, pooled: every row of cells still sums to 1 if the weights do."""
 
-    values: NDArray[
-        np.float64
-    ]  # (rows, columns): means over a cell's queries of the weight on its keys; NaN if one was
+    values: NDArray[np.float64]  # (rows, columns): means over a cell's queries of the weight on its keys, or NaN
     visible: NDArray[np.int8] | None  # (rows, columns): 0 hidden, 1 partly, 2 visible; None without a mask
     step: int  # positions to a cell, each way
     rows_read: int  # queries of a cell that were read
 
+    @property
+    def hidden(self) -> Any:
+        """Cells that are hatched; a weight on a hidden pair is drawn as a weight."""
+        return False if self.visible is None else (self.visible == 0) & (self.values == 0)
 
-@dataclass(frozen=True)
-class Maps:
-    """What a picture of weights shows."""
 
-    heads: int
-    queries: int
-    keys: int
+@dataclass(frozen=True, repr=False)
+class WeightMaps:
+    """The result of :func:`lowtri.show`: notebooks show it as a picture, ``print`` as text, and :meth:`save` writes a file."""
+
+    shape: tuple[int, int, int]  # heads, queries, keys
     head: int  # the one that is shown large
     large: Cells
     small: tuple[Cells, ...]  # the overview: the first heads; empty if there is one head
@@ -73,33 +59,49 @@ class Maps:
     query_labels: tuple[str, ...] = ()  # one for each row of `large`, or none
     key_labels: tuple[str, ...] = ()
 
-    @property
-    def left_out(self) -> int:
-        return self.heads - len(self.small) if self.small else 0
-
-
-@dataclass(frozen=True, repr=False)
-class WeightMaps:
-    """The result of :func:`lowtri.show`: notebooks show it as a picture, ``print`` as text, and :meth:`save` writes a file."""
-
-    maps: Maps
-
     def __str__(self) -> str:
-        return _as_text(self.maps)
+        """The overview, then the head that is shown large."""
+        maps = [[f"head {h}", *self._grid(cells).lines()] for h, cells in enumerate(self.small)]
+        a_line = max(1, _WIDE // (max(map(len, maps[-1])) + 2)) if maps else 1
+        lines = [line for i in range(0, len(maps), a_line) for line in beside_one_another(maps[i : i + a_line], "  ")]
+        lines += [*self._left_out, "", f"head {self.head}"] if maps else []
+        labels = {}
+        if self._numbers:
+            rows, columns = self.large.values.shape
+            first = max(columns - rows, 0)
+            labels = {
+                "rows": self.query_labels or [str(first + i) for i in range(rows)],
+                "columns": self.key_labels or [str(j) for j in range(columns)],
+            }
+        words = [f"queries down, keys across; · 0, █ {_short_number(self.greatest)}"]
+        words += [f"{look.sign} {look.meaning}" for look in self._marks]
+        return "\n".join([*lines, *self._large(**labels).lines(), "", ", ".join(words), *self._scale])
 
     def __repr__(self) -> str:
-        maps = self.maps
-        return f"<WeightMaps of {maps.heads} x {maps.queries} x {maps.keys} weights>"
+        return f"<WeightMaps of {' x '.join(map(str, self.shape))} weights>"
 
     def to_svg(self) -> str:
-        """The picture as SVG text."""
-        return _as_svg(self.maps)
+        """The picture as SVG text, at most 900 points wide; its text has a bounded size at any number of heads and tokens."""
+        heads, queries, keys = self.shape
+        title = f"attention weights: {f'{heads:,} heads, ' * (heads > 1)}{queries:,} queries, {keys:,} keys"
+        maps = []
+        for h, cells in enumerate(self.small):
+            unit = _THUMB // max(cells.values.shape)  # whole numbers keep the paths short
+            style = BOLD if h == self.head else f" {fill('soft')}"
+            maps.append(self._grid(cells, wide=unit, high=unit, title=f"head {h}", title_style=style))
+        panels = [Panel(maps[i : i + _A_ROW], "" if i else title, "", "") for i in range(0, len(maps), _A_ROW)]
+        size = 34.0 if self._numbers else max(6.0, min(24.0, 420 / max(self.large.values.shape)))
+        large = self._large(wide=size, high=size, rows=self.query_labels, columns=self.key_labels)
+        panels.append(Panel([large], f"head {self.head}" if maps else title))
+        meanings = {16: 1.0, 8: 0.5, 0: 0.0}
+        legend = [_LOOKS[i]._replace(meaning=f"weight {_short_number(x * self.greatest)}") for i, x in meanings.items()]
+        return picture(title, panels, [*legend, *self._marks], [*self._left_out, *self._scale])
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def _repr_html_(self) -> str:
-        return card("weights", self.to_svg(), f"lowtri.show(weights), head={self.maps.head}", str(self))
+        return card("weights", self.to_svg(), f"lowtri.show(weights), head={self.head}", str(self))
 
     def save(self, path: str | Path) -> Path:
         """Write the picture, by the file's name as .svg, .html, .png, .pdf or .txt; atomically.
@@ -109,14 +111,42 @@ class WeightMaps:
         Raises:
             DataError: if the name ends in none of these, or the file cannot be written, or matplotlib is missing.
         """
-        forms = {".svg": self.to_svg, ".html": self._as_page, ".txt": self._as_file}
-        return save_picture(path, forms)
 
-    def _as_page(self) -> str:
-        return page("weights", "attention weights", [self.to_svg()])
+        def html() -> str:
+            return page("weights", "attention weights", [self.to_svg()])
 
-    def _as_file(self) -> str:
-        return f"{self}\n"
+        return save_picture(path, {".svg": self.to_svg, ".html": html, ".txt": lambda: f"{self}\n"})
+
+    @property
+    def _numbers(self) -> bool:
+        return max(self.large.values.shape) <= FEW
+
+    def _grid(self, cells: Cells, **options: Any) -> Grid:
+        return Grid(levels(cells.values / self.greatest, cells.hidden), _LOOKS, **options)
+
+    def _large(self, **options: Any) -> Grid:
+        hidden = np.broadcast_to(self.large.hidden, self.large.values.shape).tolist()
+        rows = zip(self.large.values.tolist(), hidden, strict=True)
+        numbers = [["" if hide else _short_number(x) for x, hide in zip(*row, strict=True)] for row in rows]
+        return self._grid(self.large, numbers=numbers if self._numbers else (), **options)
+
+    @property
+    def _marks(self) -> list[Any]:
+        """What the legend says besides the weights: hidden, and not a number."""
+        has_nan = any(np.isnan(cells.values).any() for cells in (self.large, *self.small))
+        return [_LOOKS[17]] * (self.large.visible is not None) + [_LOOKS[18]] * has_nan
+
+    @property
+    def _left_out(self) -> list[str]:
+        left_out = self.shape[0] - len(self.small)
+        return [f"... and {left_out} more heads"] * bool(self.small and left_out)
+
+    @property
+    def _scale(self) -> list[str]:
+        """What a cell stands for, where it is not one pair."""
+        step, read = self.large.step, self.large.rows_read
+        some = f", {read} queries of it read" * (read < step)
+        return [f"a cell: the weight on {step:,} keys together, mean over {step:,} queries{some}"] * (step > 1)
 
 
 def show(
@@ -171,7 +201,7 @@ def show(
     large = pool(weights, head, MAX_CELLS, allowed)
     small = tuple(pool(weights, h, SMALL, allowed) for h in range(min(heads, MAX_HEADS))) if heads > 1 else ()
     greatest = max((float(np.nanmax(c.values)) for c in (large, *small) if not np.isnan(c.values).all()), default=1.0)
-    return WeightMaps(Maps(heads, nq, nk, head, large, small, greatest or 1.0, queries, keys))
+    return WeightMaps((heads, nq, nk), head, large, small, greatest or 1.0, queries, keys)
 
 
 def _checked(weights: Any) -> Any:
@@ -224,24 +254,13 @@ def _summed(rows: Any, step: int) -> NDArray[np.float64]:
     if isinstance(numbers, str):
         raise CallError(f"show: {numbers}. Fix: weights with numbers.")
     numbers = numbers.astype(np.float64)
-    if (numbers < 0).any() or np.isinf(numbers).any():
+    wrong = (numbers < 0) | np.isinf(numbers)
+    if wrong.any():
         raise CallError(
-            f"show: got a weight of {numbers[(numbers < 0) | np.isinf(numbers)][0]:g}; expected at least 0, and finite.\n"
+            f"show: got a weight of {numbers[wrong][0]:g}; expected at least 0, and finite.\n"
             "Fix: pass them after the softmax."
         )
     return np.add.reduceat(numbers, np.arange(0, numbers.shape[1], step), axis=1) if step > 1 else numbers
-
-
-# Text.
-
-
-def _as_text(maps: Maps) -> str:
-    """The overview, then the head that is shown large."""
-    lines = list(_small_text(maps)) if maps.small else []
-    if lines:
-        lines += ["", f"head {maps.head}"]
-    lines += _number_table(maps) if max(maps.large.values.shape) <= FEW else _shades(maps.large, maps.greatest)
-    return "\n".join([*lines, "", *_legend_text(maps)])
 
 
 def _short_number(x: float) -> str:
@@ -255,148 +274,3 @@ def _short_number(x: float) -> str:
     if x == int(x) and x < 1000:
         return str(int(x))
     return f"{x:.2f}".lstrip("0") if x < 0.995 else f"{x:.3g}"
-
-
-def _cell_note(cells: Cells) -> str:
-    """What a cell stands for; empty if it is one pair."""
-    if cells.step == 1:
-        return ""
-    read = f", {cells.rows_read} queries of it read" if cells.rows_read < cells.step else ""
-    return f"a cell: the weight on {cells.step:,} keys together, mean over {cells.step:,} queries{read}"
-
-
-def _small_text(maps: Maps) -> Iterator[str]:
-    drawn = [_shades(cells, maps.greatest) for cells in maps.small]
-    wide = max(len(drawn[0][0]), len(f"head {len(drawn) - 1}")) + 2
-    a_line = max(1, _WIDE // wide)
-    for first in range(0, len(drawn), a_line):
-        group = range(first, min(first + a_line, len(drawn)))
-        yield "".join(f"head {h}".ljust(wide) for h in group).rstrip()
-        for i in range(len(drawn[0])):
-            yield "".join(drawn[h][i].ljust(wide) for h in group).rstrip()
-    if maps.left_out:
-        yield f"... and {maps.left_out} more heads"
-
-
-def _shades(cells: Cells, greatest: float) -> list[str]:
-    rows, columns = cells.values.shape
-    return ["".join(_sign(cells, i, j, greatest) for j in range(columns)) for i in range(rows)]
-
-
-def _sign(cells: Cells, i: int, j: int, greatest: float) -> str:
-    x = cells.values[i, j]
-    if np.isnan(x):
-        return _NAN
-    if cells.visible is not None and cells.visible[i, j] == 0 and x == 0:
-        return _HIDDEN
-    return _SHADES[math.ceil(4 * x / greatest - 1e-9)]  # only 0 is a dot
-
-
-def _number_table(maps: Maps) -> list[str]:
-    """The table of one head, with labels."""
-    cells = maps.large
-    rows, columns = cells.values.shape
-    keys = maps.key_labels or tuple(str(j) for j in range(columns))
-    queries = maps.query_labels or tuple(str(maps.keys - rows + i) if rows <= columns else str(i) for i in range(rows))
-    table = [("", *keys)]
-    for i, query in enumerate(queries):
-        signs = (_sign(cells, i, j, maps.greatest) for j in range(columns))
-        line = [sign if sign == _HIDDEN else _short_number(cells.values[i, j]) for j, sign in enumerate(signs)]
-        table.append((query, *line))
-    return aligned(table, "  ", right=True)
-
-
-def _legend_text(maps: Maps) -> Iterator[str]:
-    every = [maps.large, *maps.small]
-    words = [f"queries down, keys across; · 0, █ {_short_number(maps.greatest)}"]
-    words += [f"{_HIDDEN} hidden"] * (maps.large.visible is not None)
-    words += [f"{_NAN} not a number"] * any(np.isnan(cells.values).any() for cells in every)
-    yield ", ".join(words)
-    if note := _cell_note(maps.large):
-        yield note
-
-
-# SVG.
-
-
-def _as_svg(maps: Maps) -> str:
-    """The picture, at most 900 points wide; its text has a bounded size at any number of heads and tokens."""
-    few = max(maps.large.values.shape) <= FEW
-    cell = 34.0 if few else max(6.0, min(24.0, 420 / max(maps.large.values.shape)))
-    looks, numbers = _looks(maps.large, maps.greatest), _numbers(maps) if few else ()
-    grid = Grid(looks, cell, cell, maps.query_labels, maps.key_labels, numbers, shaded=True)
-    side, slanted = _MARGIN + _AXIS + grid.side, grid.slanted
-    entries = list(_legend(maps))
-    note = _cell_note(maps.large)
-    across = min(len(maps.small), _A_ROW)
-    overview = 0.0 if not maps.small else 26 + (_THUMB + 28) * -(-len(maps.small) // _A_ROW) + 20 * bool(maps.left_out)
-    large = _MARGIN + overview + 30 + slanted  # where the large map begins
-    bottom = large + grid.height + 24 + _AXIS
-    width = max(
-        side + grid.width + slanted * 0.9 + _MARGIN,
-        2 * _MARGIN + across * (_THUMB + _GAP),
-        2 * _MARGIN + max(legend_width(entries), LETTER * len(note), LETTER * len(_title(maps))),
-    )
-
-    def body() -> Iterator[str]:
-        if maps.small:
-            yield text(_MARGIN, _MARGIN + 12, _title(maps), ' font-weight="bold"')
-            yield from _overview(maps)
-        heading = f"head {maps.head}" if maps.small else _title(maps)
-        yield text(side if maps.small else _MARGIN, large - slanted - 14, heading, ' font-weight="bold"')
-        yield from grid.svg(side, large)
-        yield grid.keys_word(side, large)
-        yield grid.queries_word(_MARGIN - 4, large)
-        yield from legend(_MARGIN, bottom, entries)
-        if note:
-            yield text(_MARGIN, bottom + 31, note)
-
-    return document(width, bottom + 30 + 20 * bool(note), _title(maps), body())
-
-
-def _title(maps: Maps) -> str:
-    heads = f"{maps.heads:,} heads, " if maps.heads > 1 else ""
-    return f"attention weights: {heads}{maps.queries:,} queries, {maps.keys:,} keys"
-
-
-def _overview(maps: Maps) -> Iterator[str]:
-    for h, cells in enumerate(maps.small):
-        x = _MARGIN + h % _A_ROW * (_THUMB + _GAP)
-        y = _MARGIN + 40 + h // _A_ROW * (_THUMB + 28)
-        rows, columns = cells.values.shape
-        unit = _THUMB // max(rows, columns)  # whole numbers keep the paths short
-        shown = ' font-weight="bold"' if h == maps.head else f" {fill('soft')}"
-        yield text(x, y - 4, f"head {h}", f' font-size="10"{shown}')
-        yield from Grid(_looks(cells, maps.greatest), unit, unit, shaded=True, lines=False).svg(x, y)
-        yield grid_lines(x, y, 1, 1, columns * unit, rows * unit)
-    if maps.left_out:
-        y = _MARGIN + 40 + -(-len(maps.small) // _A_ROW) * (_THUMB + 28)
-        yield text(_MARGIN, y, f"... and {maps.left_out:,} more heads")
-
-
-def _is_hidden(cells: Cells) -> NDArray[np.bool_]:
-    """Cells that are hatched; a weight on a hidden pair is drawn as a weight."""
-    return np.zeros(cells.values.shape, bool) if cells.visible is None else (cells.visible == 0) & (cells.values == 0)
-
-
-def _looks(cells: Cells, greatest: float) -> NDArray[np.object_]:
-    return shades(cells.values / greatest, fill("visible"), _is_hidden(cells))
-
-
-def _numbers(maps: Maps) -> list[list[tuple[str, str]]]:
-    hidden, values = _is_hidden(maps.large), maps.large.values
-
-    def number(x: float, hidden: bool) -> tuple[str, str]:
-        ink = fill("paper") if np.isnan(x) else ink_over(x / maps.greatest)
-        return "" if hidden else _short_number(x), ink
-
-    return [[number(x, h) for x, h in zip(*row, strict=True)] for row in zip(values, hidden, strict=True)]
-
-
-def _legend(maps: Maps) -> Iterator[tuple[str, str]]:
-    for share in (1, 0.5, 0):
-        yield f'{fill("visible")} fill-opacity="{share}"', f"weight {_short_number(share * maps.greatest)}"
-    if maps.large.visible is not None:
-        yield HIDDEN, "hidden"
-    if any(np.isnan(cells.values).any() for cells in (maps.large, *maps.small)):
-        yield fill("leak"), "not a number"

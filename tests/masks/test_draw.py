@@ -35,8 +35,8 @@ from lowtri.masks import (
     window,
 )
 from lowtri.masks.picture import MAX_PANELS, cells_of, draw, picture_size, svg
+from lowtri.pictures.grids import MAX_CELLS
 from lowtri.pictures.labels import display_width, shortened, split
-from lowtri.pictures.svg import MAX_CELLS
 
 # Text.
 
@@ -381,7 +381,7 @@ def test_the_picture_in_the_documentation_is_up_to_date() -> None:
 def test_svg_distinguishes_hidden_from_weight_zero() -> None:
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     text = svg(causal(), 2, weights=weights)
-    assert cells(text, "url(#hidden)") == 1
+    assert text.count("url(#hidden)") == 2  # a cell and the legend
     assert (
         text.count('fill-opacity="0"') == 2 and text.count('fill-opacity="1"') == 2
     )  # a cell and the legend; two cells

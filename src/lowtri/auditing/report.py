@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,31 +12,26 @@ import numpy.typing as npt
 from lowtri.auditing.finding import Finding, Leak, Noise
 from lowtri.errors import LeakError, UndecidedError
 from lowtri.pictures.files import save_picture
+from lowtri.pictures.grids import Grid, Look, Panel, picture, used
 from lowtri.pictures.labels import shortened, spelled_out
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
-from lowtri.pictures.svg import HIDDEN, OUTLINED, Grid, document, fill, legend, text
+from lowtri.pictures.svg import HIDDEN, OUTLINED, fill
 
-
-class _Look(NamedTuple):
-    fill: str  # the attributes of its cells
-    meaning: str
-
-
-_LOOKS = {
-    "█": _Look(fill("visible"), "declared and seen"),
-    "○": _Look(OUTLINED, "declared, never seen"),
-    "▒": _Look(fill("partly"), "declared, not looked at"),
-    "·": _Look(HIDDEN, "hidden"),
-    "✗": _Look(fill("leak"), "leak"),
-}
-_MARGIN, _SIDE, _TOP, _LINE = 10, 34, 40, 20
-_WIDE = 340  # its letters can still be read on a telephone
+_LOOKS = (
+    Look("█", fill("visible"), "declared and seen"),
+    Look("○", OUTLINED, "declared, never seen"),
+    Look("▒", fill("partly"), "declared, not looked at"),
+    Look("·", HIDDEN, "hidden"),
+    Look("✗", fill("leak"), "leak"),
+)
+_SEEN, _UNSEEN, _NOT_LOOKED_AT, _HIDDEN, _LEAK = range(5)
+_WIDE = 290  # of the cells in SVG: letters can still be read on a telephone
 
 
 def cells(
     allowed: npt.NDArray[np.bool_], seen: npt.NDArray[np.float64], leaks: Sequence[tuple[int, int]], most: int
-) -> list[str]:
-    """One line for each query (or for each block of queries, when there are more than `most`), one sign for each key."""
+) -> npt.NDArray[np.int64]:
+    """The look of each pair of a query and a key, or of each square block of them, where there are more than `most` positions."""
     n = len(allowed)
     leaking = np.zeros((n, n), bool)
     for query, key in leaks:
@@ -45,57 +39,39 @@ def cells(
             leaking[query, key] = True
     side = -(-n // most)
 
-    def sign(q: int, k: int) -> str:
+    def look(q: int, k: int) -> int:
         block = np.s_[q : q + side, k : k + side]
         looked = seen[block][allowed[block]]
         if leaking[block].any():
-            return "✗"
+            return _LEAK
         if not looked.size:
-            return "·"
+            return _HIDDEN
         if np.isnan(looked).all():
-            return "▒"
-        return "█" if np.nan_to_num(looked).max() > 0 else "○"
+            return _NOT_LOOKED_AT
+        return _SEEN if np.nan_to_num(looked).max() > 0 else _UNSEEN
 
-    return ["".join(sign(q, k) for k in range(0, n, side)) for q in range(0, n, side)]
+    return np.array([[look(q, k) for k in range(0, n, side)] for q in range(0, n, side)])
 
 
-def draw_text(lines: list[str], n: int) -> str:
+def draw_text(drawn: npt.NDArray[np.int64], n: int) -> str:
     """The drawing with its legend; queries go down, keys go right."""
-    step = -(-n // len(lines))
+    step = -(-n // len(drawn))
     scale = f"   (each sign stands for {step} x {step} pairs)" if step > 1 else ""
-    used = [f"{sign} {_LOOKS[sign].meaning}" for sign in _used(lines)]
-    return "\n".join([*("  " + line for line in lines), "  " + "   ".join(used) + scale])
+    meanings = [f"{look.sign} {look.meaning}" for look in used(_LOOKS, drawn)]
+    return "\n".join([*("  " + line for line in Grid(drawn, _LOOKS).lines()), "  " + "   ".join(meanings) + scale])
 
 
-def draw_svg(lines: list[str], n: int) -> str:
+def draw_svg(drawn: npt.NDArray[np.int64], n: int) -> str:
     """The drawing with its axes and a legend in the colours that it uses, as SVG."""
-    cell = min(24.0, (_WIDE - _SIDE - _MARGIN) / len(lines))
-    side, step, used = cell * len(lines), -(-n // len(lines)), _used(lines)
-    looks = np.array([[_LOOKS[sign].fill for sign in line] for line in lines], object)
+    size, step = min(24.0, _WIDE / len(drawn)), -(-n // len(drawn))
 
-    def title(q: int, k: int, count: int) -> str:
+    def hover(q: int, k: int, count: int) -> str:
         keys = _span("key", "keys", k, count, step, n)
-        return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[lines[q][k]].meaning}"
+        return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[drawn[q, k]].meaning}"
 
-    def body() -> Iterator[str]:
-        yield text(_SIDE, 18, "keys →")
-        yield f'<text transform="translate({_MARGIN + 2},{_TOP}) rotate(90)">queries →</text>'
-        yield text(_SIDE, 35, "0")
-        yield text(_SIDE + side, 35, f"{n - 1:,}", ' text-anchor="end"')
-        yield from Grid(looks, cell, cell, title=title).svg(_SIDE, _TOP)
-        y = _TOP + side + 12
-        for sign in used:
-            yield from legend(_SIDE, y, [_LOOKS[sign]])
-            y += _LINE
-        if step > 1:
-            yield text(_SIDE, y + 11, f"a cell: {step:,} x {step:,} pairs")
-
-    high = _TOP + side + 12 + _LINE * (len(used) + (step > 1))
-    return document(max(_SIDE + side + _MARGIN, _SIDE + 200), high, "who sees whom: queries down, keys across", body())
-
-
-def _used(lines: list[str]) -> list[str]:
-    return [sign for sign in _LOOKS if any(sign in line for line in lines)]
+    grid = Grid(drawn, _LOOKS, size, size, ends=("0", f"{n - 1:,}"), hover=hover)
+    note = [f"a cell: {step:,} x {step:,} pairs"] * (step > 1)
+    return picture("who sees whom: queries down, keys across", [Panel([grid])], used(_LOOKS, drawn), note, wide=_WIDE)
 
 
 def _span(one: str, several: str, first: int, count: int, step: int, n: int) -> str:
@@ -290,7 +266,7 @@ class AuditReport:
         not_tried = f"; not tried: {', '.join(skipped)}" if skipped else ""
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}{not_tried}"
 
-    def _cells(self, most: int) -> list[str]:
+    def _cells(self, most: int) -> npt.NDArray[np.int64]:
         pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.drawn]
         return cells(self.allowed, self.seen, pairs, most)
 

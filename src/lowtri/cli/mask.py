@@ -55,8 +55,8 @@ def command(
     from lowtri.errors import DataError
     from lowtri.masks import mask
     from lowtri.masks.picture import picture_size
+    from lowtri.pictures.grids import MAX_CELLS
     from lowtri.pictures.labels import split
-    from lowtri.pictures.svg import MAX_CELLS
 
     labels, cut = (None, "") if tokens is None else split(tokens)
     if labels == []:

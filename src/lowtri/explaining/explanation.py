@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.labels import aligned, display_width, ruled, shortened, spelled_out
+from lowtri.pictures.grids import Grid, Panel, beside_one_another, levels, picture, shades
+from lowtri.pictures.labels import display_width, ruled, shortened, spelled_out
 from lowtri.pictures.pages import html_text, image, json_value, output, page
-from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, ink_over, legend, shades, text
+from lowtri.pictures.svg import BOLD, fill
 
 PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
 _HATCH = "▒"
@@ -195,7 +195,7 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
         lines += ["", f"{styled(bold, step.name)}{formula}{styled(dim, f'   {shape}')}", step.sentence]
         for together in _tables_of(step, explained.visible):
             tables = [_text_table(table) for table in together]
-            beside = aligned(list(zip_longest(*tables, fillvalue="")), " " * 6)
+            beside = beside_one_another(tables, " " * 6)
             # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
             fits = max(map(display_width, beside)) <= width
             shown = beside if fits else [line for table in tables for line in table]
@@ -334,106 +334,60 @@ def _weight(weight: float) -> str:
 # The picture.
 
 _FEW = 6  # rows and columns up to which every number is written
-_MARGIN, _GAP, _OPERATOR = 16, 10, 48
-_MIDDLE = ' text-anchor="middle"'
 _COLOURS = {"q": "query", "k": "key", "v": "value", "output": "value", "weights": "visible"}  # all others: ink
 _LINES = ((("", "q"), ("·", "k"), ("=", "scores")), (("", "masked"), ("→", "weights"), ("·", "v"), ("=", "output")))
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    operator: str  # on its left
-    name: str
-    values: NDArray[np.float64]  # (rows, columns), NaN in the row and column that stand for those left out
-    hidden: NDArray[np.bool_]  # (rows, columns)
-    shape: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]  # empty where they are numbers of a vector
-
-
 def as_svg(explained: Explanation) -> str:
     """The first head's matrices, at most 12 x 12 cells of each: bounded at any number of tokens."""
-    lines = [[_matrix(explained, *pair) for pair in line if _step(explained, pair[1]) is not None] for line in _LINES]
-    if _step(explained, "q") is None:
-        lines = lines[1:]
-    few = max(max(matrix.values.shape) for line in lines for matrix in line) <= _FEW
-    wide, high = (50.0, 26.0) if few else (15.0, 15.0)
-    labels = [label for line in lines for matrix in line for label in (*matrix.rows, *matrix.columns)]
-    longest = LETTER * max(map(display_width, labels), default=0)
-    side, slanted = _MARGIN + longest + 8, longest * 0.71 + 8
-    heads = next(len(step.value) if step.value.ndim == 3 else 1 for step in explained.steps if step.name == "weights")
-    title = f"masked attention, {shortened(explained.mask, 60)}" + (
-        f": the first of {heads} heads" if heads > 1 else ""
-    )
-
-    parts, y, right = [text(_MARGIN, 26, title, ' font-weight="bold"')], 40.0, side
-    for line in lines:
-        tallest = max(len(matrix.values) for matrix in line) * high
-        top, x = y + 34 + slanted, side
-        for i, label in enumerate(line[0].rows):
-            parts.append(text(side - 8, top + (i + 0.5) * high + 4, label, ' text-anchor="end"'))
-        for matrix in line:
-            if matrix.operator:
-                x += _OPERATOR
-                if matrix.operator == "→":
-                    parts.append(
-                        text(x - _OPERATOR / 2, top + tallest / 2 - 12, "softmax", f'{_MIDDLE} font-size="10"')
-                    )
-                parts.append(
-                    text(x - _OPERATOR / 2, top + tallest / 2 + 4, matrix.operator, _MIDDLE + ' font-size="18"')
-                )
-            parts += _drawn(matrix, x, top, wide, high, slanted)
-            across = matrix.values.shape[1] * wide + 0.9 * slanted * bool(matrix.columns)
-            x += max(across, LETTER * len(f"{matrix.name} {matrix.shape}")) + _GAP
-        right, y = max(right, x), top + tallest
-    entries = [(f'{fill("visible")} fill-opacity="{share}"', f"weight {share}") for share in (1, 0.5, 0)]
-    parts += [*legend(_MARGIN, y + 24, [*entries, (HIDDEN, "hidden")])]
+    steps = {step.name: step for step in explained.steps}
+    lines = [[pair for pair in line if pair[1] in steps] for line in (_LINES if "q" in steps else _LINES[1:])]
+    few = max(len(_cut(n)) for line in lines for _, name in line for n in steps[name].value.shape[-2:]) <= _FEW
+    panels = [Panel([_grid(explained, steps[name], sign, few) for sign, name in line], "", "", "") for line in lines]
+    heads = steps["weights"].value.shape[:-2]
+    more = f": the first of {heads[0]} heads" if heads and heads[0] > 1 else ""
+    title = f"masked attention, {shortened(explained.mask, 60)}{more}"
+    panels[0] = panels[0]._replace(heading=title)
+    looks = shades("visible")
+    legend = [looks[i]._replace(meaning=f"weight {i / 16:g}") for i in (16, 8, 0)]
     note = "colour: the size of a number beside the greatest of its matrix"
-    parts.append(text(_MARGIN, y + 58, note, f" {fill('soft')}"))
-    return document(max(right, 2 * _MARGIN + LETTER * max(len(title), len(note))) + _MARGIN, y + 70, title, parts)
+    return picture(title, panels, [*legend, looks[17]], [note])
 
 
-def _step(explained: Explanation, name: str) -> Step | None:
-    return next((step for step in explained.steps if step.name == name), None)
-
-
-def _matrix(explained: Explanation, operator: str, name: str) -> _Matrix:
+def _grid(explained: Explanation, step: Step, operator: str, few: bool) -> Grid:
     """One head of a step; keys transposed, so that their columns stand above those of the scores."""
-    step = _step(explained, name)
-    assert step is not None
+    name, keys_across = step.name, step.name in ("scores", "masked", "weights")
     value = np.asarray(step.value if step.value.ndim == 2 else step.value[0], np.float64)
     visible = explained.visible if explained.visible.ndim == 2 else explained.visible[0]
     hidden = ~visible if step.hatched else np.zeros(value.shape, bool)
-    rows, columns = step.rows, step.columns if name in ("scores", "masked", "weights") else ()
-    shape = " × ".join(str(n) for n in (value.T if name == "k" else value).shape)
+    rows, columns = step.rows, step.columns if keys_across else ()
     if name == "k":
         value, hidden, rows, columns = value.T, hidden.T, (), step.rows
     down, across = _cut(value.shape[0]), _cut(value.shape[1])
     left_out = np.array([[i is None or j is None for j in across] for i in down])
     picked = np.ix_([i or 0 for i in down], [j or 0 for j in across])
-    labels = [tuple(_chosen(*side)) if side[0] else () for side in ((rows, down), (columns, across))]
-    shown = np.where(left_out, np.nan, value[picked])
-    return _Matrix(operator, "k^T" if name == "k" else name, shown, ~left_out & hidden[picked], shape, *labels)
-
-
-def _drawn(matrix: _Matrix, x: float, y: float, wide: float, high: float, slanted: float) -> Iterator[str]:
-    name = matrix.name.removesuffix("^T")
-    finite = np.where(np.isfinite(matrix.values) & ~matrix.hidden, abs(matrix.values), 0.0)
+    shown, hidden = np.where(left_out, np.nan, value[picked]), ~left_out & hidden[picked]
     hue = _COLOURS.get(name, "ink")
     strongest = 1.0 if name == "weights" else 0.3 if hue == "ink" else 0.55
+    finite = np.where(np.isfinite(shown) & ~hidden, abs(shown), 0.0)
     greatest = 1.0 if name == "weights" else finite.max(initial=0.0) or 1.0
-    yield text(x, y - slanted - 10, matrix.name, f' font-weight="bold" {fill(hue)}')
-    yield text(x + LETTER * (len(matrix.name) + 1), y - slanted - 10, matrix.shape, f" {fill('soft')}")
-    shares = finite / greatest * strongest
-
-    def number(i: int, j: int) -> tuple[str, str]:
-        value, hidden = matrix.values[i, j], matrix.hidden[i, j]
-        return "0" if hidden and value == 0 else _number(value), fill("soft") if hidden else ink_over(shares[i, j])
-
-    rows, columns = shares.shape
-    numbers = [[number(i, j) for j in range(columns)] for i in range(rows)] if wide >= 40 else ()
-    yield from Grid(shades(shares, fill(hue), matrix.hidden), wide, high, (), matrix.columns, numbers, shaded=True).svg(
-        x, y
+    cells = levels(finite / greatest * strongest, hidden)
+    numbers = [
+        ["0" if hide and x == 0 else _number(x) for x, hide in zip(*row, strict=True)]
+        for row in zip(shown.tolist(), hidden.tolist(), strict=True)
+    ]
+    labels = [tuple(_chosen(*side)) if side[0] else () for side in ((rows, down), (columns, across))]
+    return Grid(
+        cells,
+        shades(hue),
+        *((50.0, 26.0) if few else (15.0, 15.0)),
+        title="k^T" if name == "k" else name,
+        shape=" × ".join(str(n) for n in value.shape),
+        rows=labels[0],
+        columns=labels[1],
+        numbers=numbers if few else (),
+        title_style=f"{BOLD} {fill(hue)}",
+        operator=operator,
     )
 
 

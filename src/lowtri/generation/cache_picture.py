@@ -9,22 +9,20 @@ from numpy.typing import NDArray
 
 from lowtri.generation.lookahead import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
+from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
-from lowtri.pictures.svg import HIDDEN, State, Strip, fill, strips_svg
+from lowtri.pictures.svg import HIDDEN, fill
 
 if TYPE_CHECKING:
     from lowtri.generation.slots import SlotAllocator
 
-_CELLS = 64  # of a row; beyond it a cell stands for several positions
 _ROWS = 8  # rows of a batch that are drawn; the rest is counted
-_NOT_HELD, _FREED, _HELD, _STAYS = range(4)
-
-
-_STATES = (
-    State("·", HIDDEN, "not held: evicted, or padding"),
-    State("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
-    State("▓", fill("partly"), "held until the mask hides it"),
-    State("█", fill("visible"), "stays: every later query sees it"),
+_FREED, _HELD, _STAYS = 1, 2, 3
+_LOOKS = (
+    Look("·", HIDDEN, "not held: evicted, or padding"),
+    Look("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
+    Look("▓", fill("partly"), "held until the mask hides it"),
+    Look("█", fill("visible"), "stays: every later query sees it"),
 )
 
 
@@ -66,48 +64,47 @@ class CachePicture:
         Sinks and prefixes stay; a window's keys are held until no later query sees them. Beyond 64 positions a sign stands for
         several, and for the longest-lived of them.
         """
-        rows, step = self._cells()
-        used = sorted({int(state) for row in rows for state in row})
-        lines = ["".join(_STATES[state].sign for state in row) for row in rows]
-        left_out = len(self._slots.positions) - len(rows)
-        lines += [f"... and {left_out} more rows"] * bool(left_out)
-        lines += [f"{_STATES[state].sign} {_STATES[state].meaning}" for state in used]
-        return "\n".join([repr(self), *lines, *([f"a sign: {step:,} positions"] if step > 1 else [])])
+        cells, step = self._cells()
+        lines = Grid(cells, _LOOKS).lines() + [f"{look.sign} {look.meaning}" for look in used(_LOOKS, cells)]
+        at = len(cells)
+        lines[at:at] = [f"... and {more} more rows" for more in self._left_out]
+        return "\n".join([repr(self), *lines, *[f"a sign: {step:,} positions"] * (step > 1)])
 
     def __str__(self) -> str:
         return self.draw()
 
     def _repr_svg_(self) -> str:
-        rows, step = self._cells()
-        left_out = len(self._slots.positions) - len(rows)
-        below = "positions →" if len(rows[0]) else "nothing appended yet"
-        return strips_svg(
-            repr(self),
-            [Strip(f"row {i}" if len(rows) > 1 else "", row.tolist()) for i, row in enumerate(rows)],
-            _STATES,
-            below + (f"   ... and {left_out:,} more rows" if left_out else ""),
-            note=f"a cell: {step:,} positions, and the longest-lived of them" if step > 1 else "",
-            last=f"{int(self._slots.next.max()) - 1:,}",
-        )
+        cells, step = self._cells()
+        below = "positions →" if cells.size else "nothing appended yet"
+        more = "".join(f"   ... and {more:,} more rows" for more in self._left_out)
+        last = int(self._slots.next.max()) - 1
+        labels = [f"row {i}" for i in range(len(cells))] if len(cells) > 1 else ()
+        size = min(24.0, 480 / max(cells.shape[1], 1))
+        grid = Grid(cells, _LOOKS, size, rows=labels, ends=["0", f"{last:,}"][: last + 1])
+        note = [f"a cell: {step:,} positions, and the longest-lived of them"] * (step > 1)
+        return picture(repr(self), [Panel([grid], repr(self), below + more, "")], used(_LOOKS, cells), note)
 
     def _repr_html_(self) -> str:
         held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.evicted:,} tokens evicted, {self.bytes:,} bytes"
         return card("cache", self._repr_svg_(), held, str(self))
 
-    def _cells(self) -> tuple[list[NDArray[np.int8]], int]:
-        """The states of each row's positions, (cells,), and how many positions a cell stands for."""
+    @property
+    def _left_out(self) -> list[int]:
+        """How many rows are not drawn, or nothing."""
+        return [len(self._slots.positions) - _ROWS] * (len(self._slots.positions) > _ROWS)
+
+    def _cells(self) -> tuple[NDArray[np.int8], int]:
+        """How long each row's positions are held, (rows, cells), and how many positions a cell stands for."""
         slots = self._slots
         n = int(slots.next.max())
-        step = max(1, -(-n // _CELLS))
-        rows = []
-        for b in range(min(len(slots.positions), _ROWS)):
-            states = np.zeros(-(-n // step) * step, np.int8)
+        step = max(1, -(-n // MAX_CELLS))
+        states = np.zeros((min(len(slots.positions), _ROWS), -(-n // step) * step), np.int8)
+        for b, row in enumerate(states):
             positions = slots.positions[b, : slots.top]
             positions = positions[positions >= 0]
             if len(positions):
-                states[positions] = self._states(b, positions)
-            rows.append(states.reshape(-1, step).max(1))
-        return rows, step
+                row[positions] = self._states(b, positions)
+        return states.reshape(len(states), -1, step).max(2), step
 
     def _states(self, b: int, positions: NDArray[np.int64]) -> NDArray[np.int8]:
         """How long the held positions of a row will be seen, by the mask's answers for all later queries."""

@@ -1,4 +1,4 @@
-"""Pictures of masks, as text and as SVG. Their size is bounded.
+"""Masks as grids of cells, for pictures as text and as SVG. Their size is bounded.
 
 A picture has at most 64 rows and columns. Up to that size a cell is one pair; beyond it a cell is a square of positions: all
 visible, some, or none, so a picture of a million positions costs as much as one of a hundred. Hidden cells are hatched and visible
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +23,17 @@ from lowtri.masks.mask import Mask, first_position
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.labels import Tokens, aligned, display_width, shortened, token_labels, token_list
+from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, levels, picture, shades
+from lowtri.pictures.labels import Tokens, shortened, token_labels, token_list
 from lowtri.pictures.pages import card, page
-from lowtri.pictures.svg import HIDDEN, LETTER, MAX_CELLS, Grid, document, fill, legend, legend_width, shades, text
+from lowtri.pictures.svg import HIDDEN, fill
 
 _PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show what the mask answers for a tile
 MIN_POSITIONS = 12  # of a picture whose size nobody gave
 MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
-_BLOCKS = "·▒█"  # hidden, partly, visible
-_TICKS = "✗~✓"
-_NUMBERS = ("-inf", "", "0")  # what is added to the scores
-_LATEX = (r"-\infty", "", "0")
-_GAP = "    "  # between two masks side by side
-_MARGIN, _BETWEEN = 16, 40
-_AXIS = 18  # left of the rows and below the columns, for the words "queries" and "keys"
+_LOOKS = (Look("·", HIDDEN, "hidden"), Look("▒", fill("partly"), "partly"), Look("█", fill("visible"), "may see"))
+_SIGNS = {"ticks": "✗~✓", "numbers": ("-inf", "", "0"), "latex": (r"-\infty", "", "0")}
+_WEIGHTS = shades("visible")
 
 
 def draw(
@@ -45,13 +41,10 @@ def draw(
     nq: int | None = None,
     nk: int | None = None,
     *,
-    beside: Mask | str | None = None,
-    tokens: Tokens | None = None,
-    query_tokens: Tokens | None = None,
     ticks: bool = False,
     numbers: bool = False,
     latex: bool = False,
-    titles: Sequence[str] | None = None,
+    **options: Any,
 ) -> str:
     """A mask as text: a line for each query, a column for each key, █ where it may see and · where not.
 
@@ -87,58 +80,53 @@ def draw(
             Without ``nq``, as many as there are tokens, or as show the mask: its largest window, document or chunk, and half as
             many positions again, at least 12. Beyond 64 a cell is a square of positions, ▒ means that some of its pairs are
             visible, and the last line says the scale.
-        beside: a second mask, drawn on the right of the first.
-        tokens: a label for each key, in a list; a text is cut at its spaces, and by characters where its script has none.
-            The queries are the last ``nq`` of them.
-        query_tokens: labels for the queries, if they are other tokens (cross-attention).
         ticks: ✓ and ✗ instead of blocks, in a table; without tokens the labels are positions.
         numbers: the matrix that is added to the scores, 0 where a query may see and -inf where not.
         latex: that matrix for LaTeX, without labels or titles; it needs no package.
-        titles: a name for each of the one or two masks, instead of their formulas.
+        options: ``beside``, a second mask, drawn on the right of the first. ``tokens``, a label for each key, in a list; a text is
+            cut at its spaces, and by characters where its script has none; the queries are the last ``nq`` of them.
+            ``query_tokens``, labels for the queries, if they are other tokens (cross-attention). ``titles``, a name for each of
+            the one or two masks, instead of their formulas.
 
     Raises:
         MaskError: if there are not as many labels as queries and keys, if more than one of ``ticks``, ``numbers`` and
             ``latex`` is set, if a matrix is larger than 64 x 64, or if the two masks' batches do not fit together.
     """
+    labelled, titled = options.get("tokens") is not None, options.get("titles") is not None
+    beside = options.get("beside")
     if ticks + numbers + latex > 1:
         raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: set one of them.")
-    if latex and (tokens is not None or titles is not None):
+    if latex and (labelled or titled):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
-    if nq is None and tokens is None and (ticks or numbers or latex):  # every pair is written
-        masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
-        nq, nk = (min(n, MAX_CELLS) for n in (picture_size(*masks) if nk is None else (nk, nk)))
-    if ticks and tokens is None:
-        nq = check_count("draw", "nq", nq)
-        nk = nq if nk is None else check_count("draw", "nk", nk)
+    if nq is None and not labelled and (ticks or numbers or latex):  # every pair is written
+        nq, nk = (min(n, MAX_CELLS) for n in (picture_size(*_masks(mask, beside)) if nk is None else (nk, nk)))
+    if ticks and not labelled:
+        nq, nk = _counts(nq, nk)
         if max(nq, nk) > MAX_CELLS:
             raise MaskError(f"draw: ticks for {nq} queries and {nk} keys: at most {MAX_CELLS} each way. Fix: no ticks.")
-        tokens = [str(k) for k in range(nk)]
-        query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
-    picture = _compose(mask, nq, nk, beside=beside, tokens=tokens, query_tokens=query_tokens, titles=titles)
-    if (numbers or latex) and picture.positions_a_cell > 1:
-        raise MaskError(
-            f"draw: {max(picture.nq, picture.nk)} positions: a matrix has at most 64 each way. Fix: a smaller n."
-        )
+        options |= {"tokens": [str(k) for k in range(nk)]}
+        if options.get("query_tokens") is None:
+            options |= {"query_tokens": [str(q + max(nk - nq, 0)) for q in range(nq)]}
+    signs = next((_SIGNS[form] for form, on in zip(_SIGNS, (ticks, numbers, latex), strict=True) if on), "·▒█")
+    looks = [look._replace(sign=sign) for look, sign in zip(_LOOKS, signs, strict=True)]
+    panels, left_out, nq, nk = _panels(mask, nq, nk, looks=looks, **options)
+    step = _cell_size(nq, nk)
+    if (numbers or latex) and step > 1:
+        raise MaskError(f"draw: {max(nq, nk)} positions: a matrix has at most 64 each way. Fix: a smaller n.")
+    more = [f"{'% ' * latex}... and {left_out} more"] * bool(left_out)
     if latex:
-        more = [f"% ... and {picture.left_out} more"] * bool(picture.left_out)
-        return "\n\n".join([_latex(panel) for panel in picture.panels] + more)
-    titled = beside is not None or titles is not None
-    marks = _TICKS if ticks else _NUMBERS if numbers else _BLOCKS
-    blocks = [_panel(panel, picture, marks, titled) for panel in picture.panels]
-    if picture.left_out:
-        blocks.append(f"... and {picture.left_out} more")
-    if note := _scale_note(picture.nq, picture.nk):
-        blocks[-1] += f"\n{note}: █ all visible, ▒ some, · none"
+        return "\n\n".join([*map(_latex, panels), *more])
+    blocks = []
+    for panel in panels:
+        columns = [[grid.title] * (titled or beside is not None) + grid.lines() for grid in panel.grids]
+        blocks.append("\n".join([panel.heading] * bool(panel.heading) + beside_one_another(columns, "    ")))
+    blocks += more
+    if step > 1:
+        blocks[-1] += f"\n{_scale(nq, nk)}: █ all visible, ▒ some, · none"
     return "\n\n".join(blocks)
 
 
-def save(
-    mask: Mask | str,
-    path: str | Path,
-    nq: int | None = None,
-    nk: int | None = None,
-    **options: Any,
-) -> None:
+def save(mask: Mask | str, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
     """Write the picture of a mask to ``path``, by its name as .svg, .html, .png or .pdf; atomically.
 
     PNG and PDF are drawn by matplotlib (``pip install 'lowtri[plot]'``). ``options`` are those of :func:`svg`.
@@ -146,22 +134,14 @@ def save(
     Raises:
         DataError: if ``path`` ends in none of these, or cannot be written, or matplotlib is missing.
     """
-    forms = {".svg": lambda: svg(mask, nq, nk, **options), ".html": lambda: html(mask, nq, nk, **options)}
-    save_picture(path, forms)
+
+    def html() -> str:
+        return page("mask", repr(mask), [svg(mask, nq, nk, **options)])
+
+    save_picture(path, {".svg": lambda: svg(mask, nq, nk, **options), ".html": html})
 
 
-def svg(
-    mask: Mask | str,
-    nq: int | None = None,
-    nk: int | None = None,
-    *,
-    beside: Mask | str | None = None,
-    tokens: Tokens | None = None,
-    query_tokens: Tokens | None = None,
-    titles: Sequence[str] | None = None,
-    weights: Any = None,
-    beside_weights: Any = None,
-) -> str:
+def svg(mask: Mask | str, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
     """The picture of a mask as SVG text.
 
     >>> from lowtri import causal
@@ -169,27 +149,19 @@ def svg(
     2
 
     Args:
-        mask, nq, nk, beside, tokens, query_tokens, titles: as in :func:`lowtri.masks.picture.draw`.
-        weights: attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)`` in front, arrays or tensors: they
-            shade the visible cells.
-        beside_weights: the same for the second mask.
+        mask, nq, nk: as in :func:`draw`.
+        options: those of :func:`draw`; and ``weights``, attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)``
+            in front, arrays or tensors, which shade the visible cells; ``beside_weights``, the same for the second mask.
     """
-    picture = _compose(
-        mask,
-        nq,
-        nk,
-        beside=beside,
-        tokens=tokens,
-        query_tokens=query_tokens,
-        titles=titles,
-        weights=(weights, beside_weights),
-    )
-    return _document(picture)
-
-
-def html(mask: Mask | str, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
-    """A page of its own with the picture; ``options`` are those of :func:`svg`."""
-    return page("mask", repr(mask), [svg(mask, nq, nk, **options)])
+    panels, left_out, nq, nk = _panels(mask, nq, nk, **options)
+    grids = panels[0].grids
+    shaded = {grid.looks is _WEIGHTS for grid in grids}
+    full = " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
+    legend = [_WEIGHTS[16]._replace(meaning=full) if True in shaded else _LOOKS[2]]
+    legend += [_WEIGHTS[i]._replace(meaning=f"weight {i / 16:g}") for i in (8, 0) if True in shaded]
+    legend += [*[_LOOKS[1]] * (_cell_size(nq, nk) > 1), _LOOKS[0]]
+    notes = [f"... and {left_out} more"] * bool(left_out) + [_scale(nq, nk)] * (_cell_size(nq, nk) > 1)
+    return picture(" beside ".join(grid.title for grid in grids), panels, legend, notes)
 
 
 def shown_as_svg(mask: Mask) -> str | None:
@@ -202,41 +174,8 @@ def shown_as_svg(mask: Mask) -> str | None:
 
 def shown_as_html(mask: Mask) -> str | None:
     """The picture for notebooks, with the mask's text below it."""
-    picture = shown_as_svg(mask)
-    return None if picture is None else card("mask", picture, repr(mask), str(mask))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One mask in a panel."""
-
-    title: str
-    cells: NDArray[np.int8]  # (rows, columns): 0 hidden, 1 partly, 2 visible
-    weights: NDArray[np.float64] | None = None  # (rows, columns), in 0 .. 1
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """One batch row and head: a mask, or two side by side."""
-
-    heading: str  # "" where the masks do not differ by batch or head
-    parts: tuple[_Part, ...]
-
-
-@dataclass(frozen=True)
-class _Picture:
-    """All panels and their labels."""
-
-    panels: tuple[_Panel, ...]
-    left_out: int  # how many panels exceed MAX_PANELS
-    nq: int
-    nk: int
-    query_labels: tuple[str, ...]  # one for each row, or empty
-    key_labels: tuple[str, ...]  # one for each column, or empty
-
-    @property
-    def positions_a_cell(self) -> int:
-        return _cell_size(self.nq, self.nk)
+    drawn = shown_as_svg(mask)
+    return None if drawn is None else card("mask", drawn, repr(mask), str(mask))
 
 
 def picture_size(*masks: Mask) -> tuple[int, int]:
@@ -263,80 +202,6 @@ def _tables_in(mask: Mask) -> Iterator[Table]:
         yield from _tables_in(part)
 
 
-def _scale_note(nq: int, nk: int) -> str:
-    """What a cell of the picture stands for; empty if it is one pair."""
-    size = _cell_size(nq, nk)
-    return f"a cell: {size:,} x {size:,} of {nq:,} x {nk:,} pairs" if size > 1 else ""
-
-
-def _compose(
-    mask: Mask | str,
-    nq: int | None = None,
-    nk: int | None = None,
-    *,
-    beside: Mask | str | None = None,
-    tokens: Tokens | None = None,
-    query_tokens: Tokens | None = None,
-    titles: Sequence[str] | None = None,
-    weights: Sequence[Any] = (),
-) -> _Picture:
-    """The picture of ``mask`` and ``beside``; the arguments are those of :func:`draw`.
-
-    Without ``nq`` the tokens or the weights give the number of positions, or else the masks themselves (:func:`picture_size`).
-
-    Args:
-        weights: for each mask its attention weights, ``(nq, nk)`` or with the batch in front, or None.
-    """
-    masks = [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
-    if nq is None:
-        nq, nk = _size(masks, tokens, query_tokens, weights, nk)
-    nq = check_count("draw", "nq", nq)
-    nk = nq if nk is None else check_count("draw", "nk", nk)
-    if nq < 1 or nk < 1:
-        raise MaskError(f"draw: {nq} queries and {nk} keys: there is nothing to draw. Fix: at least one of each.")
-    keys, queries = token_labels("draw", MaskError, nq, nk, tokens, query_tokens)
-    if keys and max(nq, nk) > MAX_CELLS:
-        raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MAX_CELLS} cells. Fix: draw without tokens.")
-    if titles is not None and len(titles) != len(masks):
-        raise MaskError(f"draw: got {len(titles)} titles; expected one for each of {len(masks)} masks.")
-    names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
-    checked_weights = [_weights(each, nq, nk) for each in (*weights, None, None)[: len(masks)]]
-
-    batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
-    panels = []
-    for index in islice(np.ndindex(batch), MAX_PANELS):
-        b, h = (*index, 0, 0)[:2]
-        parts = [
-            _Part(
-                name,
-                cells_of(mask.at(b, h), nq, nk, _cell_size(nq, nk)),
-                None if of_batch is None else _weights_at(of_batch, b, h),
-            )
-            for name, mask, of_batch in zip(names, masks, checked_weights, strict=True)
-        ]
-        panels.append(_Panel(_heading(batch, b, h), tuple(parts)))
-    left_out = math.prod(batch) - len(panels)
-    return _Picture(tuple(panels), left_out, nq, nk, queries, keys)
-
-
-def _size(
-    masks: Sequence[Mask], tokens: Tokens | None, query_tokens: Tokens | None, weights: Sequence[Any], nk: int | None
-) -> tuple[int, int]:
-    """How many queries and keys, where the user gave no number of queries."""
-    if tokens is not None:
-        keys = len(token_list(tokens))
-        return keys if query_tokens is None else len(token_list(query_tokens)), keys if nk is None else nk
-    shape: tuple[int, ...] = next((np.shape(each) for each in weights if each is not None), ())
-    if len(shape) >= 2:
-        return shape[-2], shape[-1]
-    return picture_size(*masks) if nk is None else (nk, nk)
-
-
-def _cell_size(nq: int, nk: int) -> int:
-    """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
-    return -(-max(nq, nk) // MAX_CELLS)
-
-
 def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
     """(rows, columns): for each cell of ``step`` positions each way, 0 hidden, 1 partly, 2 visible."""
     if nq * nk <= _PAIRS_READ:  # the answer for a tile may be PARTIAL where its pairs are equal
@@ -352,6 +217,85 @@ def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
     k0 = step * np.arange(-(-nk // step))[None, :]
     cells: NDArray[np.int8] = mask.tile(q0, np.minimum(q0 + step, start + nq), k0, np.minimum(k0 + step, nk))
     return cells
+
+
+class _Panels(NamedTuple):
+    """What a picture shows: a panel for each batch row and head."""
+
+    panels: list[Panel]
+    left_out: int  # how many panels exceed MAX_PANELS
+    nq: int
+    nk: int
+
+
+def _panels(
+    mask: Mask | str,
+    nq: int | None = None,
+    nk: int | None = None,
+    *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
+    titles: Sequence[str] | None = None,
+    weights: Any = None,
+    beside_weights: Any = None,
+    looks: Sequence[Look] = _LOOKS,
+) -> _Panels:
+    """The panels of ``mask`` and ``beside``; the arguments are those of :func:`draw` and :func:`svg`.
+
+    Without ``nq`` the tokens or the weights give the number of positions, or else the masks themselves (:func:`picture_size`).
+    """
+    masks = _masks(mask, beside)
+    if nq is None:
+        shape: tuple[int, ...] = next((np.shape(each) for each in (weights, beside_weights) if each is not None), ())
+        if tokens is not None:
+            keys = len(token_list(tokens))
+            nq, nk = keys if query_tokens is None else len(token_list(query_tokens)), keys if nk is None else nk
+        elif len(shape) >= 2:
+            nq, nk = shape[-2:]
+        else:
+            nq, nk = picture_size(*masks) if nk is None else (nk, nk)
+    nq, nk = _counts(nq, nk)
+    if nq < 1 or nk < 1:
+        raise MaskError(f"draw: {nq} queries and {nk} keys: there is nothing to draw. Fix: at least one of each.")
+    columns, rows = token_labels("draw", MaskError, nq, nk, tokens, query_tokens)
+    if columns and max(nq, nk) > MAX_CELLS:
+        raise MaskError(f"draw: {nk} tokens do not fit on a picture of {MAX_CELLS} cells. Fix: draw without tokens.")
+    if titles is not None and len(titles) != len(masks):
+        raise MaskError(f"draw: got {len(titles)} titles; expected one for each of {len(masks)} masks.")
+    names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
+    step = _cell_size(nq, nk)
+    size = 28.0 if columns else max(6.0, min(24.0, 420 / -(-max(nq, nk) // step)))
+
+    def grid(number: int, b: int, h: int) -> Grid:
+        cells, of_mask = cells_of(masks[number].at(b, h), nq, nk, step), checked_weights[number]
+        if of_mask is not None:
+            cells = levels(_weights_at(of_mask, b, h), cells == 0)
+        return Grid(cells, looks if of_mask is None else _WEIGHTS, size, size, names[number], rows, columns)
+
+    checked_weights = [_weights(each, nq, nk) for each in (weights, beside_weights)]
+    batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
+    drawn = [(*index, 0, 0)[:2] for index in islice(np.ndindex(batch), MAX_PANELS)]
+    panels = [Panel([grid(i, b, h) for i in range(len(masks))], _heading(batch, b, h)) for b, h in drawn]
+    return _Panels(panels, math.prod(batch) - len(panels), nq, nk)
+
+
+def _masks(mask: Mask | str, beside: Mask | str | None) -> list[Mask]:
+    return [as_mask(mask)] if beside is None else [as_mask(mask), as_mask(beside, "beside")]
+
+
+def _counts(nq: Any, nk: Any) -> tuple[int, int]:
+    nq = check_count("draw", "nq", nq)
+    return nq, nq if nk is None else check_count("draw", "nk", nk)
+
+
+def _cell_size(nq: int, nk: int) -> int:
+    """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
+    return -(-max(nq, nk) // MAX_CELLS)
+
+
+def _scale(nq: int, nk: int) -> str:
+    return f"a cell: {_cell_size(nq, nk):,} x {_cell_size(nq, nk):,} of {nq:,} x {nk:,} pairs"
 
 
 def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
@@ -383,107 +327,16 @@ def _weights_at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.floa
 
 
 def _heading(batch: tuple[int, ...], b: int, h: int) -> str:
-    if not batch:
-        return ""
     row, head = f"batch row {b}", f"head {h}"
-    if len(batch) == 1:
-        return row
-    return head if batch[0] == 1 else f"{row}, {head}"
+    return ("", row, head if batch[:1] == (1,) else f"{row}, {head}")[len(batch)]
 
 
-def _latex(panel: _Panel) -> str:
+def _latex(panel: Panel) -> str:
     """The matrices of one batch row and head; an array, since bmatrix ends at ten columns."""
     matrices = []
-    for part in panel.parts:
-        rows = " \\\\\n  ".join(" & ".join(_LATEX[cell] for cell in row) for row in part.cells.tolist())
-        columns = "r" * part.cells.shape[1]
+    for grid in panel.grids:
+        rows = " \\\\\n  ".join(" & ".join(grid.looks[cell].sign for cell in row) for row in grid.cells.tolist())
+        columns = "r" * grid.cells.shape[1]
         matrices.append(f"\\left[\\begin{{array}}{{{columns}}}\n  {rows}\n\\end{{array}}\\right]")
     heading = f"% {panel.heading}\n" if panel.heading else ""
     return heading + "\n\\quad\n".join(matrices)
-
-
-def _panel(panel: _Panel, picture: _Picture, marks: Sequence[str], titled: bool) -> str:
-    columns = []
-    for part in panel.parts:
-        rows = [[marks[cell] for cell in row] for row in part.cells.tolist()]
-        if picture.key_labels:
-            lines = _table(rows, picture)
-        elif marks is _NUMBERS:
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        else:
-            lines = ["".join(row) for row in rows]
-        columns.append([part.title, *lines] if titled else lines)
-    heading = [panel.heading] if panel.heading else []
-    return "\n".join(heading + aligned(list(zip_longest(*columns, fillvalue="")), _GAP))
-
-
-def _table(rows: list[list[str]], picture: _Picture) -> list[str]:
-    """Rows of marks with the queries' labels on the left, each mark in the middle below its key's label."""
-    widths = [max(display_width(mark) for mark in column) for column in zip(picture.key_labels, *rows, strict=True)]
-    centred = [[" " * ((w - len(mark)) // 2) + mark for mark, w in zip(row, widths, strict=True)] for row in rows]
-    lines = zip(("", *picture.query_labels), (picture.key_labels, *centred), strict=True)
-    return aligned([(label, *cells) for label, cells in lines], "  ")
-
-
-def _document(picture: _Picture) -> str:
-    rows, columns = picture.panels[0].parts[0].cells.shape
-    cell = 28.0 if picture.key_labels else max(6.0, min(24.0, 420 / max(rows, columns)))
-    panels = [
-        [Grid(_looks(part), cell, cell, columns=picture.key_labels) for part in panel.parts] for panel in picture.panels
-    ]
-    first = replace(panels[0][0], rows=picture.query_labels)
-    side, slanted = _MARGIN + _AXIS + first.side, first.slanted
-    title = max(display_width(part.title) for panel in picture.panels for part in panel.parts) * LETTER
-    part_width = max(first.width + slanted * 0.9, title) + _BETWEEN
-    part_height = 30 + slanted + first.height + 24 + _AXIS
-    heading = 26 if picture.panels[0].heading else 0
-    entries = list(_legend(picture))
-    note = _scale_note(picture.nq, picture.nk)
-    bottom_width = max(legend_width(entries), LETTER * len(note))
-    width = max(side + part_width * len(panels[0]), 2 * _MARGIN + bottom_width)
-    height = _MARGIN + (part_height + heading) * len(panels) + 40 + 20 * (bool(picture.left_out) + bool(note))
-
-    def body() -> Iterator[str]:
-        y = float(_MARGIN)
-        for panel, grids in zip(picture.panels, panels, strict=True):
-            if panel.heading:
-                yield text(_MARGIN, y + 12, panel.heading, ' font-weight="bold"')
-            top = y + heading + 30 + slanted
-            for number, (part, grid) in enumerate(zip(panel.parts, grids, strict=True)):
-                x = side + number * part_width
-                yield text(x, top - slanted - 14, part.title, ' font-weight="bold"')
-                yield from (grid if number else replace(grid, rows=picture.query_labels)).svg(x, top)
-                yield grid.keys_word(x, top)
-            yield first.queries_word(_MARGIN - 4, top)
-            y += part_height + heading
-        if picture.left_out:
-            yield text(_MARGIN, y + 8, f"... and {picture.left_out} more")
-            y += 20
-        yield from legend(_MARGIN, y, entries)
-        if note:
-            yield text(_MARGIN, y + 31, note)
-
-    return document(width, height, " beside ".join(part.title for part in picture.panels[0].parts), body())
-
-
-_FILLED, _PARTIAL = fill("visible"), fill("partly")
-
-
-def _looks(part: _Part) -> NDArray[np.object_]:
-    if part.weights is not None:
-        looks = shades(part.weights, _FILLED, part.cells == 0)
-        return np.where(looks == "", f'{_FILLED} fill-opacity="0"', looks)  # as in the legend
-    return np.array([HIDDEN, _PARTIAL, _FILLED], object)[part.cells]
-
-
-def _legend(picture: _Picture) -> Iterator[tuple[str, str]]:
-    """Each way in which cells of this picture may be filled, and its meaning."""
-    shaded = {part.weights is not None for panel in picture.panels for part in panel.parts}
-    yield _FILLED, " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
-    if True in shaded:
-        yield f'{_FILLED} fill-opacity="0.5"', "weight 0.5"
-        yield f'{_FILLED} fill-opacity="0"', "weight 0"
-    if picture.positions_a_cell > 1:
-        yield _PARTIAL, "partly"
-    yield HIDDEN, "hidden"

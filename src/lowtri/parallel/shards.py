@@ -12,14 +12,16 @@ import numpy as np
 from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.parallel.runs import Ints, Runs, first_tokens
+from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
+from lowtri.pictures.labels import aligned, shortened
 from lowtri.pictures.pages import card
-from lowtri.pictures.svg import HIDDEN, MAX_CELLS, State, Strip, fill, strips_svg
+from lowtri.pictures.svg import HIDDEN, fill
 
 _MOST_DRAWN = 16  # ranks
-_STATES = (
-    State("·", HIDDEN, "not seen"),
-    State("▒", fill("partly"), "received"),
-    State("█", fill("visible"), "its own tokens"),
+_LOOKS = (
+    Look("·", HIDDEN, "not seen"),
+    Look("▒", fill("partly"), "received"),
+    Look("█", fill("visible"), "its own tokens"),
 )
 _NOT_SEEN, _RECEIVED, _OWN = range(3)
 
@@ -132,13 +134,19 @@ class ShardPlan:
         rank 2  ····▒▒▒▒████····  256 tokens, 51,200 pairs, receives 256 from 1
         rank 3  ········▒▒▒▒████  256 tokens, 51,200 pairs, receives 256 from 2
         """
-        strips = self._strips()
-        width = max(len(strip.label) for strip in strips)
-        lines = [f"{s.label:<{width}}  {''.join(_STATES[i].sign for i in s.cells)}  {s.remark}" for s in strips]
-        return "\n".join([self._title(), *lines, *self._more()])
+        grid = self._grid()
+        return "\n".join(
+            [
+                self._title(),
+                *aligned(list(zip(grid.rows, grid.lines(), grid.remarks, strict=True)), "  "),
+                *self._more(),
+            ]
+        )
 
     def _repr_svg_(self) -> str:
-        return strips_svg(self._title(), self._strips(), _STATES, " ".join(["tokens →", *self._more()]))
+        title, grid = shortened(self._title(), 110), self._grid()
+        below = " ".join(["tokens →", *self._more()])
+        return picture(title, [Panel([grid], title, below, "")], used(_LOOKS, grid.cells))
 
     def _repr_html_(self) -> str:
         return card("plan", self._repr_svg_(), self._title(), self.draw())
@@ -158,9 +166,9 @@ class ShardPlan:
     def _more(self) -> list[str]:
         return [f"... and {self.ranks - _MOST_DRAWN:,} more ranks"] * (self.ranks > _MOST_DRAWN)
 
-    def _strips(self) -> list[Strip]:
+    def _grid(self) -> Grid:
         """A row of at most 64 cells for each rank; one that stands for several blocks shows the most that any of them is."""
-        strips = []
+        cells, remarks = [], []
         for rank in range(min(self.ranks, _MOST_DRAWN)):
             needed = np.zeros(len(self.owner), bool)
             senders = np.zeros(self.ranks, np.int64)
@@ -169,14 +177,15 @@ class ShardPlan:
                 senders += self.received_from(rank, mask)
             states = np.where(self.owner == rank, _OWN, np.where(needed, _RECEIVED, _NOT_SEEN))
             step = -(-len(states) // MAX_CELLS)
-            cells = np.maximum.reduceat(states, np.arange(0, len(states), step)).tolist()
+            cells.append(np.maximum.reduceat(states, np.arange(0, len(states), step)))
             text = f"{self.tokens[rank]:,} tokens, {self.pairs[rank]:,} pairs"
             if senders.any():
                 names = np.flatnonzero(senders).tolist()
                 few = ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
                 text += f", receives {int(senders.sum()):,} from {few}"
-            strips.append(Strip(f"rank {rank}", cells, text))
-        return strips
+            remarks.append(text)
+        size = min(24.0, 480 / len(cells[0]))
+        return Grid(np.stack(cells), _LOOKS, size, rows=[f"rank {rank}" for rank in range(len(cells))], remarks=remarks)
 
     def _positions(self, blocks: Ints) -> Ints:
         positions = (blocks[:, None] * self.block + np.arange(self.block)).ravel()

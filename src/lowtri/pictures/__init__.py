@@ -3,7 +3,8 @@
 Each file imports only from the files above it:
 
 labels  labels of rows and columns: width, escapes, and how a text is split into tokens
-svg     the parts of SVG pictures: colours, cells, legends
+svg     colours for light and dark screens, the SVG file, its texts
+grids   the model of all pictures, grids of cells with labels, drawn as text and as SVG
 pages   HTML for notebooks and pages of their own; JSON
 files   pictures as files: SVG, HTML, and through matplotlib PNG and PDF
 """

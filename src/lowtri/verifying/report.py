@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,16 +11,17 @@ import numpy as np
 
 from lowtri.errors import VerifyError
 from lowtri.pictures.files import save_picture
+from lowtri.pictures.grids import Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, image, json_text, output, page
-from lowtri.pictures.svg import HIDDEN, LETTER, Grid, document, fill, legend, text
+from lowtri.pictures.svg import HIDDEN, fill
 
-_LOOKS = {  # by the result of a case
-    "right": fill("value"),
-    "documented": fill("partly"),
-    "wrong": fill("leak"),
-    "not offered": HIDDEN,
-    "not tried": fill("paper"),
-}
+_LOOKS = (
+    Look("", fill("value"), "right"),
+    Look("", fill("partly"), "documented"),
+    Look("", fill("leak"), "wrong"),
+    Look("", HIDDEN, "not offered"),
+    Look("", fill("paper"), "not tried"),
+)
 
 
 def _count(n: int, what: str) -> str:
@@ -180,26 +181,11 @@ class VerifyReport:
 
     def to_svg(self) -> str:
         """The picture: a row for each case, a column for each dtype, coloured by the result."""
-        names, dtypes, high, wide = list(self.results), self.dtypes, 16, 72
-        left, used = (
-            LETTER * max(map(len, names)) + 16,
-            {status for each in self.results.values() for status in each.values()},
-        )
-        looks = np.array([[_LOOKS[status] for status in self.results[name].values()] for name in names], object)
-
-        def body() -> Iterator[str]:
-            yield from (text(left + i * wide, 20, dtype) for i, dtype in enumerate(dtypes))
-            for i, name in enumerate(names):
-                yield text(8, 28 + i * high + 12, name)
-            if names:
-                yield from Grid(looks, wide, high).svg(left, 28)
-            for i, status in enumerate(status for status in _LOOKS if status in used):
-                yield from legend(left, 36 + (len(names) + 1.25 * i) * high, [(_LOOKS[status], status)])
-
-        title = f"{self.name}: results of all cases"
-        return document(
-            left + max(wide * len(dtypes), 140) + 8, 44 + (len(names) + 1.25 * len(used)) * high, title, body()
-        )
+        index = {look.meaning: i for i, look in enumerate(_LOOKS)}
+        each = [index[status] for row in self.results.values() for status in row.values()]
+        cells = np.array(each, int).reshape(len(self.results), len(self.dtypes))
+        panel = Panel([Grid(cells, _LOOKS, 72, 16, rows=list(self.results), columns=self.dtypes)], "", "", "")
+        return picture(f"{self.name}: results of all cases", [panel], used(_LOOKS, cells))
 
     def _parts(self, picture: str) -> list[str]:
         """The verdict, a table with a row for each mistake and case, what is not offered, and the picture."""
