@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import in_numpy, is_tensor
-from lowtri.masks.picture import cells_of
+from lowtri.masks.picture import cells_of, token_labels
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Panel, beside_one_another, levels, picture, shades
-from lowtri.pictures.labels import token_labels
 from lowtri.pictures.pages import card, page
 from lowtri.pictures.svg import BOLD, fill
 

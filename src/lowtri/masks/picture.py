@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import MaskError
+from lowtri.errors import LowtriError, MaskError
 from lowtri.masks.array_masks import Table
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.mask import Mask, first_position
@@ -24,9 +24,11 @@ from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, levels, picture, shades
-from lowtri.pictures.labels import Tokens, shortened, token_labels, token_list
+from lowtri.pictures.labels import shortened, split
 from lowtri.pictures.pages import card, page
 from lowtri.pictures.svg import HIDDEN, fill
+
+Tokens: TypeAlias = Sequence[str] | str
 
 _PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show what the mask answers for a tile
 MIN_POSITIONS = 12  # of a picture whose size nobody gave
@@ -278,6 +280,34 @@ def _panels(
     drawn = [(*index, 0, 0)[:2] for index in islice(np.ndindex(batch), MAX_PANELS)]
     panels = [Panel([grid(i, b, h) for i in range(len(masks))], _heading(batch, b, h)) for b, h in drawn]
     return _Panels(panels, math.prod(batch) - len(panels), nq, nk)
+
+
+def token_labels(
+    function: str, error: type[LowtriError], nq: int, nk: int, tokens: Tokens | None, query_tokens: Tokens | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Labels of the keys and of the queries, none without tokens. The queries' are the last nq of the keys', unless they are given.
+
+    Raises:
+        error: of ``function``, if there are not as many as keys and queries.
+    """
+    if tokens is None:
+        if query_tokens is not None:
+            raise error(f"{function}: got query_tokens without tokens. Fix: tokens= names the keys.")
+        return (), ()
+    keys = token_list(tokens)
+    if len(keys) != nk:
+        raise error(f"{function}: got {len(keys)} tokens for {nk} keys. Fix: one token for each key, in a list.")
+    if query_tokens is None and nq > nk:
+        raise error(f"{function}: {nq} queries and {nk} tokens. Fix: query_tokens= names the queries.")
+    queries = keys[nk - nq :] if query_tokens is None else token_list(query_tokens)
+    if len(queries) != nq:
+        raise error(f"{function}: got {len(queries)} query_tokens; expected one for each of {nq} queries.")
+    return keys, queries
+
+
+def token_list(tokens: Tokens) -> tuple[str, ...]:
+    """Tokens as labels; a text is :func:`split`."""
+    return tuple(shortened(str(token)) for token in (split(tokens)[0] if isinstance(tokens, str) else tokens))
 
 
 def _masks(mask: Mask | str, beside: Mask | str | None) -> list[Mask]:

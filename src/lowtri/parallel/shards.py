@@ -13,7 +13,6 @@ from lowtri.errors import CallError
 from lowtri.masks import Mask
 from lowtri.parallel.runs import Ints, Runs, first_tokens
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
-from lowtri.pictures.labels import aligned, shortened
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
 
@@ -134,19 +133,11 @@ class ShardPlan:
         rank 2  ····▒▒▒▒████····  256 tokens, 51,200 pairs, receives 256 from 1
         rank 3  ········▒▒▒▒████  256 tokens, 51,200 pairs, receives 256 from 2
         """
-        grid = self._grid()
-        return "\n".join(
-            [
-                self._title(),
-                *aligned(list(zip(grid.rows, grid.lines(), grid.remarks, strict=True)), "  "),
-                *self._more(),
-            ]
-        )
+        return "\n".join([self._title(), *self._grid().lines(), *self._more()])
 
     def _repr_svg_(self) -> str:
-        title, grid = shortened(self._title(), 110), self._grid()
-        below = " ".join(["tokens →", *self._more()])
-        return picture(title, [Panel([grid], title, below, "")], used(_LOOKS, grid.cells))
+        grid, below = self._grid(), " ".join(["tokens →", *self._more()])
+        return picture(self._title(), [Panel([grid], self._title(), below, "")], used(_LOOKS, grid.cells))
 
     def _repr_html_(self) -> str:
         return card("plan", self._repr_svg_(), self._title(), self.draw())

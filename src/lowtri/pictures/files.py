@@ -14,15 +14,8 @@ from lowtri.files import write_atomically, write_text, writing
 _DRAWN = (".png", ".pdf")
 _SPACE = "{http://www.w3.org/2000/svg}"
 _FONTS = (  # the first that has a letter draws it; those that are not installed are left out
-    *(
-        "DejaVu Sans Mono",
-        "Noto Sans Mono CJK TC",
-        "Noto Sans CJK TC",
-        "Noto Sans CJK JP",
-        "PingFang TC",
-        "Noto Sans Thai",
-    ),
-    *("Microsoft JhengHei", "WenQuanYi Zen Hei", "Leelawadee UI", "Thonburi", "Loma", "Noto Emoji"),
+    *("DejaVu Sans Mono", "Noto Sans Mono CJK TC", "Noto Sans CJK TC", "Noto Sans CJK JP", "PingFang TC"),
+    *("Noto Sans Thai", "Microsoft JhengHei", "WenQuanYi Zen Hei", "Leelawadee UI", "Thonburi", "Loma", "Noto Emoji"),
 )
 
 
@@ -37,20 +30,20 @@ def save_picture(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> Pa
     """
     target = Path(path)
     suffix = target.suffix.lower()
-    if suffix in forms:
-        text = forms[suffix]()
-        write: Callable[[], None] = lambda: write_text(target, text)  # noqa: E731
-    elif suffix in _DRAWN:
-        figure = _figure(forms[".svg"](), target)
-        options = {"metadata": {"CreationDate": None}} if suffix == ".pdf" else {"dpi": 192}  # no date: equal files
-        write = lambda: write_atomically(target, lambda part: figure.savefig(part, format=suffix[1:], **options))  # noqa: E731
-    else:
+    if suffix not in (*forms, *_DRAWN):
         raise DataError(
             f"save: {path} ends in none of {', '.join([*forms, *_DRAWN])}, the formats that are written. "
             f"Fix: {target.stem.strip('.')}.svg."
         )
-    with writing("save", path):
-        write()
+    if suffix in forms:
+        text = forms[suffix]()
+        with writing("save", path):
+            write_text(target, text)
+    else:
+        figure = _figure(forms[".svg"](), target)
+        options = {"metadata": {"CreationDate": None}} if suffix == ".pdf" else {"dpi": 192}  # no date: equal files
+        with writing("save", path):
+            write_atomically(target, lambda part: figure.savefig(part, format=suffix[1:], **options))
     return target
 
 
@@ -73,50 +66,24 @@ def _figure(svg: str, target: Path) -> Any:
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
     installed = set(get_font_names())
-    fonts = [name for name in _FONTS if name in installed]
     hatching = root.find(f".//{_SPACE}pattern/{_SPACE}path")
-    hatch = "none" if hatching is None else hatching.attrib["stroke"]
     for node in root:
-        if node.tag == f"{_SPACE}rect":
-            _rectangle(axes, node, (width, height), hatch)
-        elif node.tag == f"{_SPACE}path":
-            _path(axes, node, hatch)
+        if node.tag in (f"{_SPACE}rect", f"{_SPACE}path"):
+            _shape(axes, node, "none" if hatching is None else hatching.attrib["stroke"])
         elif node.tag == f"{_SPACE}text":
-            _text(axes, node, root.attrib["fill"], fonts)
+            _text(axes, node, root.attrib["fill"], [name for name in _FONTS if name in installed])
     return figure
 
 
-def _look(node: ET.Element, hatch: str) -> dict[str, Any]:
-    fill, stroke = node.get("fill", "none"), node.get("stroke")
-    if fill.startswith("url("):
-        return {"facecolor": "none", "edgecolor": hatch, "hatch": "/////", "linewidth": 0.4}
-    look = {"facecolor": fill, "edgecolor": stroke or "none", "linewidth": float(node.get("stroke-width", "0.7"))}
-    if "fill-opacity" in node.attrib:
-        from matplotlib.colors import to_rgba
-
-        look["facecolor"] = to_rgba(fill, float(node.attrib["fill-opacity"]))
-    return look
-
-
-def _rectangle(axes: Any, node: ET.Element, whole: tuple[float, float], hatch: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    x, y = float(node.get("x", "0")), float(node.get("y", "0"))
-    sides = [
-        of if node.get(name) == "100%" else float(node.attrib[name])
-        for name, of in zip(("width", "height"), whole, strict=True)
-    ]
-    axes.add_patch(Rectangle((x, y), *sides, **_look(node, hatch)))
-
-
-def _path(axes: Any, node: ET.Element, hatch: str) -> None:
-    """M, h, v and z: what our own paths consist of."""
+def _shape(axes: Any, node: ET.Element, hatch: str) -> None:
+    """A rectangle, or a path of M, h, v and z."""
+    from matplotlib.colors import to_rgba
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
-    x = y = 0.0
-    points, codes = [], []
-    for command, numbers in re.findall(r"([Mhvz])([-\d. ]*)", node.attrib["d"]):
+    corner, wide, high = f"{node.get('x', 0)} {node.get('y', 0)}", node.get("width"), node.get("height")
+    points, codes, x, y = [], [], 0.0, 0.0
+    for command, numbers in re.findall(r"([Mhvz])([-\d. ]*)", node.get("d", f"M{corner}h{wide}v{high}h-{wide}z")):
         values = [float(number) for number in numbers.split()]
         if command == "M":
             x, y = values
@@ -124,8 +91,12 @@ def _path(axes: Any, node: ET.Element, hatch: str) -> None:
             x, y = (x + values[0], y) if command == "h" else (x, y + values[0])
         points.append((x, y))
         codes.append({"M": Outline.MOVETO, "z": Outline.CLOSEPOLY}.get(command, Outline.LINETO))
-    if points:
-        axes.add_patch(PathPatch(Outline(points, codes), **_look(node, hatch)))
+    look: dict[str, Any] = {"facecolor": "none", "edgecolor": hatch, "hatch": "/////", "linewidth": 0.4}
+    if not (fill := node.get("fill", "none")).startswith("url("):
+        opacity = float(node.get("fill-opacity", "1")) if fill != "none" else None
+        look = {"facecolor": to_rgba(fill, opacity), "edgecolor": node.get("stroke", "none")}
+        look["linewidth"] = float(node.get("stroke-width", "0.7"))
+    axes.add_patch(PathPatch(Outline(points, codes), **look))
 
 
 def _text(axes: Any, node: ET.Element, ink: str, fonts: list[str]) -> None:

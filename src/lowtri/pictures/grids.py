@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.pictures.labels import aligned, display_width
-from lowtri.pictures.svg import BOLD, HIDDEN, LETTER, LINE, document, fill, grid_lines, ink_over, text, turned
+from lowtri.pictures.labels import aligned, display_width, shortened
+from lowtri.pictures.svg import BOLD, HIDDEN, LETTER, LINE, document, fill, ink_over, text, turned
 
 MAX_CELLS = 64  # rows, and columns, of one picture
 _MARGIN, _AXIS, _BETWEEN, _LINE = 16, 18, 20, 20
@@ -98,19 +98,17 @@ class Grid:
         """The cells as text: a line for each row, or a table where they have numbers, or columns have labels."""
         signs = [[self.looks[cell].sign for cell in row] for row in np.asarray(self.cells).tolist()]
         if self.numbers:
-            numbers = [
-                [x or sign for x, sign in zip(*row, strict=True)] for row in zip(self.numbers, signs, strict=True)
-            ]
-            table = [("", *self.columns), *[(label, *row) for label, row in zip(self.rows, numbers, strict=True)]]
-            return aligned(table, "  ", right=True)
-        if not self.columns:
+            signs = [[x or sign for x, sign in zip(*row, strict=True)] for row in zip(self.numbers, signs, strict=True)]
+        elif self.columns:
+            widths = [max(map(display_width, column)) for column in zip(self.columns, *signs, strict=True)]
+            signs = [[" " * ((w - len(x)) // 2) + x for x, w in zip(row, widths, strict=True)] for row in signs]
+        else:
             widths = [max(map(len, column)) for column in zip(*signs, strict=True)]
             gap = "  " * any(len(look.sign) > 1 for look in self.looks)
-            return [gap.join(map(str.rjust, row, widths)) for row in signs]
-        widths = [max(map(display_width, column)) for column in zip(self.columns, *signs, strict=True)]
-        centred = [[" " * ((w - len(sign)) // 2) + sign for sign, w in zip(row, widths, strict=True)] for row in signs]
-        labelled = zip(("", *self.rows), (self.columns, *centred), strict=True)
-        return aligned([(label, *cells) for label, cells in labelled], "  ")
+            lines = [gap.join(map(str.rjust, row, widths)) for row in signs]
+            return aligned(list(zip(self.rows, lines, self.remarks, strict=True)), "  ") if self.remarks else lines
+        table = [("", *self.columns), *[(label, *row) for label, row in zip(self.rows, signs, strict=True)]]
+        return aligned(table, "  ", right=bool(self.numbers))
 
     @property
     def side(self) -> float:
@@ -141,9 +139,8 @@ class Grid:
         """Title, labels, cells, the lines between them, and numbers; ``x`` and ``y`` are the corner of the first cell."""
         if self.title:
             yield text(x, y - above - 6, self.title, self.title_style)
-            yield from [text(x + LETTER * (len(self.title) + 1), y - above - 6, self.shape, f" {fill('soft')}")] * bool(
-                self.shape
-            )
+        if self.shape:
+            yield text(x + LETTER * (len(self.title) + 1), y - above - 6, self.shape, f" {fill('soft')}")
         for end, anchor, at in zip(self.ends, ("start", "end"), (x, x + self.width), strict=False):
             yield text(at, y - 6, end, f' text-anchor="{anchor}"')
         for i, label in enumerate(self.rows):
@@ -155,16 +152,14 @@ class Grid:
         cells = np.asarray(self.cells)
         if cells.size:
             yield from self._rectangles(cells, x, y) if len(self.looks) <= _FEW_LOOKS else self._paths(cells, x, y)
-            if self.wide < 6:  # only the frame
-                yield grid_lines(x, y, 1, 1, self.width, self.height)
-            else:
-                yield grid_lines(x, y, len(cells), cells.shape[1], self.wide, self.high)
-        for i, line in enumerate(self.numbers):
-            for j, number in enumerate(line):
-                style = f' text-anchor="middle" font-size="11" {self.looks[cells[i, j]].ink}'
-                yield from [text(x + (j + 0.5) * self.wide, y + (i + 0.5) * self.high + 4, number, style)] * bool(
-                    number
-                )
+            rows, columns = cells.shape if self.wide >= 6 else (1, 1)  # of tiny cells only the frame
+            lines = [f"M{x:.1f} {y + i * self.height / rows:.1f}h{self.width:.1f}" for i in range(rows + 1)]
+            lines += [f"M{x + j * self.width / columns:.1f} {y:.1f}v{self.height:.1f}" for j in range(columns + 1)]
+            yield f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{LINE.light}" stroke-width="0.7"/>'
+        for (i, j), cell in np.ndenumerate(cells):
+            if self.numbers and (number := self.numbers[i][j]):
+                style = f' text-anchor="middle" font-size="11" {self.looks[cell].ink}'
+                yield text(x + (j + 0.5) * self.wide, y + (i + 0.5) * self.high + 4, number, style)
 
     def _rectangles(self, cells: NDArray[Any], x: float, y: float) -> Iterator[str]:
         """Equal neighbours in a row are one rectangle."""
@@ -180,12 +175,13 @@ class Grid:
     def _paths(self, cells: NDArray[Any], x: float, y: float) -> Iterator[str]:
         """All cells of one look are one path."""
         for index in np.unique(cells):
-            outline = []
-            for i, row in enumerate(cells == index):
-                for first, end in np.flatnonzero(np.diff(np.r_[False, row, False])).reshape(-1, 2):
-                    across = f"{(end - first) * self.wide:.5g}"
-                    corner = f"{x + first * self.wide:.5g} {y + i * self.high:.5g}"
-                    outline.append(f"M{corner}h{across}v{self.high:.5g}h-{across}z")
+            edges = np.diff(np.pad(cells == index, ((0, 0), (1, 1))).astype(np.int8))
+            runs = zip(*np.nonzero(edges == 1), np.nonzero(edges == -1)[1], strict=True)
+            outline = [
+                f"M{x + first * self.wide:.5g} {y + i * self.high:.5g}h{(end - first) * self.wide:.5g}v{self.high:.5g}"
+                f"h{(first - end) * self.wide:.5g}z"
+                for i, first, end in runs
+            ]
             yield f'<path d="{"".join(outline)}" {self.looks[index].style}/>'
 
 
@@ -214,9 +210,9 @@ def picture(
     """
     body, y, right = [], float(_MARGIN), 0.0
     for panel in panels:
-        if panel.heading:
-            body.append(text(_MARGIN, y + 12, panel.heading, BOLD))
-            y, right = y + 26, max(right, _MARGIN + LETTER * display_width(panel.heading))
+        if heading := shortened(panel.heading, 110):
+            body.append(text(_MARGIN, y + 12, heading, BOLD))
+            y, right = y + 26, max(right, _MARGIN + LETTER * display_width(heading))
         above = max(grid.above for grid in panel.grids)
         top = y + above + 18 * any(grid.title for grid in panel.grids)
         x = _MARGIN + _AXIS * bool(panel.down) + panel.grids[0].side
@@ -228,9 +224,8 @@ def picture(
                 body.append(text(x, middle + 4, grid.operator, ' font-size="18"'))
                 body += [text(x - 14, middle - 12, "softmax", ' font-size="10"')] * (grid.operator == "→")
                 x += 2 * _BETWEEN
-            body += (grid if grid is panel.grids[0] else replace(grid, rows=())).svg(
-                x, top, above
-            )  # rows are labelled once
+            labelled = grid if grid is panel.grids[0] else replace(grid, rows=())  # rows are labelled once
+            body += labelled.svg(x, top, above)
             if panel.across:
                 body.append(text(x, top + grid.height + 16, panel.across))
             right = max(right, x + max(grid.whole_width, LETTER * len(panel.across)))

@@ -5,11 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import TypeAlias
-
-from lowtri.errors import LowtriError
-
-Tokens: TypeAlias = Sequence[str] | str
 
 # Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Chinese and Japanese with their punctuation.
 _UNSPACED = re.compile(
@@ -79,34 +74,6 @@ def split(text: str) -> tuple[list[str], str]:
     return tokens, "cut at spaces and by characters" if _UNSPACED.search(text) else "cut at spaces"
 
 
-def token_labels(
-    function: str, error: type[LowtriError], nq: int, nk: int, tokens: Tokens | None, query_tokens: Tokens | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Labels of the keys and of the queries, none without tokens. The queries' are the last nq of the keys', unless they are given.
-
-    Raises:
-        error: of ``function``, if there are not as many as keys and queries.
-    """
-    if tokens is None:
-        if query_tokens is not None:
-            raise error(f"{function}: got query_tokens without tokens. Fix: tokens= names the keys.")
-        return (), ()
-    keys = token_list(tokens)
-    if len(keys) != nk:
-        raise error(f"{function}: got {len(keys)} tokens for {nk} keys. Fix: one token for each key, in a list.")
-    if query_tokens is None and nq > nk:
-        raise error(f"{function}: {nq} queries and {nk} tokens. Fix: query_tokens= names the queries.")
-    queries = keys[nk - nq :] if query_tokens is None else token_list(query_tokens)
-    if len(queries) != nq:
-        raise error(f"{function}: got {len(queries)} query_tokens; expected one for each of {nq} queries.")
-    return keys, queries
-
-
-def token_list(tokens: Tokens) -> tuple[str, ...]:
-    """Tokens as labels; a text is :func:`split`."""
-    return tuple(shortened(str(token)) for token in (split(tokens)[0] if isinstance(tokens, str) else tokens))
-
-
 def aligned(rows: Sequence[Sequence[str]], gap: str, *, right: bool = False) -> list[str]:
     """Rows of texts as lines, each column as wide as its widest text; ``right`` aligns all but the first column to the right.
 
@@ -116,12 +83,9 @@ def aligned(rows: Sequence[Sequence[str]], gap: str, *, right: bool = False) -> 
     widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        blanks = [" " * (width - display_width(text)) for text, width in zip(row, widths, strict=True)]
-        texts = [
-            space + text if right and j else text + space
-            for j, (text, space) in enumerate(zip(row, blanks, strict=True))
-        ]
-        lines.append(gap.join(texts).rstrip())
+        spaces = [" " * (width - display_width(text)) for text, width in zip(row, widths, strict=True)]
+        texts = [x[::-1] if right and j else x for j, x in enumerate(zip(row, spaces, strict=True))]
+        lines.append(gap.join(map("".join, texts)).rstrip())
     return lines
 
 

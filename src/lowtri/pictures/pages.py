@@ -75,9 +75,8 @@ def output(kind: str, parts: Iterable[str], style: str = "") -> str:
 
 def page(kind: str, title: str, parts: Iterable[str], style: str = "") -> str:
     """A whole HTML page with these parts: self-contained, without network, script or font."""
-    content = "\n".join(parts).replace(
-        ' xmlns="http://www.w3.org/2000/svg"', ""
-    )  # of pictures: a page needs no namespace
+    # A page needs no namespace for its pictures.
+    content = "\n".join(parts).replace(' xmlns="http://www.w3.org/2000/svg"', "")
     body = f'<body class="lowtri-page"><div class="lowtri-{kind}">\n{content}\n</div></body>'
     return html_document(title, _sheet(kind, style + _PAGE), body)
 

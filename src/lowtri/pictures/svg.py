@@ -99,13 +99,6 @@ def turned(x: float, y: float, words: str, degrees: int) -> str:
     return f'<text transform="translate({x:.1f},{y:.1f}) rotate({degrees})">{escape(words)}</text>'
 
 
-def grid_lines(x: float, y: float, rows: int, columns: int, wide: float, high: float) -> str:
-    """The lines around the cells of a matrix."""
-    lines = [f"M{x:.1f} {y + i * high:.1f}h{columns * wide:.1f}" for i in range(rows + 1)]
-    lines += [f"M{x + j * wide:.1f} {y:.1f}v{rows * high:.1f}" for j in range(columns + 1)]
-    return f'<path d="{"".join(lines)}" fill="none" class="lowtri-line" stroke="{LINE.light}" stroke-width="0.7"/>'
-
-
 def document(width: float, height: float, title: str, body: Iterable[str]) -> str:
     """A whole SVG file; on a narrow screen it is smaller, in its own proportions."""
     content = "\n".join(body)
