@@ -362,7 +362,7 @@ def loaded_after(statement: str) -> set[str]:
         ("import lowtri.errors", {"numpy", "torch", "numba"}),
         # Sizes, scratch memory, records and the choice of a kernel; LLVM is not asked which CPU this is.
         (
-            "import os; os.environ['NUMBA_CPU_FEATURES'] = ''; import lowtri.kernels.select, lowtri.backends.cpu",
+            "import os; os.environ['NUMBA_CPU_FEATURES'] = ''; import lowtri.kernels.target, lowtri.backends.cpu",
             {"numba", "llvmlite"},
         ),
         ("from lowtri.cli.main import main; main(['--help'])", {"numpy", "torch", "numba", "matplotlib"}),

@@ -25,8 +25,8 @@ from lowtri.cli.main import main
 from lowtri.errors import DataError, UndecidedError
 from lowtri.kernels import abi, library
 from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
+from lowtri.kernels.spec import functions_of
 from lowtri.kernels.target import ISA
-from lowtri.kernels.variants import functions_of
 
 SMALL = Case("forward", "causal", 40, 32, "float32", heads=2, kv_heads=2)
 TINY = [

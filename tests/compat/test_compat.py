@@ -115,7 +115,6 @@ def run(code: str) -> str:
         ("torch_private", {"numba", "transformers"}),
         ("torch_quantized", {"numba", "transformers"}),
         ("numba_private", {"torch", "transformers"}),
-        ("numba_linking", {"torch", "transformers"}),
         ("transformers_private", {"torch", "numba", "transformers"}),
     ],
 )

@@ -55,7 +55,7 @@ def test_true_means_may_see(name, dtype):
     for engine in able(q, k, v, MASKS[name], return_lse=True):
         out, lse = attention(q, k, v, MASKS[name], engine=engine, return_lse=True)
         assert lse.dtype in (torch.float32, torch.float64) and lse.shape == (2, 4, 9)
-        # In half types the exponential's error is 3e-6, in the sum of weights, too: kernels.exponent.ERRORS.
+        # In half types the exponential's error is 3e-6, in the sum of weights, too: kernels.simd.ERRORS.
         precise, times = ("float64", 8) if dtype == "float64" else ("float32", 8 if dtype == "float32" else 32)
         assert near(out, exact[0], dtype) and near(lse, exact[2], precise, times=times), engine
     for engine in able(q, k, v, MASKS[name], return_weights=True):

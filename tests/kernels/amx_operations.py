@@ -15,8 +15,7 @@ from amx_emulated import AmxEmulated
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels import operations
 from lowtri.kernels.isa import Baseline
-from lowtri.kernels.operations.amx import TILE_ROWS, pair_weights
-from lowtri.kernels.operations.baseline import Operations, halves_of_pairs
+from lowtri.kernels.operations import TILE_ROWS, Operations, halves_of_pairs, pair_weights
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ROW = ir.VectorType(ir.FloatType(), 16)  # a tile's row, of numbers or of pairs
@@ -113,4 +112,4 @@ def _row(b: Any, tile: Any, row: Any) -> Any:
     return b.gep(tile, [ir.Constant(_I64, 0), row])
 
 
-operations._OPERATIONS[AmxEmulated] = AmxEmulatedOperations
+operations.OPERATIONS[AmxEmulated] = AmxEmulatedOperations

@@ -8,8 +8,8 @@ import pytest
 
 from amx_emulated import with_tiles
 from lowtri.dispatch.prepared import PREPARED
-from lowtri.kernels import select
-from lowtri.kernels.variants import spec_of_variant, variants_of
+from lowtri.kernels import target
+from lowtri.kernels.spec import variants_of
 
 collect_ignore = ["amx_at_start"]  # for the start of an interpreter, which may have imported a system's sitecustomize
 
@@ -24,11 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bf16 is computed on tiles, whichever way this CPU would choose."""
-    isa = with_tiles()
-    on_tiles = next(variant for variant in variants_of(isa) if variant.operand == "tiles")
-    others = [variant for variant in select._VARIANTS if variant[:2] != on_tiles[:2]]
-    monkeypatch.setattr(select, "_VARIANTS", [on_tiles, *others])
-    monkeypatch.setitem(select.SPECS, on_tiles[:3], spec_of_variant(on_tiles, isa))
+    on_tiles = next(variant for variant in variants_of(with_tiles()) if variant.spec.on_tiles)
+    others = [x for x in target.VARIANTS if (x.family, x.spec.dtype) != ("forward", "bfloat16")]
+    monkeypatch.setattr(target, "VARIANTS", [on_tiles, *others])
     PREPARED.clear()
     yield
     PREPARED.clear()

@@ -8,36 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 import amx_operations  # noqa: F401 - of the emulation
+import build_kernels
 import numpy as np
 import pytest
 import torch
-from numba import cfunc
+from build_kernels import Job
 
 import lowtri
 from attention_cases import draw
 from lowtri.backends.cpu import launch
 from lowtri.benching import ceilings
-from lowtri.compat.numba_objects import plain_entry
 from lowtri.dispatch.prepared import PREPARED
-from lowtri.kernels import abi, compilation, library, select
-from lowtri.kernels.compilation import Job
-from lowtri.kernels.device_function import NUMBA_OPTIONS
+from lowtri.kernels import library, target
 from lowtri.kernels.target import ISA
 from lowtri.kernels.token_rows import TokenRows
 
-JOBS = {job.symbol: job for job in compilation.jobs_of(ISA)}
+JOBS = {job.symbol: job for job in build_kernels.jobs_of(ISA)}
 MASKS = ("causal & window(40)", "full", "causal & documents(lengths=[50, 80]) & keys(lengths=[100])")
-
-
-def in_memory(job: Job) -> library.Code:
-    """The function of a job, compiled by this process."""
-    function, signature = compilation._function(job)
-    if job.spec is not None:
-        return compilation.compiled(function, getattr(abi, job.function.upper()), job.spec)
-    with plain_entry():
-        code = cfunc(signature, **NUMBA_OPTIONS)(function)
-    compilation._in_memory.append(code)
-    return library.Code(code.address)
 
 
 def attended(job: Job) -> list[bytes]:
@@ -83,10 +70,10 @@ def passed(job: Job, code: library.Code) -> list[bytes]:
 def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a function of the library and the function in memory give the same bits, each called at least once."""
     job, called, results = JOBS[symbol], [], []
-    only = [x for x in select._VARIANTS if job.spec and (x.dtype, x.operand) == (job.spec.dtype, job.spec.operand)]
+    only = [x for x in target.VARIANTS if job.spec and x.spec.name == job.spec.name]
     if only:
-        monkeypatch.setattr(select, "_VARIANTS", only)
-    for code in (library.code(symbol), in_memory(job)):
+        monkeypatch.setattr(target, "VARIANTS", only)
+    for code in (library.code(symbol), build_kernels.compiled(*build_kernels.function_of(job))):
 
         def code_of(name: str, code: library.Code = code) -> library.Code:
             called.append(name)

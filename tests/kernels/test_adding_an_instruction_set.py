@@ -19,9 +19,9 @@ def test_the_recipe(tmp_path: Path) -> None:
     replace_line(isa, "ALL: tuple[Baseline, ...] = (", f"{file.strip()}\n\n\n{lines.strip()}")
     code = """
     import numpy as np, torch, lowtri
-    from lowtri.kernels import select, target
+    from lowtri.kernels import target
 
-    tiles = {spec.tile for spec in select.SPECS.values() if spec.operand in ("direct", "widened")}
+    tiles = {x.spec.tile for x in target.VARIANTS if x.spec.operand in ("direct", "widened")}
     assert target.ISA.name == "tall" and tiles == {(4, 1, 4)}
     q, k, v = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 1, 2, 70, 32), np.float32))
     mask = "causal & window(40)"

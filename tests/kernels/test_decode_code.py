@@ -17,8 +17,7 @@ COMPILED = """
     from numba import cfunc, types
     from lowtri.kernels import abi, isa
     from lowtri.kernels.decode import decode
-    from lowtri.kernels.device_function import NUMBA_OPTIONS
-    from lowtri.kernels.record import RecordType
+    from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.spec import KernelSpec
 
     name, dtype, rows = sys.argv[1:]

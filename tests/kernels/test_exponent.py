@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import build_kernels
 import numpy as np
 import pytest
+from numba import types
 from test_kernels_spec import AVX512, COMPILED, python
 
 import double_double as two
-from lowtri.kernels import compilation, threads
+from lowtri.kernels import threads
 from lowtri.kernels.abi import Abi
-from lowtri.kernels.exponent import DEGREES, ERRORS, exp2, exp2m1
+from lowtri.kernels.device import RecordType
 from lowtri.kernels.isa import Avx512
-from lowtri.kernels.select import SPECS
-from lowtri.kernels.simd import load, store
+from lowtri.kernels.simd import DEGREES, ERRORS, exp2, exp2m1, load, store
+from lowtri.kernels.spec import KernelSpec
+from lowtri.kernels.target import ISA
 
 VECTORS = Abi("vectors", ("x", "power", "less_one"), {"bytes": np.int64})
 EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
@@ -36,7 +39,7 @@ def computed(dtype: str, x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any],
     record = np.zeros(1, VECTORS.dtype)
     record["x"], record["power"], record["less_one"] = (array.ctypes.data for array in (x, power, less_one))
     record["bytes"] = x.nbytes
-    code = compilation.compiled(powers, VECTORS, SPECS["forward", dtype, rows])
+    code = build_kernels.compiled(powers, types.void(RecordType(VECTORS.dtype, KernelSpec(dtype, rows, ISA))))
     threads.run_team(code, record.ctypes.data, 1)
     return power, less_one
 
@@ -75,8 +78,7 @@ def test_avx512_takes_two_instructions_and_the_polynomial() -> None:
     printed = python(
         COMPILED
         + """
-    from lowtri.kernels.exponent import exp2
-    from lowtri.kernels.simd import fma, load, store
+    from lowtri.kernels.simd import exp2, fma, load, store
 
     def powers(call):
         for offset in range(0, call.nk, 64):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.kernels import select
-from lowtri.kernels.scratch import KEYS, SCRATCH
+from lowtri.kernels.abi import FORWARD, KEYS
+from lowtri.kernels.spec import KernelSpec
+from lowtri.kernels.target import ISA
 
 DTYPES = [torch.bfloat16, torch.float16]
 MASKS = ["causal", "causal & window(95)", "causal & documents(lengths=(97, 300, 193, 160))"]
@@ -38,9 +39,9 @@ def test_each_key_tile_has_its_own_numbers(dtype: torch.dtype, mask: str, size: 
 
 def test_large_tiles_have_fewer_slots() -> None:
     for rows in ("pairs", "widened"):
-        spec = select.SPECS["forward", "bfloat16", rows]
+        spec = KernelSpec("bfloat16", rows, ISA)
         for size in (48, 64, 128, 1040, 10**6):
-            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, SCRATCH["forward"](spec, size, size)
+            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, FORWARD.thread(spec, {"d": size, "dv": size})
             for name in ("kept_keys", "kept_values") if rows == "widened" else ("kept_values",):
                 slots = kept[name] // tile
                 assert slots >= 1 and slots * tile <= max(tile, 2**19)

@@ -11,18 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+import build_kernels
 import numpy as np
 import pytest
 import torch
+from numba import types
 
 import lowtri
 from lowtri.backends import cpu
 from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, compilation, select, target, threads
+from lowtri.kernels import abi, target, threads
+from lowtri.kernels.device import RecordType
 from lowtri.kernels.isa import Avx2, Avx512Bf16
 from lowtri.kernels.simd import write
+from lowtri.kernels.spec import Array, KernelSpec
 from lowtri.ops.describe import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
@@ -74,7 +78,8 @@ def test_a_kernel_reads_the_fields_by_name() -> None:
     values, actual = values_of(abi.FORWARD), np.zeros(4)
     record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
     record["o"] = actual.ctypes.data
-    code = compilation.compiled(named, abi.FORWARD, select.SPECS["forward", "float64", "direct"])
+    record_type = RecordType(abi.FORWARD.dtype, KernelSpec("float64", "direct", target.ISA))
+    code = build_kernels.compiled(named, types.void(record_type))
     threads.run_team(code, record.ctypes.data, 1)
     assert [*actual] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
 
@@ -157,10 +162,10 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Only this variant for bf16, whichever this CPU would use."""
     variants = [
         variant._replace(enabled=True)
-        for variant in select._VARIANTS
-        if variant.dtype != "bfloat16" or variant.operand == request.param
+        for variant in target.VARIANTS
+        if variant.spec.dtype != "bfloat16" or variant.spec.operand == request.param
     ]
-    monkeypatch.setattr(select, "_VARIANTS", variants)
+    monkeypatch.setattr(target, "VARIANTS", variants)
     PREPARED.clear()
     yield str(request.param)
     PREPARED.clear()
@@ -170,7 +175,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("mask", ["causal & window(40)", "full", "causal & (window(9) | first(3))"])
 def test_bf16_is_as_exact_as_the_formula(rows: str, family: str, nq: int, d: int, mask: str) -> None:
     q, k, v = qkv(nq, 131, d, torch.bfloat16)
-    assert select.spec_of(family, "bfloat16", *(select.Array(x.stride(), d) for x in (q, k, v))).operand == rows
+    assert target.spec_of(family, "bfloat16", *(Array(x.stride(), d) for x in (q, k, v))).operand == rows
     d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
 
     def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -224,8 +229,7 @@ COMPILED = """
     from importlib import import_module
     from numba import cfunc, types
     from lowtri.kernels import abi, product
-    from lowtri.kernels.device_function import NUMBA_OPTIONS
-    from lowtri.kernels.record import RecordType
+    from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.isa import Avx512Bf16 as Isa
     from lowtri.kernels.spec import KernelSpec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import shutil
 import struct
@@ -14,21 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import build_kernels
 import llvmlite.binding as llvm
 import pytest
 from numba import types
 
 import lowtri
-from lowtri.compat import numba_objects
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, library, select, target
-from lowtri.kernels.cpu_features import arm_features, cpu_features
-from lowtri.kernels.device_function import NUMBA_OPTIONS, device_function
+from lowtri.kernels import abi, library, target
+from lowtri.kernels.device import RecordType, device_function
 from lowtri.kernels.isa import ALL, Amx
-from lowtri.kernels.record import RecordType
-from lowtri.kernels.variants import symbol
+from lowtri.kernels.spec import KernelSpec, symbol
+from lowtri.kernels.target import arm_features, cpu_features
 
-READ = symbol("read", select.SPECS["forward", "float32", "direct"])  # which every library has
+SPEC = KernelSpec("float32", "direct", target.ISA)
+READ = symbol("read", SPEC)  # which every library has
 
 # A library that cannot be used.
 
@@ -147,9 +146,8 @@ def undefined(file: bytes) -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the file format of Linux")
 def test_compiled_kernels_need_the_c_library_only() -> None:
     """Of the functions outside of the file, by its symbols. Those that start with two underscores are the loader's own."""
-    allowed = numba_objects.C_LIBRARY | {"rintf"}  # LLVM calls it on the baseline, which has no instruction that rounds
-    families = [("forward", "float32", "direct"), ("forward", "bfloat16", "widened")]
-    for spec in (select.SPECS[family] for family in families):
+    allowed = build_kernels.C_LIBRARY | {"rintf"}  # LLVM calls it on the baseline, which has no instruction that rounds
+    for spec in (SPEC, KernelSpec("bfloat16", "widened", target.ISA)):
         names = undefined(Path(library.code(symbol("forward", spec)).file).read_bytes())
         assert (
             names & {"logf", "memset"} and {name for name in names if not name.startswith(("_ITM_", "__"))} <= allowed
@@ -167,9 +165,9 @@ def raising(call: Any) -> None:
 
 @pytest.mark.compiler
 def test_a_function_that_can_raise_is_not_built() -> None:
-    record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
+    record = RecordType(abi.FORWARD.dtype, SPEC)
     with pytest.raises(RuntimeError, match=r"lowtri_raising.* can raise an exception: status "):
-        numba_objects.object_file(raising, types.void(record), NUMBA_OPTIONS, "lowtri_raising")
+        build_kernels.object_file(raising, types.void(record), "lowtri_raising")
 
 
 def calling(call: Any) -> None:
@@ -178,9 +176,9 @@ def calling(call: Any) -> None:
 
 @pytest.mark.compiler
 def test_a_function_that_calls_python_is_not_built() -> None:
-    record = RecordType(abi.FORWARD.dtype, select.SPECS["forward", "float32", "direct"])
+    record = RecordType(abi.FORWARD.dtype, SPEC)
     with pytest.raises(RuntimeError, match=r"lowtri_calling calls numba_gil"):
-        numba_objects.object_file(calling, types.void(record), NUMBA_OPTIONS, "lowtri_calling")
+        build_kernels.object_file(calling, types.void(record), "lowtri_calling")
 
 
 SURFACE = """
@@ -213,10 +211,6 @@ def test_nothing_that_runs_imports_a_compiler() -> None:
 
 
 def test_progress_is_shown_where_pip_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = importlib.util.spec_from_file_location("build_kernels", library._BUILDER)
-    assert tool is not None and tool.loader is not None
-    build_kernels = importlib.util.module_from_spec(tool)
-    tool.loader.exec_module(build_kernels)
     monkeypatch.setenv("LOWTRI_PROGRESS", str(tmp_path / "terminal"))
     build_kernels.progress("[ 1/34] one")
     build_kernels.progress("[ 2/34] two")

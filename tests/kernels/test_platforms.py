@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 import wheels
 
-from lowtri.kernels import library, select
-from lowtri.kernels.variants import symbol
+from lowtri.kernels import library
+from lowtri.kernels.spec import KernelSpec, symbol
+from lowtri.kernels.target import ISA
 
 OBJECT = """
     import sys
-    from lowtri.kernels.compilation import jobs_of, object_of
+    tools, name, isa, symbol = sys.argv[1:]
+    sys.path.insert(0, tools)
+    from build_kernels import jobs_of, object_of
     from lowtri.kernels.isa import ALL, Baseline
 
-    name, isa, symbol = sys.argv[1:]
     job = next(job for one in ALL if one.name == isa for job in jobs_of(one) if job.symbol == symbol)
     sys.stdout.buffer.write(object_of(job, name.split("-")[0], Baseline()))
 """
+TOOLS = str(Path(wheels.__file__).parent)
 # neon-bf16 also shows that LLVM knows the instructions: without the feature it stops at code for BFMMLA.
 KERNELS = {
     "aarch64": ("neon-bf16", "lowtri_multiply_bfloat16_pairs_neon_bf16"),
@@ -31,14 +34,14 @@ KERNELS = {
 
 
 def test_this_machines_library_is_of_its_platform_and_exports_its_functions() -> None:
-    name = symbol("read", select.SPECS["forward", "float32", "direct"])
+    name = symbol("read", KernelSpec("float32", "direct", ISA))
     platform, names = wheels.exports(Path(library.code(name).file).read_bytes())
     assert platform == library.this_platform() and name in names
 
 
 def compiled(platform: str) -> bytes:
     """The object file of the function that is compiled for the platform."""
-    command = [sys.executable, "-c", textwrap.dedent(OBJECT), platform, *KERNELS[platform.split("-")[1]]]
+    command = [sys.executable, "-c", textwrap.dedent(OBJECT), TOOLS, platform, *KERNELS[platform.split("-")[1]]]
     done = subprocess.run(command, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return done.stdout

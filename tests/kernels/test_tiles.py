@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import amx_operations  # noqa: F401 - of the emulation
+import build_kernels
 import numpy as np
 import pytest
 import torch
+from numba import types
 
 import lowtri
 from amx_emulated import with_tiles
 from lowtri.backends import cpu
 from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.errors import EngineError
-from lowtri.kernels import compilation, target, threads
+from lowtri.kernels import target, threads
 from lowtri.kernels.abi import Abi
+from lowtri.kernels.device import RecordType
 from lowtri.kernels.isa import PERMISSION, Amx
-from lowtri.kernels.spec import KernelSpec
-from lowtri.kernels.tiles import (
+from lowtri.kernels.product import (
     configure_tiles,
     held_product,
     held_product_add,
@@ -26,6 +28,7 @@ from lowtri.kernels.tiles import (
     tile_product,
     tile_product_add,
 )
+from lowtri.kernels.spec import KernelSpec
 from lowtri.ops.describe import describe
 from tile_cases import bf16, compare, inputs, results
 
@@ -91,7 +94,7 @@ def test_the_product_meets_the_same_pairs_in_the_same_order_as_the_instruction(r
         record[name] = x.data_ptr()
     record["memory"], record["a_row"] = memory.ctypes.data, 2 * a.shape[1]
     record["rows"], record["steps"], record["columns"], record["add"] = rows, steps, columns, add
-    code = compilation.compiled(multiply, PRODUCT, SPEC)
+    code = build_kernels.compiled(multiply, types.void(RecordType(PRODUCT.dtype, SPEC)))
     threads.run_team(code, record.ctypes.data, 1)
     np.testing.assert_allclose(c.numpy(), expected, rtol=1e-5, atol=1e-5)
     if SPEC.isa.name == "amx-emulated":

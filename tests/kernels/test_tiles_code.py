@@ -19,16 +19,15 @@ COMPILED = """
     import sys
     from importlib import import_module
     from numba import cfunc, types
-    from lowtri.kernels import abi, tiles
-    from lowtri.kernels.device_function import NUMBA_OPTIONS
+    from lowtri.kernels import abi, product as products
+    from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.isa import Amx
-    from lowtri.kernels.record import RecordType
     from lowtri.kernels.spec import KernelSpec
 
     def product(call):
-        tiles.configure_tiles(call.scratch, call.spec)
-        tiles.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, 256, call.nk, call.d, 64, call.spec)
-        tiles.restore_tiles(call.scratch, call.spec)
+        products.configure_tiles(call.scratch, call.spec)
+        products.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, 256, call.nk, call.d, 64, call.spec)
+        products.restore_tiles(call.scratch, call.spec)
 
     family = sys.argv[1]
     record = getattr(abi, "FORWARD" if family == "product" else family.upper())

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.kernels.abi import MULTIPLY, READ
+from lowtri.kernels.abi import MULTIPLY, MULTIPLY_DEPTH, MULTIPLY_ROWS, READ
 from lowtri.kernels.library import code
-from lowtri.kernels.scratch import MULTIPLY_DEPTH, MULTIPLY_ROWS
-from lowtri.kernels.select import SPECS
-from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.spec import QUERIES, KernelSpec, symbol
 from lowtri.kernels.target import ISA
 from lowtri.kernels.threads import run_team
-from lowtri.kernels.variants import symbol
 
 _FLOATS = (MULTIPLY_ROWS + QUERIES) * MULTIPLY_DEPTH + MULTIPLY_ROWS * QUERIES  # of a thread
+_FLOAT32 = KernelSpec("float32", "direct", ISA)
 _REPEATS = 10_000  # about 20 ms on one core
 
 
@@ -41,7 +39,7 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     scratch.view(np.uint32)[:] = 0x3F803F80 if pairs else 0x3F800000  # ones, in pairs or alone
     record = np.zeros(1, MULTIPLY.dtype)
     record["scratch"], record["repeats"] = scratch.ctypes.data, repeats
-    spec = SPECS["forward", "bfloat16", "pairs"] if pairs else SPECS["forward", "float32", "direct"]
+    spec = KernelSpec("bfloat16", "pairs", ISA) if pairs else _FLOAT32
     run_team(code(symbol("multiply", spec)), record.ctypes.data, threads)
     return scratch[:, -MULTIPLY_ROWS * QUERIES :].reshape(threads, MULTIPLY_ROWS, QUERIES)
 
@@ -53,5 +51,5 @@ def read(address: int, size: int, threads: int) -> float:
     sums = np.zeros((tasks, 16), np.float32)
     record = np.zeros(1, READ.dtype)
     record["source"], record["tasks"], record["block"], record["sums"] = address, tasks, block, sums.ctypes.data
-    run_team(code(symbol("read", SPECS["forward", "float32", "direct"])), record.ctypes.data, threads)
+    run_team(code(symbol("read", _FLOAT32)), record.ctypes.data, threads)
     return float(sums.sum())

@@ -3,9 +3,7 @@
 torch_private         torch 2.6 and 2.13
 torch_quantized       torch 2.6 and 2.13: FBGEMM's linear layers
 torch_marks           attributes that torch.compile reads from our functions; does not load torch
-numba_private         Numba 0.62 and 0.68
-numba_linking         Numba 0.62 and 0.68: functions that only kernels call
-numba_objects         Numba 0.62 and 0.68: object files, when lowtri is built
+numba_private         Numba 0.62 and 0.68; what only tools/build_kernels.py uses is there
 transformers_private  transformers 5.4 and 5.23
 
 The versions are those that the tests run with. Private functions change without notice, so each has a comment that says what it does

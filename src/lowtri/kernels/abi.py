@@ -1,21 +1,39 @@
-"""The kernels' binary interface: the record that a launch writes and a kernel reads; both use the same field names and types.
+"""The kernels' binary interface: the record that a launch writes and a kernel reads, and each kernel's scratch memory.
 
 A record is a NumPy structured dtype. Its first fields change with each run: two counters, the address of the scratch memory and the
 addresses of the arrays. The others are written once, when a call is prepared: sizes, strides in elements, options, the plan, and the
-offsets of the parts of the scratch memory. Kernels read fields through :mod:`lowtri.kernels.record`.
+offsets of the parts of the scratch memory. Kernels read fields by name (:mod:`lowtri.kernels.device`). No compiler takes part here;
+kernels compile the functions of sizes, too.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["BACKWARD", "DECODE", "FORWARD", "MULTIPLY", "READ", "Abi", "COUNTER", "aligned"]
+from lowtri.kernels.isa import Baseline
+from lowtri.kernels.spec import QUERIES, KernelSpec
+
+Sizes: TypeAlias = Mapping[str, Any]  # the prepared fields of a call, by name
+Parts: TypeAlias = dict[str, int]  # the bytes of each part of a scratch memory
+
+KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
+CACHE_KEYS = 256  # the cache is split between threads in multiples of these keys
+CACHE_BLOCK = 1024  # keys in a block of online softmax, for few queries: at most
+CACHE_SCORES = (
+    CACHE_BLOCK + 16
+)  # numbers in a row of its scores: no power of two, so that rows do not evict one another
+CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
+MOST_SLOTS = 64  # of tiles that a thread keeps, see kernels/operands.py
+# The product that measures the ceiling: with 64 columns A takes 6 KB, B 16 KB and C 6 KB, which fit into 32 KB together.
+MULTIPLY_ROWS, MULTIPLY_DEPTH = 24, 64
+_SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
 
@@ -27,12 +45,10 @@ def _integers(*names: str) -> np.dtype[Any]:
 STRIDES = _integers("b", "h", "n", "d")  # along (B, H, N, D), in numbers
 BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 along broadcast axes
 PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from the sums of one part to the next part's
-KEY_SUMS = _integers(
-    "part", "b", "h", "n", "rows", "size"
-)  # of dK or dV: strides; how many rows, and numbers in a row, with padding
-PLAN = _integers(
-    "rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits"
-)  # of masks.plan.Plan
+# Of dK or dV: strides; how many rows, and numbers in a row, with padding.
+KEY_SUMS = _integers("part", "b", "h", "n", "rows", "size")
+# Of masks.plan.Plan.
+PLAN = _integers("rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits")
 OPTIONS = np.dtype([("scale", np.float64), ("softcap", np.float64)])  # softcap 0: none
 
 
@@ -43,25 +59,25 @@ class Abi:
     Attributes:
         addresses: the arrays of a run; the address is 0 if the call does not have the array.
         fields: the fields that are written when a call is prepared, each an int64 or a record of numbers.
-        scratch: the parts of the scratch memory of one thread.  shared: the parts that all threads share.
+        thread, shared: the parts of the scratch memory of one thread, and those that all threads share.
+        zeros: the shared part that begins at 0 in each run.
     """
 
     name: str
     addresses: tuple[str, ...]
     fields: Mapping[str, Any]
-    scratch: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    thread: Callable[[KernelSpec, Sizes], Parts] = lambda spec, sizes: {}
+    shared: Callable[[KernelSpec, Sizes], Parts] = lambda spec, sizes: {}
+    zeros: str = ""
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        run = [
-            ("next_task", COUNTER),
-            ("next_thread", COUNTER),
-            *((name, np.int64) for name in ("scratch", *self.addresses)),
-        ]
-        parts = [("offsets", _integers(*self.scratch, *self.shared))] if self.scratch or self.shared else []
-        prepared = [("tasks", np.int64), ("thread_bytes", np.int64), *self.fields.items(), *parts]
-        return np.dtype([(name, np.dtype(kind)) for name, kind in [*run, *prepared]])
+        any_spec, group = KernelSpec("float32", "direct", Baseline()), Counter(group=1)
+        parts = [*self.thread(any_spec, group), *self.shared(any_spec, group)]
+        run = [(name, np.int64) for name in ("scratch", *self.addresses)]
+        prepared = [("tasks", np.int64), ("thread_bytes", np.int64), *self.fields.items()]
+        offsets = [("offsets", _integers(*parts))] if parts else []
+        return np.dtype([("next_task", COUNTER), ("next_thread", COUNTER), *run, *prepared, *offsets])
 
     @cached_property
     def run_format(self) -> struct.Struct:
@@ -74,52 +90,183 @@ class Abi:
         names = (self.dtype.names or ())[3 + len(self.addresses) :]
         return {name: self.dtype[name].names or () for name in names}
 
-    @cached_property
-    def prepared_format(self) -> struct.Struct:
-        kinds = {np.dtype(np.int64): "q", np.dtype(np.float64): "d"}
-        fields = ((self.dtype[name], parts) for name, parts in self.prepared_fields.items())
-        leaves = (leaf for kind, parts in fields for leaf in ([kind[part] for part in parts] or [kind]))
-        return struct.Struct("".join(kinds[leaf] for leaf in leaves))
-
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """The bytes of the prepared fields, each given by its name.
 
         Raises:
             KeyError: if a field has no value, or if there is no field of a value's name.
         """
-        flat: list[float] = []
+        record = np.zeros((), self.dtype)
         for name, parts in self.prepared_fields.items():
             value = values[name]
-            if not parts:
-                flat.append(value)
-                continue
-            flat += [value[part] for part in parts]
-            if len(value) != len(parts):
+            record[name] = tuple(value[part] for part in parts) if parts else value
+            if parts and len(value) != len(parts):
                 raise KeyError(f"{self.name}: {name} has the fields {parts}, not {tuple(value)}")
         if len(values) != len(self.prepared_fields):
             raise KeyError(f"{self.name}: the record has no fields {sorted(set(values) - set(self.prepared_fields))}")
-        return self.prepared_format.pack(*flat)
+        return record.tobytes()[self.run_format.size :]
 
-    def layout(self, thread: Mapping[str, int], shared: Mapping[str, int], threads: int) -> dict[str, Any]:
-        """The layout of the scratch memory: the fields ``thread_bytes`` and ``offsets``, and ``bytes``, its size."""
-        offsets, end = {}, 0
-        for name in self.scratch:
-            offsets[name] = end
-            end += aligned(thread[name])
+    def layout(self, spec: KernelSpec, sizes: Sizes, threads: int) -> tuple[dict[str, Any], int, tuple[int, int]]:
+        """The layout of the scratch memory.
+
+        Returns:
+            The fields ``thread_bytes`` and ``offsets``; its size; and the offset and the size of the part that begins at 0.
+        """
+        offsets, end, shared = {}, 0, self.shared(spec, sizes)
+        for name, size in self.thread(spec, sizes).items():
+            offsets[name], end = end, end + aligned(size)
         thread_bytes, end = end, end * threads
-        for name in self.shared:
-            offsets[name] = end
-            end += aligned(shared[name])
-        return {"thread_bytes": thread_bytes, "offsets": offsets, "bytes": end}
+        for name, size in shared.items():
+            offsets[name], end = end, end + aligned(size)
+        return (
+            {"thread_bytes": thread_bytes} | ({"offsets": offsets} if offsets else {}),
+            end,
+            (offsets.get(self.zeros, 0), shared.get(self.zeros, 0)),
+        )
+
+
+# Sizes, on both sides.
+
+
+def round_up(x: int, n: int) -> int:
+    """The least multiple of n that is at least x."""
+    return (x + n - 1) // n * n
 
 
 def aligned(size: int) -> int:
     """Rounded up to whole cache lines."""
-    return -(-size // 64) * 64
+    return round_up(size, 64)
+
+
+def padded(spec: KernelSpec, size: int) -> int:
+    """A head size rounded up to what a packed row takes: whole vectors, or whole blocks of 32 columns."""
+    block = 32 if spec.on_tiles else spec.lanes
+    return (size + block - 1) // block * block
+
+
+def product_rows(size: int, spec: KernelSpec) -> int:
+    """The rows of the output (head size, queries), or of dQ, that a product on tiles writes: whole registers of 16."""
+    return (size + 15) & -16 if spec.on_tiles else size
+
+
+def key_rows(spec: KernelSpec, nk: int) -> int:
+    """The rows of dK and dV."""
+    return round_up(nk, 16) if spec.on_tiles else nk
+
+
+def key_bytes(keys: int, size: int, spec: KernelSpec) -> int:
+    """Of an operand of so many keys, rows of ``size`` numbers."""
+    return spec.number_bytes // spec.per_word * keys * size
+
+
+def slot_count(slot_bytes: int) -> int:
+    """How many tiles of so many bytes a thread keeps."""
+    return max(1, min(MOST_SLOTS, _SLOT_BYTES // slot_bytes))
+
+
+def header_size(rows: int) -> int:
+    """Numbers before the outputs (rows, Dv) in the results of a part: shifts and sums, each a vector for every eight rows."""
+    return 2 * 16 * -(-rows // CACHE_ROWS)
+
+
+def place_of_row(row: int) -> int:
+    """Of a row's number in these vectors."""
+    return row // CACHE_ROWS * 16 + row % CACHE_ROWS
 
 
 _SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "d", "dv")}
 _INPUTS = {"k_strides": STRIDES, "v_strides": STRIDES, "q_strides": STRIDES, "bias_strides": BROADCAST}
+
+
+def _kv_heads(sizes: Sizes) -> int:
+    return int(sizes["batch"] * sizes["heads"] // sizes["group"])
+
+
+def _slots(spec: KernelSpec, size: int) -> int:
+    """Of the tiles that a thread keeps, and of their numbers."""
+    slot_bytes = key_bytes(KEYS, size, spec)
+    return 8 * MOST_SLOTS + slot_bytes * slot_count(slot_bytes)
+
+
+def _transposed_tiles(size: str) -> Callable[[KernelSpec, Sizes], Parts]:
+    """What threads share on tiles, for all key/value heads: transposed rows of V or K, and the states of their tiles."""
+
+    def shared(spec: KernelSpec, sizes: Sizes) -> Parts:
+        tiles = _kv_heads(sizes) * -(-sizes["nk"] // KEYS) * spec.on_tiles
+        return {"packed": 2 * tiles * KEYS * product_rows(sizes[size], spec), "packed_states": 8 * tiles}
+
+    return shared
+
+
+def _forward(spec: KernelSpec, sizes: Sizes) -> Parts:
+    row, number, dv = spec.row_bytes, spec.number_bytes, sizes["dv"]
+    d_padded, dv_padded, is_direct = padded(spec, sizes["d"]), padded(spec, dv), spec.is_direct
+    if spec.on_tiles:
+        kept_keys, kept_values = 2 * KEYS * d_padded, 2 * KEYS * product_rows(dv, spec)
+    else:
+        kept_keys = _slots(spec, d_padded) if spec.is_widened else 0
+        kept_values = 0 if is_direct else _slots(spec, dv_padded)
+    return {
+        "queries": row * d_padded // spec.per_word,
+        "scores": spec.unit_row * KEYS,
+        "output": row * dv_padded,
+        "shift": row,
+        "total": row,
+        "weights": spec.unit_row * KEYS // 2 if spec.in_pairs else 0,
+        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed on tiles
+        "zeros": number * round_up(dv, 32) if spec.in_pairs else 0,
+        "rows": 0 if is_direct else row * max(d_padded, dv_padded),
+        "kept_keys": kept_keys,
+        "kept_values": kept_values,
+        "tile_configuration": 128 * spec.on_tiles,
+    }
+
+
+def _backward(spec: KernelSpec, sizes: Sizes) -> Parts:
+    row, number, d = spec.row_bytes, spec.number_bytes, sizes["d"]
+    d_padded, dv_padded = padded(spec, d), padded(spec, sizes["dv"])
+    d_rows, dv_rows = number * QUERIES * d_padded, number * QUERIES * dv_padded
+    values = 2 * KEYS * max(d_padded, dv_padded) if spec.on_tiles else 0
+    return {
+        "queries": d_rows // spec.per_word,
+        "d_output": dv_rows // spec.per_word,
+        "dq": row * d_padded,
+        "scores": row * KEYS,
+        "ds": row * KEYS,
+        "d_softcap": row * KEYS,  # in pairs also dS for dQ
+        "shift": row,
+        "shift_low": row,
+        "delta": row,
+        "q_rows": d_rows,
+        "d_output_rows": dv_rows,
+        "finite_q": d_rows,
+        "finite_d_output": dv_rows,
+        "keys": number * KEYS * d_padded,
+        "values": number * KEYS * dv_padded if spec.is_widened else values,
+        "q_pairs": d_rows // 2 if spec.in_pairs else 0,
+        "d_output_pairs": dv_rows // 2 if spec.in_pairs else 0,
+        "zeros": number * round_up(d, 32) if spec.in_pairs else 0,
+        "packed_keys": 2 * KEYS * product_rows(d, spec) * spec.on_tiles,
+        "tile_configuration": 128 * spec.on_tiles,
+    }
+
+
+def _decode(spec: KernelSpec, sizes: Sizes) -> Parts:
+    rows = sizes["group"] * sizes["nq"]
+    return {
+        "scores": 4 * rows * CACHE_SCORES,
+        "weights": 2 * rows * CACHE_SCORES if spec.in_pairs else 0,
+        "zeros": 4 * sizes["dv"] if spec.in_pairs else 0,
+        "queries": 4 * round_up(rows, 4) * sizes["d"] // spec.per_word,  # in blocks of four
+        "partial": 64 * (CACHE_ROWS + 1),
+    }
+
+
+def _decoded_parts(spec: KernelSpec, sizes: Sizes) -> Parts:
+    """For each group of heads a counter of the parts that are done, and the results of each part."""
+    groups, rows = _kv_heads(sizes), sizes["group"] * sizes["nq"]
+    return {"parts_done": 8 * groups, "results": 4 * groups * sizes["parts"] * (header_size(rows) + rows * sizes["dv"])}
+
 
 # lse_low, in units of log 2, is what lse loses when it is rounded. Where scores are some hundreds, a float32 log-sum-exp is known to
 # 3e-5 only, and all weights of a query would be off by that much of themselves.
@@ -127,21 +274,9 @@ FORWARD = Abi(
     "forward",
     ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
     {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
-    (
-        "queries",
-        "scores",
-        "output",
-        "shift",
-        "total",
-        "weights",
-        "values",
-        "zeros",
-        "rows",
-        "kept_keys",
-        "kept_values",
-        "tile_configuration",
-    ),
-    ("packed", "packed_states"),
+    _forward,
+    _transposed_tiles("dv"),
+    "packed_states",
 )
 
 # Gradients have the compute dtype. dk and grad_v (the gradient of V; dv is a size) are (parts, B, Hkv, Nk, padded size) with
@@ -150,31 +285,16 @@ FORWARD = Abi(
 BACKWARD = Abi(
     "backward",
     (
-        *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output", "d_lse"),
-        *("delta", "dq", "dk", "grad_v", "d_bias"),
+        *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output"),
+        *("d_lse", "delta", "dq", "dk", "grad_v", "d_bias"),
     ),
     {"parts": np.int64, **_SIZES, **_INPUTS}
     | {name: STRIDES for name in ("output_strides", "d_output_strides", "dq_strides")}
     | {"dk_layout": KEY_SUMS, "dv_layout": KEY_SUMS}
     | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
-    (
-        *(
-            "queries",
-            "d_output",
-            "dq",
-            "scores",
-            "ds",
-            "d_softcap",
-            "shift",
-            "shift_low",
-            "delta",
-            "q_rows",
-            "d_output_rows",
-        ),
-        *("finite_q", "finite_d_output", "keys", "values", "q_pairs", "d_output_pairs", "zeros", "packed_keys"),
-        "tile_configuration",
-    ),
-    ("packed", "packed_states"),
+    _backward,
+    _transposed_tiles("d"),
+    "packed_states",
 )
 
 # visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.
@@ -183,8 +303,9 @@ DECODE = Abi(
     ("q", "k", "v", "o", "lse", "bias", "sinks"),
     {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
     | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
-    ("scores", "weights", "zeros", "queries", "partial"),
-    ("parts_done", "results"),
+    _decode,
+    _decoded_parts,
+    "parts_done",
 )
 
 # The limits of a CPU, which measured rates are compared with.

@@ -2,7 +2,7 @@
 
 A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It has its own sums of dK
 and dV, so the result does not depend on the order in which threads finish. There are five products per tile, all with queries in
-lanes; ``weights`` and ``ds`` (dS^T) are the left operands of the next products without being transposed:
+lanes; ``weights`` and ``ds`` (dS^T, the gradient of the scores) are the left operands of the next products without being transposed:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
@@ -16,203 +16,334 @@ Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttenti
 
 from __future__ import annotations
 
-from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.ds import (
-    add_d_bias,
-    apply_softcap_derivative,
-    ds_operands,
-    first_row,
-    load_lse_and_delta,
-    pack_query_rows,
-    scale_rows,
-    softcap_derivative,
-    weights_and_ds,
-    weights_and_ds_operands,
-    zero_rows,
-)
-from lowtri.kernels.operands import (
-    finite_rows_operand,
-    head_operand,
-    key_operand,
-    row_operand,
-    transposed_queries,
-    transposed_tile,
-)
-from lowtri.kernels.plan_walk import visible_tiles
-from lowtri.kernels.record import take
+import numpy as np
+
+from lowtri.kernels import operands, tiles
+from lowtri.kernels.abi import KEYS
+from lowtri.kernels.device import device_function, scratch_at, take, tasks
+from lowtri.kernels.product import configure_tiles, restore_tiles
 from lowtri.kernels.rows import (
+    ALL_QUERIES,
+    add_non_finite_keys,
+    add_non_finite_queries,
+    all_finite,
     fill,
+    input_row,
+    input_rows_finite,
+    interleave_rows,
     multiply_by,
     padded,
     round_up,
-    transpose_in,
-    word_count,
-)
-from lowtri.kernels.scores import LOG2E, add_bias, apply_softcap
-from lowtri.kernels.scratch import KEYS
-from lowtri.kernels.simd import as_number
-from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_output import (
-    add_non_finite_keys,
-    add_non_finite_queries,
-    fill_output,
-    input_rows_finite,
     store_scaled,
+    transpose_in,
+    widen_rows,
     zero_non_finite_rows,
+    zero_output,
 )
-from lowtri.kernels.tile_products import add_to_rows, product_keys, pv_rows, score_tile, tile_spans
-from lowtri.kernels.tiles import configure_tiles, restore_tiles
-
-__all__ = ["backward"]
-
-
-@by_spec
-def transposed_rows(spec):
-    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from ``packed``, their copy."""
-
-    def from_copy(source, row_step, step, n, size, packed, row, scratch, target, spec):
-        transpose_in(packed, row, 1, n, size, round_up(n, 16), target, spec)
-
-    def from_array(source, row_step, step, n, size, packed, row, scratch, target, spec):
-        transposed_queries(source, row_step, step, n, size, scratch, target, spec)
-
-    return from_array if spec.per_word > 1 else from_copy
-
-
-@by_spec
-def keys_for_dq(spec):
-    """K as an operand with words along the keys; widened rows are still in scratch memory, ``rows``, from the scores.
-
-    ``head`` is the number of the key/value head; ``keys_of_head`` the address of its first key.
-    """
-
-    def as_they_are(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
-        step = call.k_strides
-        source = keys_of_head + spec.input_bytes * key0 * step.n
-        return key_operand(source, step.n, step.d, keys, call.d, zeros, rows, spec)
-
-    def widened(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
-        return rows, padded(spec, call.d)
-
-    def transposed(call, keys_of_head, head, key0, keys, zeros, rows, packed, spec):
-        return transposed_tile(call, keys_of_head, call.k_strides, call.d, head, key0, packed, rows, zeros, spec), 0
-
-    return {"widened": widened, "tiles": transposed}.get(spec.operand, as_they_are)
+from lowtri.kernels.simd import (
+    as_number,
+    exp2,
+    fma,
+    interleave,
+    load,
+    load_input,
+    mul,
+    read,
+    read_input,
+    read_word,
+    reduce_sum,
+    select_bits,
+    select_greater,
+    splat,
+    store,
+    store_input,
+    sub,
+    write,
+)
+from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.tiles import LOG2E, add_bias, apply_softcap, times_log2e
 
 
 @device_function
-def backward_tile(call, memory, part, b, h, r, dk, grad_v, spec):
+def pack_query_rows(source, strides, n, size, lse, target, row, spec):
+    """Pack n rows of an array to ``row`` numbers each, padded with 0; a query that sees no key becomes a row of 0.
+
+    Returns whether all of these numbers are finite.
+    """
+    finite = True
+    for i in range(n):
+        packed_row = target + spec.number_bytes * i * row
+        if read(lse + spec.number_bytes * i, spec) == -np.inf:
+            fill(packed_row, row, 0.0, spec)
+        else:
+            widen_rows(source + spec.input_bytes * i * strides.n, 0, strides.d, 1, size, packed_row, row, spec)
+            finite = all_finite(packed_row, row, spec) and finite
+    return finite
+
+
+@device_function
+def row_product(one, two, step, size, spec):
+    """The sum of products of two rows of arrays, in the compute dtype; the first is packed, the second has a step."""
+    total, number, whole = splat(0.0, spec), spec.input_bytes, size - size % spec.lanes if step == 1 else 0
+    for d in range(0, whole, spec.lanes):
+        total = fma(load_input(one + number * d, spec), load_input(two + number * d, spec), total, spec)
+    result = reduce_sum(total)
+    for d in range(whole, size):
+        result += read_input(one + number * d, spec) * read_input(two + number * d * step, spec)
+    return result
+
+
+@device_function
+def load_lse_and_delta(call, own, b, h, r, n, spec):
+    """The log-sum-exp of 64 queries in units of log 2, what it loses to rounding (0 if there is no lse_low), and their delta.
+
+    A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0. Returns a word that has
+    the bits of the other queries.
+    """
+    step, do_step, input_bytes = call.output_strides, call.d_output_strides, spec.input_bytes
+    output = input_row(call.output, step, b, h, r * QUERIES, spec)
+    d_output = input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
+    query0, seeing = (b * call.heads + h) * call.nq + r * QUERIES, np.uint64(0)
+    for i in range(QUERIES):
+        offset, number = spec.number_bytes * i, spec.number_bytes * (query0 + i)
+        log2_sum, low, delta = as_number(np.inf, spec), as_number(0.0, spec), as_number(0.0, spec)
+        if i < n and read(call.lse + number, spec) != -np.inf:
+            seeing |= np.uint64(1) << np.uint64(i)
+            log2_sum = times_log2e(read(call.lse + number, spec), spec)
+            low = read(call.lse_low + number, spec) if call.lse_low else low
+            row, d_row = output + input_bytes * i * step.n, d_output + input_bytes * i * do_step.n
+            delta = row_product(row, d_row, do_step.d, call.dv, spec)
+            if call.d_lse:
+                delta -= read(call.d_lse + number, spec)
+        write(own.shift + offset, log2_sum, spec)
+        write(own.shift_low + offset, low, spec)
+        write(own.delta + offset, delta, spec)
+        if call.delta and i < n:
+            write(call.delta + number, delta, spec)
+    return seeing
+
+
+# Passes over a tile, rows of 64 numbers with a lane for each query.
+
+
+@device_function
+def weight_and_ds(score, dp, scale_log2, word, lane, own, spec):
+    """The weight, and dS = weight * (dP - delta), of a key and a vector of queries from ``lane`` on; both are 0 where it is hidden.
+
+    Where none of 16 queries sees the key, its scores need not be computed.
+    """
+    zero, offset = splat(0.0, spec), spec.number_bytes * lane
+    if (word >> np.uint64(lane & -16)) & tiles.FIRST_16 == 0:
+        return zero, zero
+    power = fma(load(score + offset, spec), scale_log2, sub(zero, load(own.shift + offset, spec)), spec)
+    if not spec.on_tiles:  # weights that are rounded on the way to tiles do not need what the log-sum-exp loses
+        power = sub(power, load(own.shift_low + offset, spec))
+    # At most 1, also for scores so large that rounding would exceed it.
+    weight = exp2(select_greater(power, zero, zero, power), spec)
+    ds = mul(weight, sub(load(dp + offset, spec), load(own.delta + offset, spec)))
+    if word != ALL_QUERIES:
+        return select_bits(word, np.uint64(lane), weight, zero), select_bits(word, np.uint64(lane), ds, zero)
+    return weight, ds
+
+
+@device_function
+def weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec):
+    """Scores become weights, and dP becomes dS; both are 0 at hidden pairs.
+
+    ``scale_log2`` brings scores to units of log 2, those of the shift; ``seeing`` is a word of the queries that see any key.
+    """
+    factor = splat(scale_log2, spec)
+    for j in range(keys):
+        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
+        for lane in range(0, QUERIES, spec.lanes):
+            score, dp, offset = own.scores + spec.row_bytes * j, own.ds + spec.row_bytes * j, spec.number_bytes * lane
+            weight, ds = weight_and_ds(score, dp, factor, word, lane, own, spec)
+            store(score + offset, weight)
+            store(dp + offset, ds)
+
+
+@device_function
+def weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec):
+    """:func:`weights_and_ds` and :func:`ds_operand` in one pass."""
+    factor, zero, row = splat(scale_log2, spec), splat(0.0, spec), spec.row_bytes
+    for j in range(0, keys, 2):
+        both = j + 1 < keys
+        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
+        next_word = (read_word(mask_bits + 8 * j + 8) if mask_bits and both else ALL_QUERIES) & seeing
+        for lane in range(0, QUERIES, 16):
+            score, dp, odd = own.scores + row * j, own.ds + row * j, zero
+            weight, even = weight_and_ds(score, dp, factor, word, lane, own, spec)
+            # In place: the bf16 numbers of 16 queries end before the numbers that are still to be read.
+            store_input(score + 2 * lane, weight, spec)
+            store_input(dp + 2 * lane, even, spec)
+            if both:
+                score, dp = score + row, dp + row
+                weight, odd = weight_and_ds(score, dp, factor, next_word, lane, own, spec)
+                store_input(score + 2 * lane, weight, spec)
+                store_input(dp + 2 * lane, odd, spec)
+            store(own.d_softcap + row * (j // 2) + 4 * lane, interleave(even, odd, spec))
+
+
+@device_function
+def ds_operand(own, keys, spec):
+    """Weights and dS (keys, 64) as operands of dV and dK, in place; returns dS as the operand of dQ.
+
+    In pairs, bf16 numbers fill the first half of each row, and the pairs of dS are in the memory of the softcap's derivative.
+    """
+    if not spec.in_pairs:
+        return own.ds
+    interleave_rows(own.ds, keys, QUERIES, own.d_softcap, spec)
+    for row in range(0, spec.row_bytes * keys, spec.row_bytes):
+        for lane in range(0, QUERIES, 16):
+            store_input(own.scores + row + 2 * lane, load(own.scores + row + 4 * lane, spec), spec)
+            store_input(own.ds + row + 2 * lane, load(own.ds + row + 4 * lane, spec), spec)
+    return own.d_softcap
+
+
+@device_function
+def softcap_derivative(scores, d_softcap, keys, softcap, spec):
+    """The derivative of the softcap at each capped score: 1 - (capped / c) ** 2."""
+    one, per_c = splat(1.0, spec), splat(as_number(1.0, spec) / (softcap * as_number(LOG2E, spec)), spec)
+    for offset in range(0, spec.row_bytes * keys, 64):
+        tanh = mul(load(scores + offset, spec), per_c)
+        store(d_softcap + offset, sub(one, mul(tanh, tanh)))
+
+
+@device_function
+def apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec):
+    """Multiply dS by the derivative of the softcap; hidden pairs stay 0."""
+    zero = splat(0.0, spec)
+    for j in range(keys):
+        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
+        for lane in range(0, QUERIES, spec.lanes):
+            offset = spec.row_bytes * j + spec.number_bytes * lane
+            x = mul(load(ds + offset, spec), load(d_softcap + offset, spec))
+            store(ds + offset, select_bits(word, np.uint64(lane), x, zero))
+
+
+@device_function
+def add_d_bias(ds, d_bias, strides, n, keys, spec):
+    """Add dS to the gradient of the bias; along a broadcast axis its stride is 0, so that entries are summed."""
+    for j in range(keys):
+        for i in range(n):
+            d_bias_ij = d_bias + spec.number_bytes * (i * strides.q + j * strides.k)
+            write(d_bias_ij, read(d_bias_ij, spec) + read(ds + spec.row_bytes * j + spec.number_bytes * i, spec), spec)
+
+
+@device_function
+def transposed_rows(source, strides, n, size, packed, row, scratch, target, spec):
+    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from ``packed``, their copy."""
+    if spec.in_pairs:
+        operands.transposed_queries(source, strides.n, strides.d, n, size, scratch, target, spec)
+    else:
+        transpose_in(packed, row, 1, n, size, round_up(n, 16), target, spec)
+
+
+@device_function
+def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
     """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
-    d, dv, nk, kv = call.d, call.dv, call.nk, h // call.group
-    input_bytes, number_bytes = spec.input_bytes, spec.number_bytes
-    d_row, dv_row = call.dk_layout.size, call.dv_layout.size
-    offsets, q_step, k_step = call.offsets, call.q_strides, call.k_strides
-    v_step, do_step = call.v_strides, call.d_output_strides
-    queries, d_output, dq = memory + offsets.queries, memory + offsets.d_output, memory + offsets.dq
-    scores, ds, d_softcap = memory + offsets.scores, memory + offsets.ds, memory + offsets.d_softcap
-    shift, shift_low, delta = memory + offsets.shift, memory + offsets.shift_low, memory + offsets.delta
-    zeros = memory + offsets.zeros
-    q_rows, do_rows = memory + offsets.q_rows, memory + offsets.d_output_rows
-    k_rows, v_rows, k_packed = memory + offsets.keys, memory + offsets.values, memory + offsets.packed_keys
-    finite_q, finite_do = memory + offsets.finite_q, memory + offsets.finite_d_output
+    d, dv, kv, number_bytes = call.d, call.dv, h // call.group, spec.number_bytes
+    d_row, dv_row, k_step, v_step = call.dk_layout.size, call.dv_layout.size, call.k_strides, call.v_strides
+    q_rows, do_rows, scores, ds = own.q_rows, own.d_output_rows, own.scores, own.ds
     n = min(QUERIES, call.nq - r * QUERIES)
     scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
-    query0 = (b * call.heads + h) * call.nq + r * QUERIES
-    lse = call.lse + number_bytes * query0
-    q = call.q + input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
-    do = call.d_output + input_bytes * (b * do_step.b + h * do_step.h + r * QUERIES * do_step.n)
-    finite = pack_query_rows(q, q_step.n, q_step.d, n, d, lse, q_rows, d_row, spec)
-    finite = pack_query_rows(do, do_step.n, do_step.d, n, dv, lse, do_rows, dv_row, spec) and finite
-    transposed_rows(q, q_step.n, q_step.d, n, d, q_rows, d_row, finite_q, queries, spec)
-    transposed_rows(do, do_step.n, do_step.d, n, dv, do_rows, dv_row, finite_do, d_output, spec)
-    q_words = row_operand(q_rows, n, d_row, memory + offsets.q_pairs, spec)
-    do_words = row_operand(do_rows, n, dv_row, memory + offsets.d_output_pairs, spec)
-    seeing = load_lse_and_delta(call, b, h, r, n, shift, shift_low, delta, spec)
-    if spec.per_word > 1:
-        fill(zeros, round_up(d, 32), 0.0, spec)
-    fill_output(dq, n, d, 0.0, spec)
-    head, head_k = b * (call.heads // call.group) + kv, call.k + input_bytes * (b * k_step.b + kv * k_step.h)
-    for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-        key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
-        k_tile = head_k + input_bytes * key0 * k_step.n
-        v_tile = call.v + input_bytes * (b * v_step.b + kv * v_step.h + key0 * v_step.n)
-        k, k_n, k_d = head_operand(k_tile, k_step.n, k_step.d, keys, d, k_rows, spec)
-        spans, groups = tile_spans(mask_bits, keys, n, spec)
-        score_tile(k, k_n, k_d, queries, scores, spec.row_bytes, word_count(d, spec), KEYS, spans, groups, spec)
-        v, v_n, v_d = head_operand(v_tile, v_step.n, v_step.d, keys, dv, v_rows, spec)
-        score_tile(v, v_n, v_d, d_output, ds, spec.row_bytes, word_count(dv, spec), KEYS, spans, groups, spec)
+    lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
+    q = input_row(call.q, call.q_strides, b, h, r * QUERIES, spec)
+    do = input_row(call.d_output, call.d_output_strides, b, h, r * QUERIES, spec)
+    finite = pack_query_rows(q, call.q_strides, n, d, lse, q_rows, d_row, spec)
+    finite = pack_query_rows(do, call.d_output_strides, n, dv, lse, do_rows, dv_row, spec) and finite
+    transposed_rows(q, call.q_strides, n, d, q_rows, d_row, own.finite_q, own.queries, spec)
+    transposed_rows(do, call.d_output_strides, n, dv, do_rows, dv_row, own.finite_d_output, own.d_output, spec)
+    q_words = operands.row_operand(q_rows, n, d_row, own.q_pairs, spec)
+    do_words = operands.row_operand(do_rows, n, dv_row, own.d_output_pairs, spec)
+    seeing = load_lse_and_delta(call, own, b, h, r, n, spec)
+    if spec.in_pairs:
+        fill(own.zeros, round_up(d, 32), 0.0, spec)
+    zero_output(own.dq, n, d, spec)
+    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, spec):
+        k_tile, v_tile = input_row(call.k, k_step, b, kv, key0, spec), input_row(call.v, v_step, b, kv, key0, spec)
+        k, k_n, k_d = operands.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
+        spans, groups = tiles.tile_spans(mask_bits, keys, n, spec)
+        tiles.score_tile(k, k_n, k_d, own.queries, scores, spec.row_bytes, d, KEYS, spans, groups, spec)
+        v, v_n, v_d = operands.head_operand(v_tile, v_step.n, v_step.d, keys, dv, own.values, spec)
+        tiles.score_tile(v, v_n, v_d, own.d_output, ds, spec.row_bytes, dv, KEYS, spans, groups, spec)
         scale_log2 = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
             multiply_by(scores, QUERIES * keys, scale_log2, spec)
             scale_log2 = as_number(1.0, spec)
         if softcap > 0:
             apply_softcap(scores, QUERIES * keys, softcap, spec)
-            softcap_derivative(scores, d_softcap, keys, softcap, spec)
+            softcap_derivative(scores, own.d_softcap, keys, softcap, spec)
         if call.bias:
             step = call.bias_strides
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step.q, step.k, n, keys, spec)
+            add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step, n, keys, spec)
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
         non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
         tile_dk = dk + number_bytes * key0 * call.dk_layout.n
         tile_dv = grad_v + number_bytes * key0 * call.dv_layout.n
-        q_operand, do_operand, ds_operand = q_words, do_words, d_softcap
-        if (
-            non_finite
-            or softcap > 0
-            or call.d_bias
-            or not weights_and_ds_operands(
-                scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, d_softcap, spec
-            )
-        ):
-            weights_and_ds(scores, ds, scale_log2, mask_bits, seeing, keys, shift, shift_low, delta, spec)
+        q_operand, do_operand, dq_operand = q_words, do_words, own.d_softcap
+        if spec.in_pairs and not (non_finite or softcap > 0 or call.d_bias):
+            weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec)
+        else:
+            weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec)
             if call.d_bias:
-                step = call.d_bias_strides
-                index = part * step.part + b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-                add_d_bias(ds, call.d_bias + number_bytes * index, step.q, step.k, n, keys, spec)
+                sums = call.d_bias_strides
+                index = part * sums.part + b * sums.b + h * sums.h + r * QUERIES * sums.q + key0 * sums.k
+                add_d_bias(ds, call.d_bias + number_bytes * index, sums, n, keys, spec)
             if softcap > 0:
-                apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec)
+                apply_softcap_derivative(ds, own.d_softcap, mask_bits, keys, spec)
             if non_finite:
                 add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec)
                 add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
-                zero_non_finite_rows(q_rows, n, d_row, finite_q, spec)
-                zero_non_finite_rows(do_rows, n, dv_row, finite_do, spec)
-                q_operand = row_operand(finite_q, n, d_row, finite_q, spec)
-                do_operand = row_operand(finite_do, n, dv_row, finite_do, spec)
-                add_non_finite_keys(k_tile, k_step.n, k_step.d, ds, mask_bits, 0, QUERIES, keys, dq, d, k_rows, spec)
-            ds_operand = ds_operands(scores, ds, keys, d_softcap, spec)
+                zero_non_finite_rows(q_rows, n, d_row, own.finite_q, spec)
+                zero_non_finite_rows(do_rows, n, dv_row, own.finite_d_output, spec)
+                q_operand = operands.row_operand(own.finite_q, n, d_row, own.finite_q, spec)
+                do_operand = operands.row_operand(own.finite_d_output, n, dv_row, own.finite_d_output, spec)
+                add_non_finite_keys(k_tile, k_step, ds, mask_bits, 0, QUERIES, keys, own.dq, d, own.keys, spec)
+            dq_operand = ds_operand(own, keys, spec)
         if non_finite:
-            k, k_row = finite_rows_operand(k_rows, keys, d, v_rows, zeros, k_packed, spec)
+            k, k_row = operands.finite_rows_operand(own.keys, keys, d, own.values, own.zeros, own.packed_keys, spec)
+        elif spec.is_widened:  # still in scratch memory from the scores
+            k, k_row = own.keys, padded(spec, d)
+        elif spec.on_tiles:
+            packed, rows, zeros, k_row = own.packed_keys, own.keys, own.zeros, 0
+            k = operands.transposed_tile(call, call.k, k_step, d, b, kv, key0, packed, rows, zeros, spec)
         else:
-            k, k_row = keys_for_dq(call, head_k, head, key0, keys, zeros, k_rows, k_packed, spec)
-        add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
-        add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
+            k, k_row = operands.key_operand(k_tile, k_step.n, k_step.d, keys, d, own.zeros, own.keys, spec)
+        tiles.add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
+        tiles.add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
         cut_bits = mask_bits if groups > 1 else 0
-        pv_rows(k, k_row, ds_operand, dq, d, keys, 0, cut_bits, spans, n, spec)
+        tiles.pv_rows(k, k_row, dq_operand, own.dq, d, keys, 0, cut_bits, spans, n, spec)
     step = call.dq_strides
     target = call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
-    store_scaled(dq, n, d, scale, target, step.n, spec)
+    store_scaled(own.dq, n, d, scale, target, step.n, spec)
+
+
+@device_function
+def backward_head(call, own, part, b, kv, spec):
+    """The gradients of one part of the queries of a key/value head."""
+    dk_sums, dv_sums = call.dk_layout, call.dv_layout
+    dk = call.dk + spec.number_bytes * (part * dk_sums.part + b * dk_sums.b + kv * dk_sums.h)
+    grad_v = call.grad_v + spec.number_bytes * (part * dv_sums.part + b * dv_sums.b + kv * dv_sums.h)
+    for j in range(dk_sums.rows):
+        fill(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, 0.0, spec)
+        fill(grad_v + spec.number_bytes * j * dv_sums.n, dv_sums.size, 0.0, spec)
+    for h in range(kv * call.group, (kv + 1) * call.group):
+        r = part
+        while r < call.plan.rows:  # a range of a step that could be 0 would raise
+            backward_tile(call, own, part, b, h, r, dk, grad_v, spec)
+            r += call.parts
+    for j in range(dk_sums.rows):
+        multiply_by(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, as_number(call.options.scale, spec), spec)
 
 
 def backward(call):
     """The kernel: takes tasks until none is left. Sums, and the gradients that it writes, have the compute dtype."""
-    memory = call.scratch + call.thread_bytes * take(call.next_thread)
-    configuration, kv_heads = memory + call.offsets.tile_configuration, call.heads // call.group
-    configure_tiles(configuration, call.spec)
-    while True:
-        task = take(call.next_task)
-        if task >= call.tasks:
-            break
+    own = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread))
+    configure_tiles(own.tile_configuration, call.spec)
+    kv_heads = call.heads // call.group
+    for task in tasks(call):
         part, head = task % call.parts, task // call.parts
-        b, kv = head // kv_heads, head % kv_heads
-        dk = call.dk + first_row(call.dk_layout, part, b, kv, call.spec)
-        grad_v = call.grad_v + first_row(call.dv_layout, part, b, kv, call.spec)
-        zero_rows(dk, call.dk_layout, call.spec)
-        zero_rows(grad_v, call.dv_layout, call.spec)
-        for h in range(kv * call.group, (kv + 1) * call.group):
-            r = part
-            while r < call.plan.rows:  # a range of a step that could be 0 would raise
-                backward_tile(call, memory, part, b, h, r, dk, grad_v, call.spec)
-                r += call.parts
-        scale_rows(dk, call.dk_layout, as_number(call.options.scale, call.spec), call.spec)
-    restore_tiles(configuration, call.spec)
+        backward_head(call, own, part, head // kv_heads, head % kv_heads, call.spec)
+    restore_tiles(own.tile_configuration, call.spec)

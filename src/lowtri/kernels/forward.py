@@ -7,11 +7,12 @@ S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values 
         scores of the tile               score_tile
         softcap, bias                    passes over the tile, if the call has them
         hidden pairs to -inf             apply_mask, if the run is PARTIAL
-        weights, and the running sum     softmax_unit
-        output += weights x values       pv_unit
+        weights, and the running sum     softmax_tile, softmax_in_pairs
+        output += weights x values       pv_rows, finish_pv
 
 With products on tile registers the unit of work is one half of the queries, and its product with the values follows the next unit's
-scores; V is transposed once for each key/value head, in one copy that all threads share.
+scores, since tile loads wait for stores that are under way; V is transposed once for each key/value head, in one copy that all threads
+share.
 
 Source: FlashAttention (Dao et al. 2022), with the operand orientation that was measured to be the fastest on CPUs.
 """
@@ -20,233 +21,199 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels.device_function import by_spec, device_function
-from lowtri.kernels.operands import (
-    clear_pack_cache,
-    finite_rows_operand,
-    packed_keys,
-    packed_values,
-    store_rounded_block,
-    transposed_queries,
-)
-from lowtri.kernels.plan_walk import tile_count, visible_tiles
-from lowtri.kernels.record import take
+from lowtri.kernels import operands, tiles
+from lowtri.kernels.abi import KEYS
+from lowtri.kernels.device import device_function, scratch_at, take, tasks
+from lowtri.kernels.product import configure_tiles, restore_tiles
 from lowtri.kernels.rows import (
+    add_non_finite_keys,
     fill,
     fill_columns,
+    input_row,
     multiply_by,
+    output_finite,
     padded,
     prefetch_rows,
     round_row,
     round_up,
     transpose_out,
     word_count,
+    zero_output,
 )
-from lowtri.kernels.scores import LN2, LOG2E, add_bias, apply_mask, apply_softcap, times_log2e
-from lowtri.kernels.scratch import KEYS
-from lowtri.kernels.simd import as_number, div, load, mul, read, select_greater, splat, store, write
-from lowtri.kernels.softmax import softmax_unit, weights_operand, wide_weights
+from lowtri.kernels.simd import (
+    as_number,
+    div,
+    load,
+    mul,
+    read,
+    select_greater,
+    splat,
+    store,
+    store_rounded_block,
+    write,
+)
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tile_output import add_non_finite_keys, fill_output, output_finite
-from lowtri.kernels.tile_products import finish_pv, passes_over_keys, product_keys, pv_unit, score_tile, unit_spans
-from lowtri.kernels.tiles import configure_tiles, restore_tiles
-
-__all__ = ["forward"]
 
 
 @device_function
-def attend_tile(call, memory, b, h, r, non_finite, spec):
+def attend_tile(call, own, b, h, r, non_finite, spec):
     """One tile of queries of one head: output before the division, shift m and sum l, in the thread's scratch memory."""
-    d, dv, nk, kv, input_bytes, number_bytes = (
-        call.d,
-        call.dv,
-        call.nk,
-        h // call.group,
-        spec.input_bytes,
-        spec.number_bytes,
-    )
-    offsets, bias_step = call.offsets, call.bias_strides
-    q_step, k_step, v_step = call.q_strides, call.k_strides, call.v_strides
-    queries, scores, pairs = memory + offsets.queries, memory + offsets.scores, memory + offsets.weights
-    m, l, output = memory + offsets.shift, memory + offsets.total, memory + offsets.output
-    values, zeros, rows = memory + offsets.values, memory + offsets.zeros, memory + offsets.rows
-    kept_keys, kept_values = memory + offsets.kept_keys, memory + offsets.kept_values
-    n = min(QUERIES, call.nq - r * QUERIES)
-    scale = as_number(call.options.scale, spec) * as_number(LOG2E, spec)
-    softcap = as_number(call.options.softcap, spec)
-    q = call.q + input_bytes * (b * q_step.b + h * q_step.h + r * QUERIES * q_step.n)
-    transposed_queries(q, q_step.n, q_step.d, n, d, rows, queries, spec)
-    d_words = word_count(d, spec)
-    if spec.per_word > 1:
-        fill(zeros, round_up(dv, 32), 0.0, spec)
+    d, dv, kv, number_bytes, softcap = call.d, call.dv, h // call.group, spec.number_bytes, call.options.softcap
+    m, l, output, scores, pairs = own.shift, own.total, own.output, own.scores, own.weights
+    n, q_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides
+    scale = as_number(call.options.scale, spec) * as_number(tiles.LOG2E, spec)
+    q = input_row(call.q, q_step, b, h, r * QUERIES, spec)
+    operands.transposed_queries(q, q_step.n, q_step.d, n, d, own.rows, own.queries, spec)
+    if spec.in_pairs:
+        fill(own.zeros, round_up(dv, 32), 0.0, spec)
     # A sink is a key without a value, which is visible before all others.
     start_m, start_l = as_number(-np.inf, spec), as_number(0.0, spec)
     if call.sinks:
-        start_m = read(call.sinks + number_bytes * h, spec) * as_number(LOG2E, spec)
+        start_m = read(call.sinks + number_bytes * h, spec) * as_number(tiles.LOG2E, spec)
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
     fill(m, QUERIES, start_m, spec)
     fill(l, QUERIES, start_l, spec)
     # On tiles the first product of each half of the queries sets the output, one bit of ``written`` for each half.
     written = 0 if spec.on_tiles and not non_finite else 3
     if written:
-        fill_output(output, n, dv, 0.0, spec)
-    head = b * (call.heads // call.group) + kv
-    k = call.k + input_bytes * (b * k_step.b + kv * k_step.h)
-    v = call.v + input_bytes * (b * v_step.b + kv * v_step.h)
-    seen = tile_count(call.plan, b, h, r)
-    passes, left = passes_over_keys(n, d, dv, spec), (0, 0, 0, 0, False)
-    for first_query in range(0, n, QUERIES // passes):
+        zero_output(output, n, dv, spec)
+    seen, left, per_pass = tiles.tile_count(call.plan, b, h, r), (0, 0, 0, 0, False), QUERIES
+    if spec.on_tiles and d + dv <= 192 and 2 * n > QUERIES:
+        # Long rows read K and V for one half of the queries after the other, so that the halves' memory stays in the first cache;
+        # where heads are large, both halves share what they read.
+        per_pass = QUERIES // 2
+    for first_query in range(0, n, per_pass):
         fetched = 0
-        for visible_key, visible_count, visible_bits in visible_tiles(call.plan, b, h, r, KEYS, nk):
-            key0, keys, mask_bits = product_keys(visible_key, visible_count, visible_bits, nk, spec)
+        for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, spec):
             # Tasks go from the last row to the first, so what the next one sees first lies before this one's first tile.
             ahead = KEYS if fetched else -KEYS
-            fetched = prefetch_queries_and_output(call, b, h, r, fetched, spec)
-            for query in range(first_query, min(n, first_query + QUERIES // passes), spec.unit_queries):
-                spans, groups = unit_spans(mask_bits, keys, n, query, spec)
+            if not spec.on_tiles:  # there this was measured to gain little or to lose
+                prefetch_queries_and_output(call, b, h, r, fetched, spec)
+            fetched += 16
+            for query in range(first_query, min(n, first_query + per_pass), spec.unit_queries):
+                spans, groups = tiles.unit_spans(mask_bits, keys, n, query, spec)
                 if spec.on_tiles and spans[0] == spans[1]:
                     continue
-                count, lane = min(spec.unit_queries, n - query), number_bytes * query
-                k_words, k_n, k_d = packed_keys(call, k, k_step, head, key0, keys, seen, kept_keys, spec)
-                unit_queries = queries + lane * round_up(d_words, 16) if query else queries
-                score_tile(k_words, k_n, k_d, unit_queries, scores, spec.unit_row, d_words, ahead, spans, groups, spec)
-                finish_pv(left, pairs, dv, spec)
-                scale_log2 = scale
+                count, lane, scale_log2 = min(spec.unit_queries, n - query), number_bytes * query, scale
+                k, k_n, k_d = operands.packed_keys(call, own, b, kv, key0, keys, seen, spec)
+                queries = own.queries + lane * round_up(word_count(d, spec), 16) if query else own.queries
+                tiles.score_tile(k, k_n, k_d, queries, scores, spec.unit_row, d, ahead, spans, groups, spec)
+                tiles.finish_pv(left, pairs, dv, spec)
                 if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
                     multiply_by(scores, spec.unit_queries * keys, scale, spec)
                     scale_log2 = as_number(1.0, spec)
                 if softcap > 0:
-                    apply_softcap(scores, spec.unit_queries * keys, softcap, spec)
+                    tiles.apply_softcap(scores, spec.unit_queries * keys, softcap, spec)
                 if call.bias:
-                    index = b * bias_step.b + h * bias_step.h + (r * QUERIES + query) * bias_step.q + key0 * bias_step.k
-                    bias = call.bias + number_bytes * index
-                    add_bias(scores, spec.unit_row, bias, bias_step.q, bias_step.k, count, keys, spec)
+                    step = call.bias_strides
+                    index = b * step.b + h * step.h + (r * QUERIES + query) * step.q + key0 * step.k
+                    tiles.add_bias(scores, spec.unit_row, call.bias + number_bytes * index, step, count, keys, spec)
                 if mask_bits:
-                    apply_mask(scores, mask_bits, query, spans, spec)
+                    tiles.apply_mask(scores, mask_bits, query, spans, spec)
                 is_first = not (written >> (query // 32)) & 1
-                rescaled = 0 if is_first else dv
-                softmax_unit(scores, scale_log2, spans, m + lane, l + lane, output + lane, rescaled, pairs, spec)
-                if non_finite:
-                    wide_weights(scores, pairs, keys, spec)
-                    v_rows, lanes = v + input_bytes * key0 * v_step.n, spec.unit_queries
-                    add_non_finite_keys(
-                        v_rows,
-                        v_step.n,
-                        v_step.d,
-                        scores,
-                        mask_bits,
-                        query,
-                        lanes,
-                        keys,
-                        output + lane,
-                        dv,
-                        values,
-                        spec,
+                if spec.on_tiles:
+                    first, last, size = spans[0], spans[1], 0 if is_first else dv
+                    tiles.softmax_in_pairs(
+                        scores, scale_log2, first, last, m + lane, l + lane, output + lane, size, pairs, spec
                     )
-                    v_words, v_row = finite_rows_operand(values, keys, dv, rows, zeros, kept_values, spec)
                 else:
-                    v_words, v_row = packed_values(
-                        call, v, v_step, head, key0, keys, seen, zeros, values, kept_values, spec
+                    tiles.softmax_tile(scores, scale_log2, spans, m, l, output, dv, spec)
+                if non_finite:
+                    if spec.on_tiles:
+                        tiles.unpack_weights(scores, pairs, keys, spec)
+                    step, target, lanes = call.v_strides, output + lane, spec.unit_queries
+                    rows = input_row(call.v, step, b, kv, key0, spec)
+                    add_non_finite_keys(rows, step, scores, mask_bits, query, lanes, keys, target, dv, own.values, spec)
+                    v, v_row = operands.finite_rows_operand(
+                        own.values, keys, dv, own.rows, own.zeros, own.kept_values, spec
                     )
-                weights = weights_operand(scores, keys, pairs, spec)
-                cut_bits = mask_bits if groups > 1 else 0
-                left = pv_unit(
-                    v_words, v_row, weights, output + lane, dv, keys, ahead, cut_bits, spans, n, is_first, spec
-                )
+                else:
+                    v, v_row = operands.packed_values(call, own, b, kv, key0, keys, seen, spec)
+                if spec.on_tiles:
+                    left = v, output + lane, spans[0], spans[1], is_first
+                else:
+                    weights = operands.row_operand(scores, keys, QUERIES, pairs, spec)
+                    cut_bits = mask_bits if groups > 1 else 0
+                    tiles.pv_rows(v, v_row, weights, output, dv, keys, ahead, cut_bits, spans, n, spec)
                 written |= 1 << (query // 32)
-    finish_pv(left, pairs, dv, spec)
+    tiles.finish_pv(left, pairs, dv, spec)
     for half in range(2):  # queries that see nothing
         if not (written >> half) & 1:
             fill_columns(output + 128 * half, dv, 32, 0.0, spec)
     return n
 
 
-@by_spec
-def prefetch_queries_and_output(spec):
-    """Prefetch 16 rows of the next task's queries, from ``first`` on, and those of this task's output; returns the next ``first``."""
-
-    def rows(call, b, h, r, first, spec):
-        q_step, o_step, last = call.q_strides, call.o_strides, min(first + 16, min(QUERIES, call.nq - r * QUERIES))
-        q = call.q + spec.input_bytes * (b * q_step.b + h * q_step.h + max(r - 1, 0) * QUERIES * q_step.n)
-        o = call.o + spec.input_bytes * (b * o_step.b + h * o_step.h + r * QUERIES * o_step.n)
-        prefetch_rows(q, q_step.n, first, last, call.d, spec)
-        prefetch_rows(o, o_step.n, first, last, call.dv, spec)
-        return first + 16
-
-    def nothing(call, b, h, r, first, spec):  # on tiles this was measured to gain little or to lose
-        return first + 16
-
-    return nothing if spec.on_tiles else rows
+@device_function
+def prefetch_queries_and_output(call, b, h, r, first, spec):
+    """Prefetch 16 rows of the next task's queries, from ``first`` on, and those of this task's output."""
+    last = min(first + 16, min(QUERIES, call.nq - r * QUERIES))
+    q = input_row(call.q, call.q_strides, b, h, max(r - 1, 0) * QUERIES, spec)
+    o = input_row(call.o, call.o_strides, b, h, r * QUERIES, spec)
+    prefetch_rows(q, call.q_strides.n, first, last, call.d, spec)
+    prefetch_rows(o, call.o_strides.n, first, last, call.dv, spec)
 
 
-@by_spec
-def store_output(spec):
+@device_function
+def store_output(call, own, n, o, spec):
     """The output of a tile of n queries, divided by the sums of its weights, written to the array from ``o`` on."""
-
-    def rows(call, memory, n, o, spec):
-        columns = padded(spec, call.dv)
+    output, l, dv, step = own.output, own.total, call.dv, call.o_strides.n
+    if not spec.on_tiles:
+        columns = padded(spec, dv)
         for i in range(n):
-            row = memory + call.offsets.output + spec.number_bytes * columns * i
-            total = read(memory + call.offsets.total + spec.number_bytes * i, spec)
+            row, total = output + spec.number_bytes * columns * i, read(l + spec.number_bytes * i, spec)
             factor = as_number(1.0, spec) / total
             if not total > 0:  # 0 if no key was seen, NaN if the sum is NaN
                 fill(row, columns, total, spec)
                 factor = as_number(1.0, spec)
-            round_row(row, call.dv, factor, o + spec.input_bytes * i * call.o_strides.n, spec)
-
-    def columns(call, memory, n, o, spec):
-        output, l, dv, step = memory + call.offsets.output, memory + call.offsets.total, call.dv, call.o_strides.n
-        if n == QUERIES and dv % 32 == 0:
-            for lane in range(0, QUERIES, 16):
-                total = load(l + 4 * lane, spec)
-                for d in range(0, dv, 32):
-                    block = output + spec.row_bytes * d + 4 * lane
-                    store_rounded_block(block, spec.row_bytes, total, o + 2 * (lane * step + d), 2 * step, spec)
-            return
-        zero, one, rows = splat(0.0, spec), splat(1.0, spec), memory + call.offsets.rows
+            round_row(row, dv, factor, o + spec.input_bytes * i * step, spec)
+    elif n == QUERIES and dv % 32 == 0:
+        for lane in range(0, QUERIES, 16):
+            total = load(l + 4 * lane, spec)
+            for d in range(0, dv, 32):
+                block = output + spec.row_bytes * d + 4 * lane
+                store_rounded_block(block, spec.row_bytes, total, o + 2 * (lane * step + d), 2 * step, spec)
+    else:
+        zero, one = splat(0.0, spec), splat(1.0, spec)
         for lane in range(0, 4 * round_up(n, 16), 64):
             total = load(l + lane, spec)
             factor = select_greater(total, zero, div(one, total), total)  # as above
             for d in range(dv):
                 address = output + spec.row_bytes * d + lane
                 store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
-        transpose_out(output, n, dv, rows, dv, spec)
+        transpose_out(output, n, dv, own.rows, dv, spec)
         for i in range(n):
-            round_row(rows + 4 * i * dv, dv, as_number(1.0, spec), o + 2 * i * step, spec)
-
-    return columns if spec.on_tiles else rows
+            round_row(own.rows + 4 * i * dv, dv, as_number(1.0, spec), o + 2 * i * step, spec)
 
 
 @device_function
-def store_lse(call, memory, b, h, r, n, spec):
+def store_lse(call, own, b, h, r, n, spec):
     """The log-sum-exp of a tile of n queries, written to the array."""
-    number_bytes, m, l = spec.number_bytes, memory + call.offsets.shift, memory + call.offsets.total
     if call.lse:
-        lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
+        offset = spec.number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
         for i in range(n):
-            total_i, lse_i, low_i = read(l + number_bytes * i, spec), as_number(-np.inf, spec), as_number(0.0, spec)
-            if total_i != 0:
-                m_i = read(m + number_bytes * i, spec)
-                lse_i = m_i * as_number(LN2, spec) + np.log(total_i)
-                low_i = m_i - times_log2e(lse_i, spec) + np.log2(total_i)
-            write(lse + number_bytes * i, lse_i, spec)
+            number = spec.number_bytes * i
+            total, lse, low = read(own.total + number, spec), as_number(-np.inf, spec), as_number(0.0, spec)
+            if total != 0:
+                m = read(own.shift + number, spec)
+                lse = m * as_number(tiles.LN2, spec) + np.log(total)
+                low = m - tiles.times_log2e(lse, spec) + np.log2(total)
+            write(call.lse + offset + number, lse, spec)
             if call.lse_low:
-                write(call.lse_low + lse - call.lse + number_bytes * i, low_i, spec)
+                write(call.lse_low + offset + number, low, spec)
 
 
 @device_function
-def forward_tile(call, memory, b, h, r, spec):
+def forward_tile(call, own, b, h, r, spec):
     """One tile of queries: its output and log-sum-exp, written to the arrays."""
-    step, non_finite = call.o_strides, False
+    non_finite = False
     while True:
-        n = attend_tile(call, memory, b, h, r, non_finite, spec)
-        if non_finite or output_finite(memory + call.offsets.output, n, call.dv, spec):
+        n = attend_tile(call, own, b, h, r, non_finite, spec)
+        if non_finite or output_finite(own.output, n, call.dv, spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True
-    o = call.o + spec.input_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
-    store_output(call, memory, n, o, spec)
-    store_lse(call, memory, b, h, r, n, spec)
+    store_output(call, own, n, input_row(call.o, call.o_strides, b, h, r * QUERIES, spec), spec)
+    store_lse(call, own, b, h, r, n, spec)
 
 
 def forward(call):
@@ -254,14 +221,10 @@ def forward(call):
 
     The thread's tile configuration is restored when its tasks are done. Kernels raise no exceptions, so there is no other way out.
     """
-    memory = call.scratch + call.thread_bytes * take(call.next_thread)
-    configuration, rows = memory + call.offsets.tile_configuration, call.plan.rows
-    configure_tiles(configuration, call.spec)
-    clear_pack_cache(memory + call.offsets.kept_keys, memory + call.offsets.kept_values, call.spec)
-    while True:
-        task = take(call.next_task)
-        if task >= call.tasks:
-            break
+    own, rows = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread)), call.plan.rows
+    configure_tiles(own.tile_configuration, call.spec)
+    operands.clear_pack_cache(own, call.spec)
+    for task in tasks(call):
         head, r = task // rows, rows - 1 - task % rows
-        forward_tile(call, memory, head // call.heads, head % call.heads, r, call.spec)
-    restore_tiles(configuration, call.spec)
+        forward_tile(call, own, head // call.heads, head % call.heads, r, call.spec)
+    restore_tiles(own.tile_configuration, call.spec)

@@ -9,19 +9,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = [
-    "ALL",
-    "PERMISSION",
-    "Amx",
-    "Avx2",
-    "Avx512",
-    "Avx512Bf16",
-    "Baseline",
-    "CacheTile",
-    "Neon",
-    "NeonBf16",
-]
-
 PERMISSION = "amx-permission"  # no feature of the CPU: the operating system grants tile data to this process
 
 
@@ -59,12 +46,6 @@ class Baseline:
     # How few queries read a cache, by the kind of operand ("any" if it has none of its own) and the number of queries in a block.
     # CPUs prefetch by themselves, but not past a 4 KB page.
     cache_tiles = MappingProxyType({("any", 4): CacheTile(2, 64, 4, 1, 64), ("any", 1): CacheTile(4, 64, 1, 1, 64)})
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     def runs_on(self, features: frozenset[str], machine: str) -> bool:
         """Whether a CPU with these features supports it."""

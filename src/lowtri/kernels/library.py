@@ -23,17 +23,12 @@ from typing import Any
 from lowtri._version import __version__
 from lowtri.errors import EngineError
 
-__all__ = [
-    *("Code", "built", "can_use", "code", "index", "unusable"),
-    *("cpuid", "library_name", "sources_hash", "this_platform", "xgetbv"),
-]
-
 _PACKAGE = Path(__file__).parents[1]
 _NATIVE = Path(__file__).parent / "native"
 _BUILDER = _PACKAGE.parents[1] / "tools" / "build_kernels.py"
 _SUFFIXES = {"linux": ".so", "macos": ".dylib", "windows": ".dll"}
 _SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
-_RUN_TIME = ("cpu_features", "library", "select", "target", "threads")  # what compiled code does not depend on
+_RUN_TIME = ("library", "target", "threads")  # what compiled code does not depend on
 _PROBES = ("lowtri_cpuid", "lowtri_xgetbv")
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -64,12 +59,10 @@ def library_name(system: str) -> str:
 @cache
 def sources_hash() -> str:
     """A hash of all files that compiled kernels depend on."""
-    digest = hashlib.sha256()
-    files = [*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / "compat").glob("numba_*.py")]
-    for file in sorted(files, key=lambda path: path.relative_to(_PACKAGE).as_posix()):
-        if file.stem in _RUN_TIME:
-            continue
-        digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
+    digest, private = hashlib.sha256(), _PACKAGE / "compat" / "numba_private.py"
+    files = [x for x in sorted((_PACKAGE / "kernels").glob("*.py")) if x.stem not in _RUN_TIME]
+    for file in [*files, private, *([_BUILDER] if _BUILDER.is_file() else [])]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -161,20 +154,13 @@ def _compiled_now(symbol: str) -> Path:
     return file
 
 
-@cache
-def _probe() -> Any:
-    """(leaf, subleaf, address of four 32-bit words) -> None, and () -> the lower half of XCR0."""
-    cpuid = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(code("lowtri_cpuid").address)
-    return cpuid, ctypes.CFUNCTYPE(ctypes.c_uint32)(code("lowtri_xgetbv").address)
-
-
 def cpuid(leaf: int, subleaf: int) -> tuple[int, ...]:
     """EAX, EBX, ECX and EDX (x86-64)."""
-    words = (ctypes.c_uint32 * 4)()
-    _probe()[0](leaf, subleaf, ctypes.addressof(words))
+    words, kind = (ctypes.c_uint32 * 4)(), ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)
+    kind(code("lowtri_cpuid").address)(leaf, subleaf, ctypes.addressof(words))
     return tuple(words)
 
 
 def xgetbv() -> int:
     """The lower half of XCR0: which registers the operating system saves."""
-    return int(_probe()[1]())
+    return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(code("lowtri_xgetbv").address)())

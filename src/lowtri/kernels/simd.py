@@ -1,5 +1,5 @@
 """The operations that kernels are written in: each is one LLVM instruction or a few, on vectors of 64 bytes, across their lanes, and
-on pairs of bf16.
+on pairs of bf16; and powers of 2.
 
 Addresses are integers, in bytes. The spec sets the dtype in memory: the compute dtype, or, for the functions ``*_input``, the dtype of
 the arrays. A pair of bf16 is two numbers interleaved in a 32-bit word; a vector of 16 pairs has the type of a vector of floats.
@@ -7,300 +7,144 @@ the arrays. A pair of bf16 is two numbers interleaved in a 32-bit word; a vector
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from lowtri.kernels.operations.baseline import constant, integers, interleaved
-
-__all__ = [
-    *("F32", "I16", "I32", "I64", "add", "all_lanes_finite", "any_greater", "as_number", "broadcast"),
-    *("clamped", "div", "element", "fetch_add", "fma", "input_vector", "interleave"),
-    *("interleave_loaded", "interleaved_rows", "lane", "load", "load_input", "maximum", "mul"),
-    *("pointer", "prefetch", "prefetch_line", "read", "read_byte", "read_input", "read_int32"),
-    *("read_int64", "read_word", "reduce_rows_max", "reduce_rows_sum", "reduce_sum", "reduced_in_pairs"),
-    *("select_bits", "select_greater", "shuffled", "splat", "store", "store_input", "sub", "transpose"),
-    *("transposed", "write", "write_input", "write_int64"),
-]
-
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-
-
-def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
-    """A number in every lane of a vector."""
-    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
-    first_lane = ir.Constant(ir.VectorType(I32, lanes), None)
-    return builder.shuffle_vector(builder.insert_element(undefined, scalar, ir.Constant(I32, 0)), undefined, first_lane)
+from lowtri.kernels.device import operation
+from lowtri.kernels.operations import (
+    I8,
+    I16,
+    I32,
+    I64,
+    broadcast,
+    constant,
+    halves_of_pairs,
+    i64,
+    integers,
+    interleaved,
+    is_double,
+    pointer,
+    shuffled,
+)
 
 
-def clamped(builder: Any, row: int, last: Any) -> Any:
+def clamped(b: Any, row: int, last: Any) -> Any:
     """The index of a row; of the last row if there are fewer."""
-    index = ir.Constant(I64, row)
-    return builder.select(builder.icmp_signed("<", index, last), index, last)
+    return b.select(b.icmp_signed("<", i64(row), last), i64(row), last)
 
 
-def pointer(builder: Any, address: Any, kind: Any) -> Any:
-    """A pointer to a value of this kind at an address."""
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def prefetch(builder: Any, address: Any) -> None:
+def prefetch(b: Any, address: Any) -> None:
     """Load the cache line at an address into L2. The address may be invalid."""
-    byte = ir.IntType(8).as_pointer()
+    byte = I8.as_pointer()
     kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
     to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), to_read, second_cache, data])
+    b.call(function, [b.inttoptr(address, byte), to_read, second_cache, data])
 
 
-def input_vector(builder: Any, address: Any, count: int, spec: Any) -> Any:
+def input_vector(b: Any, address: Any, count: int, spec: Any) -> Any:
     """``count`` numbers of an array, in the compute dtype."""
     if spec.input_bytes > 2:
-        return builder.load(pointer(builder, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
-    shorts = builder.load(pointer(builder, address, ir.VectorType(I16, count)), align=2)
-    return spec.operations.widen(builder, shorts, spec.dtype)
+        return b.load(pointer(b, address, ir.VectorType(spec.vector.ir.element, count)), align=4)
+    return spec.operations.widen(b, b.load(pointer(b, address, ir.VectorType(I16, count)), align=2), spec.dtype)
 
 
-def _output_vector(builder: Any, x: Any, address: Any, spec: Any) -> None:
+def _output_vector(b: Any, x: Any, address: Any, spec: Any) -> None:
     """Store numbers of the compute dtype, rounded to the arrays' dtype."""
     if spec.input_bytes == 2:
-        x = spec.operations.narrow(builder, x, spec.dtype)
-    builder.store(x, pointer(builder, address, x.type), align=2 if spec.input_bytes == 2 else 4)
+        x = spec.operations.narrow(b, x, spec.dtype)
+    b.store(x, pointer(b, address, x.type), align=2 if spec.input_bytes == 2 else 4)
 
 
-@intrinsic
-def load(typing, address, spec):
-    """A vector of numbers from memory."""
-    kind = spec.value.vector
-    return kind(types.intp, spec), lambda c, b, s, a: b.load(pointer(b, a[0], kind.ir), align=4)
+# Memory: vectors and numbers of the compute dtype, and of the arrays' dtype; integers. A word has 64 bits: which queries see a key.
+
+load = operation("vector")(lambda b, address, spec: b.load(pointer(b, address, spec.vector.ir), align=4))
+store = operation()(lambda b, address, x: b.store(x, pointer(b, address, x.type), align=4))
+read = operation("number")(lambda b, address, spec: b.load(pointer(b, address, spec.vector.ir.element), align=4))
+write = operation()(lambda b, address, x, spec: b.store(x, pointer(b, address, x.type), align=4))
+load_input = operation("vector")(lambda b, address, spec: input_vector(b, address, spec.lanes, spec))
+store_input = operation()(lambda b, address, x, spec: _output_vector(b, x, address, spec))
+read_byte = operation(types.int64)(lambda b, address: b.zext(b.load(pointer(b, address, I8), align=1), I64))
+read_int32 = operation(types.int64)(lambda b, address: b.sext(b.load(pointer(b, address, I32), align=4), I64))
+read_int64 = operation(types.int64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
+read_word = operation(types.uint64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
+write_int64 = operation()(lambda b, address, x: b.store(x, pointer(b, address, I64), align=8))
+prefetch_line = operation()(prefetch)
+# Add to an integer, atomically, which gives its value before.
+fetch_add = operation(types.int64)(lambda b, address, n: b.atomic_rmw("add", pointer(b, address, I64), n, "seq_cst"))
 
 
-@intrinsic
-def store(typing, address, x):
-    """A vector to memory."""
-
-    def emit(c, b, s, a):
-        b.store(a[1], pointer(b, a[0], x.ir), align=4)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, x), emit
+@operation()
+def copy_number(b, source, target):
+    b.store(b.load(pointer(b, source, I16), align=2), pointer(b, target, I16), align=2)
 
 
-@intrinsic
-def read(typing, address, spec):
-    """One number from memory."""
-    kind = spec.value.vector
-    return kind.number(types.intp, spec), lambda c, b, s, a: b.load(pointer(b, a[0], kind.ir.element), align=4)
+@operation("number")
+def read_input(b, address, spec):
+    return b.extract_element(input_vector(b, address, 1, spec), ir.Constant(I32, 0))
 
 
-@intrinsic
-def write(typing, address, x, spec):
-    """One number to memory."""
-    kind = spec.value.vector
-
-    def emit(c, b, s, a):
-        b.store(a[1], pointer(b, a[0], kind.ir.element), align=4)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, kind.number, spec), emit
+@operation()
+def write_input(b, address, x, spec):
+    undefined = ir.Constant(ir.VectorType(x.type, 1), ir.Undefined)
+    _output_vector(b, b.insert_element(undefined, x, ir.Constant(I32, 0)), address, spec)
 
 
-@intrinsic
-def load_input(typing, address, spec):
-    """A vector of numbers from an array."""
-    kind = spec.value.vector
-    return kind(types.intp, spec), lambda c, b, s, a: input_vector(b, a[0], kind.lanes, spec.value)
-
-
-@intrinsic
-def store_input(typing, address, x, spec):
-    """A vector of numbers to an array."""
-
-    def emit(c, b, s, a):
-        _output_vector(b, a[1], a[0], spec.value)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, x, spec), emit
-
-
-@intrinsic
-def read_input(typing, address, spec):
-    """One number from an array."""
-
-    def emit(c, b, s, a):
-        return b.extract_element(input_vector(b, a[0], 1, spec.value), ir.Constant(I32, 0))
-
-    return spec.value.number(types.intp, spec), emit
-
-
-@intrinsic
-def write_input(typing, address, x, spec):
-    """One number to an array."""
-
-    def emit(c, b, s, a):
-        undefined = ir.Constant(ir.VectorType(a[1].type, 1), ir.Undefined)
-        _output_vector(b, b.insert_element(undefined, a[1], ir.Constant(I32, 0)), a[0], spec.value)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, spec.value.number, spec), emit
-
-
-def _integer_reader(kind: Any, result: Any) -> Any:
-    """The operation that reads one integer from memory."""
-
-    @intrinsic
-    def read_integer(typing, address):
-        def emit(c, b, s, a):
-            x = b.load(pointer(b, a[0], kind), align=kind.width // 8)
-            return x if kind.width == 64 else b.sext(x, I64) if kind.width == 32 else b.zext(x, I64)
-
-        return result(types.intp), emit
-
-    return read_integer
-
-
-read_byte, read_int32, read_int64 = (_integer_reader(kind, types.int64) for kind in (ir.IntType(8), I32, I64))
-read_word = _integer_reader(I64, types.uint64)  # 64 bits: which of 64 queries see a key
-
-
-@intrinsic
-def write_int64(typing, address, x):
-    """One integer to memory."""
-
-    def emit(c, b, s, a):
-        b.store(a[1], pointer(b, a[0], I64), align=8)
-        return c.get_dummy_value()
-
-    return types.void(types.intp, types.int64), emit
-
-
-@intrinsic
-def element(typing, values, index):
+@operation(types.int64)
+def element(b, values, index):
     """``values[index]`` of a tuple of integers, unchecked: Numba's own access can raise, so that callers would return early."""
-
-    def emit(c, b, s, a):
-        result = b.extract_value(a[0], 0)
-        for n in range(1, values.count):
-            result = b.select(b.icmp_signed("==", a[1], ir.Constant(I64, n)), b.extract_value(a[0], n), result)
-        return result
-
-    return values.dtype(values, types.intp), emit
+    result = b.extract_value(values, 0)
+    for n in range(1, values.type.count):
+        result = b.select(b.icmp_signed("==", index, i64(n)), b.extract_value(values, n), result)
+    return result
 
 
-@intrinsic
-def prefetch_line(typing, address):
-    """:func:`prefetch` for kernels."""
+# Numbers and vectors. The maximum is y where x is NaN; a selection by > is ``no`` where x is NaN.
 
-    def emit(c, b, s, a):
-        prefetch(b, a[0])
-        return c.get_dummy_value()
-
-    return types.void(types.intp), emit
-
-
-@intrinsic
-def lane(typing, x, index):
-    """One number of a vector."""
-    return x.number(x, types.intp), lambda c, b, s, a: b.extract_element(*a)
+lane = operation("number")(lambda b, x, index: b.extract_element(x, index))
+as_number = operation("number")(lambda b, x, spec: x)
+splat = operation("vector")(lambda b, x, spec: broadcast(b, x, spec.lanes))
+add = operation("vector")(lambda b, x, y: b.fadd(x, y))
+sub = operation("vector")(lambda b, x, y: b.fsub(x, y))
+mul = operation("vector")(lambda b, x, y: b.fmul(x, y))
+div = operation("vector")(lambda b, x, y: b.fdiv(x, y))
+fma = operation("vector")(lambda b, x, y, z, spec: spec.operations.fma(b, x, y, z))  # x * y + z
+maximum = operation("vector")(lambda b, x, y, spec: spec.operations.maximum(b, x, y))
+select_greater = operation("vector")(lambda b, x, limit, yes, no: b.select(b.fcmp_ordered(">", x, limit), yes, no))
 
 
-@intrinsic
-def as_number(typing, x, spec):
-    """A number in the compute dtype."""
-    kind = spec.value.number
-    return kind(kind, spec), lambda c, b, s, a: a[0]
-
-
-@intrinsic
-def splat(typing, x, spec):
-    """One number in all lanes."""
-    kind = spec.value.vector
-    return kind(kind.number, spec), lambda c, b, s, a: broadcast(b, a[0], kind.lanes)
-
-
-def _operator(name: str) -> Any:
-    @intrinsic
-    def operator(typing, x, y):
-        return x(x, y), lambda c, b, s, a: getattr(b, name)(*a)
-
-    return operator
-
-
-add, sub, mul, div = map(_operator, ("fadd", "fsub", "fmul", "fdiv"))
-
-
-@intrinsic
-def fma(typing, x, y, z, spec):
-    """x * y + z."""
-    return x(x, y, z, spec), lambda c, b, s, a: spec.value.operations.fma(b, *a[:3])
-
-
-@intrinsic
-def maximum(typing, x, y, spec):
-    """The greater number; y where x is NaN."""
-    return x(x, y, spec), lambda c, b, s, a: spec.value.operations.maximum(b, *a[:2])
-
-
-@intrinsic
-def select_bits(typing, word, shift, x, other):
+@operation("vector")
+def select_bits(b, word, shift, x, other):
     """x in the lanes whose bit in ``word >> shift`` is set, ``other`` in the rest."""
-
-    def emit(c, b, s, a):
-        flags = b.bitcast(b.trunc(b.lshr(a[0], a[1]), ir.IntType(x.lanes)), ir.VectorType(ir.IntType(1), x.lanes))
-        return b.select(flags, a[2], a[3])
-
-    return x(types.uint64, types.uint64, x, x), emit
+    lanes = x.type.count
+    flags = b.bitcast(b.trunc(b.lshr(word, shift), ir.IntType(lanes)), ir.VectorType(ir.IntType(1), lanes))
+    return b.select(flags, x, other)
 
 
-@intrinsic
-def select_greater(typing, x, limit, yes, no):
-    """``yes`` in the lanes where x > limit, ``no`` in the rest (and where x is NaN)."""
-    return x(x, x, x, x), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[2], a[3])
-
-
-@intrinsic
-def any_greater(typing, x, y):
+@operation(types.boolean)
+def any_greater(b, x, y):
     """Whether x > y in any lane, or either is NaN in one."""
-
-    def emit(c, b, s, a):
-        flags = ir.IntType(x.lanes)
-        return b.icmp_unsigned("!=", b.bitcast(b.fcmp_unordered(">", *a), flags), ir.Constant(flags, 0))
-
-    return types.boolean(x, y), emit
+    flags = ir.IntType(x.type.count)
+    return b.icmp_unsigned("!=", b.bitcast(b.fcmp_unordered(">", x, y), flags), ir.Constant(flags, 0))
 
 
-@intrinsic
-def all_lanes_finite(typing, x):
+@operation(types.boolean)
+def all_lanes_finite(b, x):
     """Whether all numbers of a vector are finite: their exponents are not all ones."""
-
-    def emit(c, b, s, a):
-        kind, flags = integers(x.ir), ir.IntType(x.lanes)
-        ones = constant(kind, 0x7FF0000000000000 if x.bits == 64 else 0x7F800000)
-        non_finite = b.icmp_unsigned("==", b.and_(b.bitcast(a[0], kind), ones), ones)
-        return b.icmp_unsigned("==", b.bitcast(non_finite, flags), ir.Constant(flags, 0))
-
-    return types.boolean(x), emit
-
-
-@intrinsic
-def fetch_add(typing, address, n):
-    """Add n to the integer at the address, atomically; returns its value before."""
-    return types.int64(types.intp, types.int64), lambda c, b, s, a: b.atomic_rmw(
-        "add", pointer(b, a[0], I64), a[1], "seq_cst"
-    )
+    kind, flags = integers(x.type), ir.IntType(x.type.count)
+    ones = constant(kind, 0x7FF0000000000000 if is_double(x) else 0x7F800000)
+    non_finite = b.icmp_unsigned("==", b.and_(b.bitcast(x, kind), ones), ones)
+    return b.icmp_unsigned("==", b.bitcast(non_finite, flags), ir.Constant(flags, 0))
 
 
 # Across lanes: transposing square blocks, sums and maxima of vectors.
 
 
-def shuffled(builder: Any, one: Any, two: Any, lanes: list[int]) -> Any:
-    """A vector of lanes of two vectors; the second one's are counted from the first one's end."""
-    return builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
-
-
-def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def transposed(b: Any, rows: list[Any]) -> list[Any]:
     """The transposed square block of these rows: halves, quarters, eighths change places."""
     lanes = len(rows)
     step = lanes // 2
@@ -310,30 +154,58 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
                 one, two = rows[i], rows[i + step]
                 low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
                 high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
-                rows[i], rows[i + step] = shuffled(builder, one, two, low), shuffled(builder, one, two, high)
+                rows[i], rows[i + step] = shuffled(b, one, two, low), shuffled(b, one, two, high)
         step //= 2
     return rows
 
 
-@intrinsic
-def transpose(typing, source, source_row, last, target, target_row, spec):
+@operation()
+def transpose(b, source, source_row, last, target, target_row, spec):
     """Transpose a square block: row i of the source becomes column i. Rows past ``last`` repeat it; row steps in bytes."""
-    kind = spec.value.vector
-
-    def emit(c, b, s, a):
-        source, source_row, last, target, target_row, _ = a
-        rows = []
-        for i in range(kind.lanes):
-            row = clamped(b, i, last)
-            rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind.ir), align=4))
-        for i, column in enumerate(transposed(b, rows)):
-            b.store(column, pointer(b, b.add(target, b.mul(ir.Constant(I64, i), target_row)), kind.ir), align=4)
-        return c.get_dummy_value()
-
-    return types.void(*[types.intp] * 5, spec), emit
+    kind, rows = spec.vector.ir, []
+    for i in range(spec.lanes):
+        row = clamped(b, i, last)
+        rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind), align=4))
+    for i, column in enumerate(transposed(b, rows)):
+        b.store(column, pointer(b, b.add(target, b.mul(i64(i), target_row)), kind), align=4)
 
 
-def reduced_in_pairs(builder: Any, vectors: list[Any], distance: int, combine: Any) -> list[Any]:
+@operation()
+def transpose_block(b, source, source_row, count, zeros, target, target_row, spec):
+    """Transpose 32 rows of 32 numbers of bf16. Rows from ``count`` on are read from ``zeros``; row steps in bytes.
+
+    The numbers of two rows are interleaved in each quarter of a vector, which gives the pairs of 16 columns in two vectors; blocks of
+    16 x 16 pairs are then transposed.
+    """
+    kind, rows = spec.vector.ir, []
+    for i in range(32):
+        address = b.select(b.icmp_signed("<", i64(i), count), b.add(source, b.mul(i64(i), source_row)), zeros)
+        rows.append(b.load(pointer(b, address, ir.VectorType(I16, 32)), align=2))
+    for first in (0, 4):
+        columns = [quarter + first + n for quarter in (0, 8, 16, 24) for n in range(4)]
+        order = [lane for column in columns for lane in (column, column + 32)]
+        pairs = [b.bitcast(shuffled(b, *rows[i : i + 2], order), kind) for i in range(0, 32, 2)]
+        for column, vector in zip(columns, transposed(b, pairs), strict=True):
+            b.store(vector, pointer(b, b.add(target, b.mul(target_row, i64(column))), kind), align=4)
+
+
+@operation()
+def store_rounded_block(b, source, source_row, total, target, target_row, spec):
+    """16 rows of 32 numbers: the columns of (32, 16), over a vector of totals, rounded to bf16. 0 where the total is."""
+    kind = spec.vector.ir
+    positive = b.fcmp_ordered(">", total, constant(kind, 0.0))
+    factor, pairs = b.fdiv(constant(kind, 1.0), total), []
+    for i in range(0, 32, 2):
+        both = []
+        for d in (i, i + 1):
+            address = b.add(source, b.mul(source_row, i64(d)))
+            both.append(b.select(positive, b.fmul(b.load(pointer(b, address, kind), align=4), factor), total))
+        pairs.append(spec.operations.pair(b, *both))
+    for i, row in enumerate(transposed(b, pairs)):
+        b.store(row, pointer(b, b.add(target, b.mul(target_row, i64(i))), kind), align=2)
+
+
+def reduced_in_pairs(b: Any, vectors: list[Any], distance: int, combine: Any) -> list[Any]:
     """Lanes ``distance`` apart combined, of two vectors in one: lanes whose index has the bit ``distance`` are those of the second.
 
     After the distances 1, 2, .. of all lanes, lane n is the whole vector n reduced to a number.
@@ -341,83 +213,136 @@ def reduced_in_pairs(builder: Any, vectors: list[Any], distance: int, combine: A
     lanes, reduced = range(vectors[0].type.count), []
     source = [lane + (len(lanes) if lane & distance else 0) for lane in lanes]
     for one, two in zip(vectors[::2], vectors[1::2], strict=True):
-        here = shuffled(builder, one, two, source)
-        there = shuffled(builder, one, two, [lane ^ distance for lane in source])
-        reduced.append(combine(builder, here, there))
+        first, second = shuffled(b, one, two, source), shuffled(b, one, two, [lane ^ distance for lane in source])
+        reduced.append(combine(b, first, second))
     return reduced
 
 
-def _reduce_rows(combine: Any) -> Any:
-    @intrinsic
-    def reduce_rows(typing, address, spec):
-        kind = spec.value.vector
-
-        def emit(c, b, s, a):
-            places = [b.add(a[0], ir.Constant(I64, 64 * row)) for row in range(8)]
-            vectors = [b.load(pointer(b, place, kind.ir), align=4) for place in places]
-            for distance in (1, 2, 4):
-                vectors = reduced_in_pairs(b, vectors, distance, combine)
-            turned = shuffled(b, vectors[0], vectors[0], [lane ^ 8 for lane in range(16)])
-            return combine(b, vectors[0], turned)
-
-        return kind(types.intp, spec), emit
-
-    return reduce_rows
+def sums_of_pairs(b: Any, vectors: list[Any], distance: int) -> list[Any]:
+    return reduced_in_pairs(b, vectors, distance, lambda b, x, y: b.fadd(x, y))
 
 
-# Eight vectors of 16 floats, 64 bytes apart: lanes n and n + 8 are the greatest number, or the sum, of vector n.
-reduce_rows_max = _reduce_rows(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
-reduce_rows_sum = _reduce_rows(lambda b, x, y: b.fadd(x, y))
+def _reduced_rows(b: Any, address: Any, spec: Any, combine: Any) -> Any:
+    vectors = [b.load(pointer(b, b.add(address, i64(64 * row)), spec.vector.ir), align=4) for row in range(8)]
+    for distance in (1, 2, 4):
+        vectors = reduced_in_pairs(b, vectors, distance, combine)
+    return combine(b, vectors[0], shuffled(b, vectors[0], vectors[0], [lane ^ 8 for lane in range(16)]))
 
 
-@intrinsic
-def reduce_sum(typing, x):
+# Of eight vectors of 16 floats, 64 bytes apart: lanes n and n + 8 are the greatest number, or the sum, of vector n.
+reduce_rows_max = operation("vector")(
+    lambda b, address, spec: _reduced_rows(b, address, spec, lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+)
+reduce_rows_sum = operation("vector")(
+    lambda b, address, spec: _reduced_rows(b, address, spec, lambda b, x, y: b.fadd(x, y))
+)
+
+
+@operation("number")
+def reduce_sum(b, x):
     """The sum of a vector."""
-
-    def emit(c, b, s, a):
-        step, total = x.lanes // 2, a[0]
-        while step:
-            turned = [(lane + step) % x.lanes for lane in range(x.lanes)]
-            total = b.fadd(total, shuffled(b, total, total, turned))
-            step //= 2
-        return b.extract_element(total, ir.Constant(I32, 0))
-
-    return x.number(x), emit
+    lanes = x.type.count
+    step, total = lanes // 2, x
+    while step:
+        total = b.fadd(total, shuffled(b, total, total, [(lane + step) % lanes for lane in range(lanes)]))
+        step //= 2
+    return b.extract_element(total, ir.Constant(I32, 0))
 
 
 # Pairs of bf16.
 
 
-def interleaved_rows(builder: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
+def interleaved_rows(b: Any, low: Any, high: Any, count: int, kind: Any) -> list[Any]:
     """Two rows of bf16 in memory, 32 numbers ``count`` times, as vectors of pairs."""
-    lanes = kind.count
-    row = ir.VectorType(I16, 2 * lanes)
-    pairs = []
-    for offset in (ir.Constant(I64, 64 * n) for n in range(count)):
-        both = [builder.load(pointer(builder, builder.add(address, offset), row), align=2) for address in (low, high)]
+    lanes, pairs = kind.count, []
+    for n in range(count):
+        rows = [pointer(b, b.add(row, i64(64 * n)), ir.VectorType(I16, 2 * lanes)) for row in (low, high)]
+        both = [b.load(row, align=2) for row in rows]
         for first in (0, lanes):
             order = [n for lane in range(first, first + lanes) for n in (lane, lane + 2 * lanes)]
-            pairs.append(builder.bitcast(shuffled(builder, *both, order), kind))
+            pairs.append(b.bitcast(shuffled(b, *both, order), kind))
     return pairs
 
 
-@intrinsic
-def interleave(typing, low, high, spec):
-    """16 pairs from two vectors of floats, rounded."""
-
-    def emit(c, b, s, a):
-        return spec.value.operations.pair(b, *a[:2])
-
-    return low(low, high, spec), emit
+# Pairs from two vectors of floats, rounded, the second one for weights on tiles; and the vectors of a pair's numbers.
+interleave = operation("vector")(lambda b, low, high, spec: spec.operations.pair(b, low, high))
+pair_weights = operation("vector")(lambda b, low, high, spec: spec.operations.pair_weights(b, low, high))
+low_numbers = operation("vector")(lambda b, pairs: halves_of_pairs(b, pairs)[0])
+high_numbers = operation("vector")(lambda b, pairs: halves_of_pairs(b, pairs)[1])
 
 
-@intrinsic
-def interleave_loaded(typing, low, high, spec):
+@operation("vector")
+def interleave_loaded(b, low, high, spec):
     """16 pairs from two rows of bf16 in memory."""
-    kind = spec.value.vector
+    rows = [b.load(pointer(b, row, ir.VectorType(I16, spec.lanes)), align=2) for row in (low, high)]
+    return interleaved(b, *rows, spec.vector.ir)
 
-    def emit(c, b, s, a):
-        row = ir.VectorType(I16, kind.lanes)
-        return interleaved(b, *(b.load(pointer(b, address, row), align=2) for address in a[:2]), kind.ir)
 
-    return kind(types.intp, types.intp, spec), emit
+# Powers of 2: the whole part of x sets the exponent bits, and a polynomial approximates 2 to the rest. It has as many terms as the
+# numbers that become of the weights can hold. Each polynomial is 1 + r * q(r), so that 2 ** 0 is exactly 1, with q fitted to the least
+# relative error of 2 ** r. Source of the reduction by adding a large number: Cody and Waite 1980.
+
+# By the dtype of the arrays. Weights, and sums that are divided by their own sum, are rounded to it in the end, but log-sum-exps stay
+# in float32: degree 3, whose error of 1e-4 is enough for the weights of bf16, is not enough for them.
+DEGREES = {"bfloat16": 4, "float16": 4, "float32": 6, "float64": 13}
+# The relative errors of the polynomials, with their coefficients in float32; float64 sums round to a few 1e-16.
+ERRORS = {4: 3e-6, 6: 2e-8, 13: 4e-16}
+
+# q by degree, highest power first: for the rest from the nearest whole number, and for the rest from the next lower one.
+_NEAREST = {
+    4: (9.58285310e-3, 5.59064246e-2, 2.40240986e-1, 6.93124193e-1),
+    6: (1.5353361e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 2.4022648e-1, 6.9314718e-1),
+    13: tuple(math.log(2) ** k / math.factorial(k) for k in range(13, 0, -1)),  # Taylor's
+}
+_LOWER = {
+    4: (1.34266843e-2, 5.22424742e-2, 2.41280205e-1, 6.93044845e-1),
+    6: (2.16129151e-4, 1.24678464e-3, 9.67545157e-3, 5.54852806e-2, 2.40229306e-1, 6.93147044e-1),
+}
+
+
+def _polynomial(b: Any, r: Any, coefficients: Any, operations: Any) -> Any:
+    first, *rest = coefficients if is_double(r) else map(np.float32, coefficients)
+    p = constant(r.type, float(first))
+    for c in rest:
+        p = operations.fma(b, p, r, constant(r.type, float(c)))
+    return p
+
+
+def _split(b: Any, x: Any, degree: int, operations: Any) -> tuple[Any, Any]:
+    """2 ** n for the whole number n nearest to x, and 2 ** (x - n) - 1. 2 ** n is 0 from the least exponent down, so for -inf, too."""
+    bits, bias = (52, 1023) if is_double(x) else (23, 127)
+    kind, least = integers(x.type), constant(x.type, float(-bias))
+    x = operations.at_least(b, x, least)
+    # The last digit of a number this large is 1, so the sum is rounded to n + bias, which its last bits hold.
+    large = constant(x.type, 1.5 * 2.0**bits + bias)
+    shifted = b.fadd(x, large)
+    scale = b.bitcast(b.shl(b.bitcast(shifted, kind), constant(kind, bits)), x.type)
+    r = b.fsub(x, b.fsub(shifted, large))
+    return scale, b.fmul(_polynomial(b, r, _NEAREST[degree], operations), r)
+
+
+@operation("vector")
+def exp2(b, x, spec):
+    """2 ** x, to the precision that the dtype of the arrays needs; 0 for -inf and NaN for NaN. For x <= 127; on tiles for any x.
+
+    The relative error is that of ``ERRORS``, and an ulp. Results below 2 ** -126, which are denormal, may be 0. On tiles the result
+    is at least 2 ** 127 from x = 127 on.
+    """
+    degree, operations = DEGREES[spec.dtype], spec.operations
+    if spec.isa.has_scale:  # the operation rounds its exponent down, and gives inf
+        lower = degree in _LOWER
+        r = operations.fraction(b, x, lower)
+        p = _polynomial(b, r, (*(_LOWER if lower else _NEAREST)[degree], 1.0), operations)
+        return operations.scale(b, p, x if lower else b.fsub(x, r))
+    if spec.on_tiles:  # exponent bits overflow
+        greatest = constant(x.type, 127.0)
+        x = b.select(b.fcmp_ordered(">", x, greatest), greatest, x)  # NaN stays NaN
+    scale, fraction = _split(b, x, degree, operations)
+    return operations.fma(b, scale, fraction, scale)
+
+
+@operation("vector")
+def exp2m1(b, x, spec):
+    """2 ** x - 1, to a few ulp of the compute dtype also where x is small. For -126 <= x <= 127."""
+    scale, fraction = _split(b, x, 13 if is_double(x) else 6, spec.operations)
+    return spec.operations.fma(b, scale, fraction, b.fsub(scale, constant(scale.type, 1.0)))

@@ -1,4 +1,9 @@
-"""The features of this CPU, and its instruction set: the best one that it supports and that was built, or the one LOWTRI_ISA names."""
+"""This CPU: its features, its instruction set (the best one that was built, or the one LOWTRI_ISA names), and its kernels.
+
+x86-64: what CPUID and XGETBV say. Source: Intel, Software Developer's Manual, volume 2, CPUID, and volume 1, chapter 13; AMD's leaf
+0x80000001. 64-bit ARM: programs may not read its registers of features, so the system says: Linux in the auxiliary vector, macOS by
+sysctl. Source: Linux, arch/arm64/elf_hwcaps; Apple, Determining instruction set characteristics.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,78 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from lowtri.errors import EngineError
 from lowtri.kernels import library
-from lowtri.kernels.cpu_features import arm_features, cpu_features
 from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
-
-__all__ = ["HAS_AMX", "ISA", "features", "instruction_set"]
+from lowtri.kernels.spec import Array, KernelSpec, variants_of
+from lowtri.system import sysctl_number
 
 _MACHINE = platform.machine().lower()
+_EAX, _EBX, _ECX, _EDX = range(4)
+_EXTENDED = 0x80000000
+# By leaf, subleaf and register: the bit of each feature, by LLVM's name.
+_BITS: dict[tuple[int, int, int], dict[str, int]] = {
+    (1, 0, _ECX): {
+        **{"sse3": 0, "ssse3": 9, "fma": 12, "cx16": 13, "sse4.1": 19, "sse4.2": 20, "crc32": 20},
+        **{"movbe": 22, "popcnt": 23, "xsave": 26, "avx": 28, "f16c": 29},
+    },
+    (7, 0, _EBX): {
+        **{"bmi": 3, "avx2": 5, "bmi2": 8},
+        **{"avx512f": 16, "avx512dq": 17, "avx512cd": 28, "avx512bw": 30, "avx512vl": 31},
+    },
+    (7, 0, _EDX): {"amx-bf16": 22, "amx-tile": 24},
+    (7, 1, _EAX): {"avx512bf16": 5},
+    (_EXTENDED + 1, 0, _ECX): {"sahf": 0, "lzcnt": 5},
+}
+_OSXSAVE = 27  # in ECX of leaf 1: XGETBV may be used
+# The registers that the system must save (bits of XCR0): those of SSE and AVX; besides, of AVX-512; besides, tiles.
+_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60006
+_SAVED = {name: _AVX for name in ("avx", "avx2", "f16c", "fma", "xsave")}
+
+_AT_HWCAP2 = 26  # the type of an entry of the auxiliary vector
+_HWCAP2_BITS = {"bf16": 14}
+_SYSCTL_NAMES = {"bf16": "hw.optional.arm.FEAT_BF16"}
+
+
+def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[[], int]) -> frozenset[str]:
+    """The features of an x86-64 that the operating system lets a process use, by LLVM's names.
+
+    Args:
+        cpuid: (leaf, subleaf) -> EAX, EBX, ECX, EDX.
+        xgetbv: the lower half of XCR0; called only where the CPU has the instruction and the system allows it.
+    """
+    last, last_extended, last_subleaf = cpuid(0, 0)[_EAX], cpuid(_EXTENDED, 0)[_EAX], 0
+    if last >= 7:
+        last_subleaf = cpuid(7, 0)[_EAX]
+    saved = xgetbv() if cpuid(1, 0)[_ECX] >> _OSXSAVE & 1 else 0
+    present = set()
+    for (leaf, subleaf, register), bits in _BITS.items():
+        if leaf > (last_extended if leaf >= _EXTENDED else last) or subleaf > last_subleaf:
+            continue
+        word = cpuid(leaf, subleaf)[register]
+        for name, bit in bits.items():
+            needs = _AVX512 if name.startswith("avx512") else _AMX if name.startswith("amx") else _SAVED.get(name, 0)
+            if saved & needs == needs and word >> bit & 1:
+                present.add(name)
+    return frozenset(present)
+
+
+def arm_features(system: str, c_library: Any) -> frozenset[str]:
+    """The features of a 64-bit ARM beyond those that every one has, by LLVM's names; none on systems that do not say.
+
+    Args:
+        system: as in ``sys.platform``.
+        c_library: the C library, loaded by ctypes.
+    """
+    if system == "linux":
+        c_library.getauxval.restype, c_library.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+        bits = c_library.getauxval(_AT_HWCAP2)
+        return frozenset(name for name, bit in _HWCAP2_BITS.items() if bits >> bit & 1)
+    if system == "darwin":
+        return frozenset(name for name, key in _SYSCTL_NAMES.items() if sysctl_number(key, c_library))
+    return frozenset()
 
 
 def features() -> frozenset[str]:
@@ -61,16 +129,18 @@ def instruction_set(
     supported = [isa for isa in ALL if isa.runs_on(features, machine) and built(isa.name)]
     if name is None:
         return supported[0] if supported else Baseline()  # where there are no kernels at all, the backend says so
-    for isa in supported:
-        if isa.name == name:
-            return isa
-    reason = "which is no instruction set"
-    for isa in ALL:
-        if isa.name == name:
-            refused = isa.features - features == {PERMISSION}
-            reason = "which the operating system refuses" if refused else "which this CPU does not have"
-            if isa.runs_on(features, machine):
-                reason = "of which the library has no kernels"
+    named = next((isa for isa in ALL if isa.name == name), None)
+    if named in supported:
+        assert named is not None
+        return named
+    if named is None:
+        reason = "which is no instruction set"
+    elif named.runs_on(features, machine):
+        reason = "of which the library has no kernels"
+    elif named.features - features == {PERMISSION}:
+        reason = "which the operating system refuses"
+    else:
+        reason = "which this CPU does not have"
     raise EngineError(
         f"LOWTRI_ISA is {name!r}, {reason}. It has: {', '.join(isa.name for isa in supported) or 'none'}.\n"
         "Fix: name one of these, or unset LOWTRI_ISA."
@@ -80,3 +150,12 @@ def instruction_set(
 ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use)
 # Tiles of bf16. torch uses them whether or not the kernels may.
 HAS_AMX = "amx-bf16" in features()
+VARIANTS = variants_of(ISA)  # in order of preference
+
+
+def spec_of(family: str, dtype: str, q: Array, k: Array, v: Array) -> KernelSpec | None:
+    """The spec of the kernel that reads these arrays, or None."""
+    for variant in VARIANTS:
+        if (variant.family, variant.spec.dtype) == (family, dtype) and variant.enabled and variant.accepts(q, k, v):
+            return variant.spec
+    return None

@@ -18,8 +18,6 @@ from typing import Any
 
 from lowtri.kernels.library import Code
 
-__all__ = ["openmp_team", "run_team"]
-
 _forked = False
 
 

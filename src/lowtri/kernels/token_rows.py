@@ -14,8 +14,6 @@ import numpy as np
 from lowtri.kernels.isa import Baseline
 from lowtri.kernels.library import Code
 
-__all__ = ["PASSES", "TokenRows", "symbol"]
-
 _IN_C = {"floats": ctypes.c_void_p, "bits": ctypes.c_void_p, "size": ctypes.c_int64, "number": ctypes.c_float}
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits but the sign
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from lowtri.backends.cpu.launch import LARGE, Launch, ask_for_large_pages, tile_threads
 from lowtri.backends.cpu.layout import ArrayLayout, Strides, like_array, of_bias, of_plan, packed, strides, to_dtype
-from lowtri.kernels.scratch import key_rows, padded
-from lowtri.kernels.variants import Array
+from lowtri.kernels.abi import key_rows, padded
+from lowtri.kernels.spec import Array
 from lowtri.ops.call import Inputs, Result
 
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from lowtri.backends.base import Prepared
 from lowtri.backends.cpu.launch import Launch, decode_threads, word
 from lowtri.backends.cpu.layout import ArrayLayout, Selection, address, empty, packed, strides, to_dtype
-from lowtri.kernels.abi import DECODE
-from lowtri.kernels.scratch import CACHE_KEYS, decode_scratch, decode_shared_scratch
+from lowtri.kernels.abi import CACHE_KEYS, DECODE
 from lowtri.ops.call import Call, Inputs, Keys, Result
 
 _VARYING = ("nk", "first_key", "tasks", "visible")
@@ -43,8 +42,8 @@ class CpuDecode(Prepared):
         exact = call.sinks is None or call.sinks.dtype == self.reading.compute_dtype
         self.as_it_is = exact and not (call.is_numpy or self.reading.cast or call.bias)
         self.as_it_is &= call.q.strides == packed(call.q.shape)
-        batch, _, kv_heads, nq, nk, d, dv = call.sizes
-        self.groups, self.queries, self.head_sizes = batch * kv_heads, call.group * nq, (d, dv)
+        batch, _, kv_heads, _, nk, d, dv = call.sizes
+        self.groups, self.head_sizes = batch * kv_heads, (d, dv)
         self.division: tuple[int, int] | None = None  # threads, and parts of the keys
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
@@ -109,9 +108,7 @@ class CpuDecode(Prepared):
         fields = self.reading.fields() | {"parts": parts, **dict(zip(_VARYING, varying, strict=True))}
         fields["visible_strides"] = {"b": by_row, "h": by_head}
         fields |= {"k_strides": strides(k_strides), "v_strides": strides(v_strides)}
-        scratch = decode_scratch(self.spec, self.queries, *self.head_sizes)
-        shared = decode_shared_scratch(self.groups, parts, self.queries, self.head_sizes[1])
-        self.launch = Launch(DECODE, self.spec, fields, threads, scratch, shared, zeros="parts_done", keep=visible)
+        self.launch = Launch(DECODE, self.spec, fields, threads, visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

@@ -22,7 +22,7 @@ from lowtri.backends.cpu.layout import (
     to_dtype,
     torch_dtype,
 )
-from lowtri.kernels.scratch import KEYS
+from lowtri.kernels.abi import KEYS
 from lowtri.ops.call import Call, Inputs, Result
 
 _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients

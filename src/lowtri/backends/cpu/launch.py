@@ -20,8 +20,8 @@ import numpy as np
 
 from lowtri.kernels.abi import Abi, aligned
 from lowtri.kernels.library import code
+from lowtri.kernels.spec import KernelSpec, symbol
 from lowtri.kernels.threads import run_team
-from lowtri.kernels.variants import symbol
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call
 
@@ -33,27 +33,12 @@ class Launch:
 
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
-        scratch, shared: bytes of the parts of the scratch memory, for each thread and shared by all.
-        zeros: the part of ``shared`` that starts at 0.
         keep: the owner of the memory that the fields point to.
     """
 
-    def __init__(
-        self,
-        abi: Abi,
-        spec: Any,
-        fields: Fields,
-        threads: int,
-        scratch: dict[str, int],
-        shared: dict[str, int] | None = None,
-        zeros: str | None = None,
-        keep: Any = None,
-    ) -> None:
-        shared = shared or {}
+    def __init__(self, abi: Abi, spec: KernelSpec, fields: Fields, threads: int, keep: Any = None) -> None:
         self.threads, self._keep = max(1, min(threads, fields["tasks"])), keep
-        layout = abi.layout(scratch, shared, self.threads)
-        self._bytes = layout.pop("bytes")
-        self._zeros = (layout["offsets"][zeros], shared[zeros]) if zeros else None
+        layout, self._bytes, self._zeros = abi.layout(spec, fields, self.threads)
         self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
         self._format = struct.Struct(f"{len(self._prepared) // 8}q")
         self._values = list(self._format.unpack(self._prepared))
@@ -94,8 +79,8 @@ class Launch:
             where = ctypes.addressof(record)
         scratch = _take_scratch(self._bytes)
         self._write(record, 0, 0, 0, scratch.address, *addresses)
-        if self._zeros is not None:
-            offset, size = self._zeros
+        offset, size = self._zeros
+        if size:
             ctypes.memset(scratch.address + offset, 0, size)
         if self.threads == 1:
             self._call(where)

@@ -9,9 +9,7 @@ import numpy as np
 
 from lowtri.backends.cpu.launch import Fields, Launch, tile_threads
 from lowtri.kernels import abi
-from lowtri.kernels.scratch import SCRATCH, packed_shared_scratch
-from lowtri.kernels.spec import KernelSpec
-from lowtri.kernels.variants import Array
+from lowtri.kernels.spec import Array, KernelSpec
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import ArrayInfo, Call, Inputs
 from lowtri.ops.distance_bias import first_pair
@@ -75,14 +73,7 @@ class ArrayLayout:
 
     def launch(self, family: str, fields: Fields, plan: Any) -> Launch:
         """The launch of the forward kernel or of its gradients."""
-        call, spec = self.call, self.spec
-        batch, _, kv_heads, _, nk, d, dv = call.sizes
-        scratch, record = SCRATCH[family](spec, d, dv), getattr(abi, family.upper())
-        threads = tile_threads(family, call, plan)
-        # On tiles the forward transposes V, the backward K.
-        shared = packed_shared_scratch(spec, batch * kv_heads, nk, dv if family == "forward" else d)
-        zeros = "packed_states" if spec.on_tiles else None
-        return Launch(record, spec, fields, threads, scratch, shared, zeros=zeros, keep=plan)
+        return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
 
     def _casts(self, bias: ArrayInfo) -> bool:
         return bias.dtype != self.compute_dtype
@@ -115,7 +106,7 @@ def select(call: Call) -> Selection:
 def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | None:
     """The spec of the kernel that reads arrays of this dtype and layout, or None."""
     # Imported late: the import finds out which CPU this is, and raises if LOWTRI_ISA names another.
-    from lowtri.kernels.select import spec_of
+    from lowtri.kernels.target import spec_of
 
     q, k, v = (Array(x.strides, x.shape[3]) for x in arrays)
     return spec_of(family, dtype, q, k, v)
