@@ -154,6 +154,7 @@ def _compiled_now(symbol: str) -> Path:
     return file
 
 
+@cache
 def cpuid(leaf: int, subleaf: int) -> tuple[int, ...]:
     """EAX, EBX, ECX and EDX (x86-64)."""
     words, kind = (ctypes.c_uint32 * 4)(), ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)
@@ -161,6 +162,7 @@ def cpuid(leaf: int, subleaf: int) -> tuple[int, ...]:
     return tuple(words)
 
 
+@cache
 def xgetbv() -> int:
     """The lower half of XCR0: which registers the operating system saves."""
     return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(code("lowtri_xgetbv").address)())
