@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,7 +30,6 @@ class Case:
         numbers: "normal", "large", "equal", "denormal", "low" (scores below -1e9), or where NaN or inf lies: "NaN queries" ...
         layout: "contiguous", "transposed" (tokens before heads) or "strided".
         gradients: whether gradients are compared.
-        other: by a mistake's name, the mask of a call with this mistake.
         seed: of the random numbers.
     """
 
@@ -53,7 +51,6 @@ class Case:
     numbers: str = "normal"
     layout: str = "contiguous"
     gradients: bool = True
-    other: Mapping[str, str] = field(default_factory=dict, hash=False)
     seed: int = 0
 
     @cached_property
@@ -72,16 +69,15 @@ class Case:
         return torch.from_numpy(np.broadcast_to(dense, (self.b, self.hq, self.nq, self.nk)).copy())
 
     def _mask(self, text: str) -> Mask:
-        draw = np.random.default_rng(self.seed)
-        if text == "random table":
-            return table(draw.random((self.nq, self.nk)) < 0.5)
-        if text == "empty rows":
-            return table((draw.random((self.nq, self.nk)) < 0.5) & (np.arange(self.nq) % 3 > 0)[:, None])
+        if text in ("random table", "empty rows"):
+            drawn = np.random.default_rng(self.seed).random((self.nq, self.nk)) < 0.5
+            return table(drawn if text == "random table" else drawn & (np.arange(self.nq) % 3 > 0)[:, None])
         if text.startswith("padding"):
             real = np.ones((self.b, self.nk), bool)
-            where = {"left": slice(0, 5), "right": slice(self.nk - 5, None), "inside": slice(9, 13)}[text.split()[1]]
-            real[0, where] = False
-            return mask_of("causal") & keys(real) if self.b > 1 else mask_of("causal") & keys(real[0])
+            real[
+                0, {"left": slice(0, 5), "right": slice(self.nk - 5, None), "inside": slice(9, 13)}[text.split()[1]]
+            ] = False
+            return mask_of("causal") & keys(real if self.b > 1 else real[0])
         return mask_of(text)
 
     def draw(self, dtype: torch.dtype) -> Call:
@@ -153,91 +149,78 @@ class Case:
 
     def smaller(self) -> list[Case]:
         """Cases with one size halved, to find the smallest one that shows a difference."""
-        cases = [
-            replace(self, b=self.b // 2),
-            replace(self, nq=self.nq // 2),
-            self if self.text.startswith("heads") else replace(self, hq=self.hq // self.hkv, hkv=1),
-        ]
-        if self.nq == self.nk:
-            cases[1] = replace(cases[1], nk=cases[1].nq)
-        else:
-            cases.append(replace(self, nk=max(self.nk // 2, min(self.nq, self.nk))))
-        if self.d == self.dv:
-            cases.append(replace(self, d=self.d // 2, dv=self.d // 2))
-        else:
-            cases += [replace(self, d=self.d // 2), replace(self, dv=self.dv // 2)]
+        nq, d = self.nq // 2, self.d // 2
+        changes: list[dict[str, int]] = [{"b": self.b // 2}, {"nq": nq, "nk": nq} if self.nq == self.nk else {"nq": nq}]
+        if not self.text.startswith("heads"):
+            changes.append({"hq": self.hq // self.hkv, "hkv": 1})
+        if self.nq != self.nk:
+            changes.append({"nk": max(self.nk // 2, min(self.nq, self.nk))})
+        changes += [{"d": d, "dv": d}] if self.d == self.dv else [{"d": d}, {"dv": self.dv // 2}]
+        cases = [replace(self, **change) for change in changes]  # type: ignore[arg-type]
         return [case for case in cases if case != self and 0 not in (case.b, case.nq, case.nk, case.d, case.dv)]
 
 
-def _cases() -> tuple[Case, ...]:
-    leaks, pads = "documents leak", "padding seen"
-    alone = {"window missing": "causal"}
-    return (
-        Case("full", "no mask: scale, softmax and heads alone", "full"),
-        Case("causal", "the mask of language models"),
-        Case("one token", "the smallest call", "full", b=1, hq=1, hkv=1, nq=1, nk=1, d=4, dv=4),
-        Case("130 tokens", "more than two tiles of 64, and not a whole number of them", nq=130, nk=130),
-        Case("64 tokens", "exactly one tile of most kernels", nq=64, nk=64),
-        Case("300 tokens", "more keys than any tile has, and the most common head size", nq=300, nk=300, d=64, dv=64, b=1),
-        Case("12 heads", "more heads than vectors have lanes", hq=12, hkv=12, b=1),
-        Case("one query, 130 keys", "a step of decoding: the query stands at the last key", nq=1, nk=130),
-        Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
-        Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
-        *(
-            Case(f"head size {d}", "a size that no vector divides, or a large one", nq=20, nk=20, d=d, dv=d)
-            for d in (1, 3, 40, 80, 128, 256)
-        ),
-        Case("values of another size", "Dv is not D", d=24, dv=40),
-        Case("grouped heads", "query head h reads key/value head h // group", hq=6, hkv=2),
-        Case("one key/value head", "multi-query attention", hq=4, hkv=1),
-        Case("grouped heads, one query", "decoding with grouped heads", hq=8, hkv=2, nq=1, nk=90),
-        Case("transposed inputs", "(B, N, H, D) in memory", layout="transposed"),
-        Case("strided inputs", "every second number of a larger tensor", layout="strided"),
-        Case("window of 5", "a window counts the query's own key", "causal & window(5)", other=alone),
-        Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150, other=alone),
-        Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90, other=alone),
-        Case("window on both sides", "before and after", "band(3, 2)", other={"window missing": "full"}),
-        Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])", other={leaks: "causal"}),
-        Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])", other={leaks: "full"}),
-        Case("documents of 200 tokens", "packed rows across tiles", "causal & documents(lengths=[90, 70, 40])", b=1, nq=200, nk=200,
-             other={leaks: "causal"}),
-        Case("prefix", "a prefix read in both directions", "causal | first(5)"),
-        Case("sinks and window", "the first keys stay visible", "causal & (window(4) | first(2))"),
-        Case("dilated", "every third key", "causal & strided(3)"),
-        Case("chunks", "blocks of eight", "causal & chunks(8)"),
-        Case("masks of heads", "each head has its own", "heads([causal, causal & window(3)])"),
-        Case("random table", "no structure at all", "random table"),
-        Case("padding left", "a padded batch", "padding left", other={pads: "causal"}),
-        Case("padding right", "a padded batch", "padding right", other={pads: "causal"}),
-        Case("padding of 200 tokens", "pads across tiles", "padding right", nq=200, nk=200, other={pads: "causal"}),
-        Case("padding inside", "pads between tokens", "padding inside", other={pads: "causal"}),
-        Case("empty rows", "a query that sees nothing: output 0, no gradient", "empty rows"),
-        Case("empty first row", "a strict mask: position 0 sees nothing", "causal - window(1)"),
-        Case("bias", "added to the scaled scores", bias="full"),
-        Case("bias of heads and keys", "broadcast over rows and queries", bias="broadcast"),
-        Case("bias with -inf", "a bias that hides, too", bias="with -inf"),
-        Case("ALiBi", "slopes times distance", bias="alibi"),
-        Case("ALiBi, 5 queries", "distances while decoding", bias="alibi", nq=5, nk=40),
-        Case("softcap", "c tanh(score / c)", softcap=1.5),
-        Case("softcap and bias", "the cap comes before the bias", softcap=1.5, bias="full"),
-        Case("scale", "a scale that is not 1 / sqrt(D)", scale=0.7),
-        Case("sink logits", "a logit for each head in the softmax", sinks=True),
-        Case("scores of 1e4", "exp of them overflows without the maximum", numbers="large", gradients=False),
-        Case("scores below -1e9", "-1e9 is no infinity", numbers="low", scale=1.0, gradients=False),
-        Case("equal scores", "the weights are 1 / n", numbers="equal"),
-        Case("denormal values", "values below the smallest normal number", numbers="denormal", gradients=False),
-        Case("NaN in hidden keys and values", "pads hold anything", "padding right", numbers="NaN keys and values",
-             other={pads: "causal"}),
-        Case("inf in hidden values", "0 times inf is NaN", "padding inside", numbers="inf values", other={pads: "causal"}),
-        Case("NaN in queries that see nothing", "they leave no trace", "empty rows", numbers="NaN queries"),
-        Case("NaN that later queries see", "earlier ones must not", numbers="NaN seen late", gradients=False),
-        Case("no rows", "an empty batch", b=0),
-        Case("no queries", "nothing to compute", "full", nq=0),
-        Case("no keys", "every query sees nothing", "full", nk=0, gradients=False),
-        Case("log-sum-exp", "natural logarithm of the sum over scaled scores", lse=True),
-        Case("log-sum-exp of a window", "sums over visible keys alone", "causal & window(5)", lse=True, nq=5, nk=60, other=alone),
-        Case("log-sum-exp of empty rows", "-inf", "empty rows", lse=True),
-    )  # fmt: skip
-
-
-CASES = _cases()
+CASES = (
+    Case("full", "no mask: scale, softmax and heads alone", "full"),
+    Case("causal", "the mask of language models"),
+    Case("one token", "the smallest call", "full", b=1, hq=1, hkv=1, nq=1, nk=1, d=4, dv=4),
+    Case("130 tokens", "more than two tiles of 64, and not a whole number of them", nq=130, nk=130),
+    Case("64 tokens", "exactly one tile of most kernels", nq=64, nk=64),
+    Case("300 tokens", "more keys than any tile has, and the most common head size", nq=300, nk=300, d=64, dv=64, b=1),
+    Case("12 heads", "more heads than vectors have lanes", hq=12, hkv=12, b=1),
+    Case("one query, 130 keys", "a step of decoding: the query stands at the last key", nq=1, nk=130),
+    Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
+    Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
+    *(
+        Case(f"head size {d}", "a size that no vector divides, or a large one", nq=20, nk=20, d=d, dv=d)
+        for d in (1, 3, 40, 80, 128, 256)
+    ),
+    Case("values of another size", "Dv is not D", d=24, dv=40),
+    Case("grouped heads", "query head h reads key/value head h // group", hq=6, hkv=2),
+    Case("one key/value head", "multi-query attention", hq=4, hkv=1),
+    Case("grouped heads, one query", "decoding with grouped heads", hq=8, hkv=2, nq=1, nk=90),
+    Case("transposed inputs", "(B, N, H, D) in memory", layout="transposed"),
+    Case("strided inputs", "every second number of a larger tensor", layout="strided"),
+    Case("window of 5", "a window counts the query's own key", "causal & window(5)"),
+    Case("window of 64 in 150", "a window across the edges of tiles", "causal & window(64)", nq=150, nk=150),
+    Case("window of 8, 5 queries", "a window while decoding", "causal & window(8)", nq=5, nk=90),
+    Case("window on both sides", "before and after", "band(3, 2)"),
+    Case("documents", "packed rows", "causal & documents(lengths=[7, 1, 22, 7])"),
+    Case("documents, both ways", "packed encoders", "documents(lengths=[20, 17])"),
+    Case("documents of 200 tokens", "packed rows across tiles", "causal & documents(lengths=[90, 70, 40])", b=1, nq=200, nk=200),
+    Case("prefix", "a prefix read in both directions", "causal | first(5)"),
+    Case("sinks and window", "the first keys stay visible", "causal & (window(4) | first(2))"),
+    Case("dilated", "every third key", "causal & strided(3)"),
+    Case("chunks", "blocks of eight", "causal & chunks(8)"),
+    Case("masks of heads", "each head has its own", "heads([causal, causal & window(3)])"),
+    Case("random table", "no structure at all", "random table"),
+    Case("padding left", "a padded batch", "padding left"),
+    Case("padding right", "a padded batch", "padding right"),
+    Case("padding of 200 tokens", "pads across tiles", "padding right", nq=200, nk=200),
+    Case("padding inside", "pads between tokens", "padding inside"),
+    Case("empty rows", "a query that sees nothing: output 0, no gradient", "empty rows"),
+    Case("empty first row", "a strict mask: position 0 sees nothing", "causal - window(1)"),
+    Case("bias", "added to the scaled scores", bias="full"),
+    Case("bias of heads and keys", "broadcast over rows and queries", bias="broadcast"),
+    Case("bias with -inf", "a bias that hides, too", bias="with -inf"),
+    Case("ALiBi", "slopes times distance", bias="alibi"),
+    Case("ALiBi, 5 queries", "distances while decoding", bias="alibi", nq=5, nk=40),
+    Case("softcap", "c tanh(score / c)", softcap=1.5),
+    Case("softcap and bias", "the cap comes before the bias", softcap=1.5, bias="full"),
+    Case("scale", "a scale that is not 1 / sqrt(D)", scale=0.7),
+    Case("sink logits", "a logit for each head in the softmax", sinks=True),
+    Case("scores of 1e4", "exp of them overflows without the maximum", numbers="large", gradients=False),
+    Case("scores below -1e9", "-1e9 is no infinity", numbers="low", scale=1.0, gradients=False),
+    Case("equal scores", "the weights are 1 / n", numbers="equal"),
+    Case("denormal values", "values below the smallest normal number", numbers="denormal", gradients=False),
+    Case("NaN in hidden keys and values", "pads hold anything", "padding right", numbers="NaN keys and values"),
+    Case("inf in hidden values", "0 times inf is NaN", "padding inside", numbers="inf values"),
+    Case("NaN in queries that see nothing", "they leave no trace", "empty rows", numbers="NaN queries"),
+    Case("NaN that later queries see", "earlier ones must not", numbers="NaN seen late", gradients=False),
+    Case("no rows", "an empty batch", b=0),
+    Case("no queries", "nothing to compute", "full", nq=0),
+    Case("no keys", "every query sees nothing", "full", nk=0, gradients=False),
+    Case("log-sum-exp", "natural logarithm of the sum over scaled scores", lse=True),
+    Case("log-sum-exp of a window", "sums over visible keys alone", "causal & window(5)", lse=True, nq=5, nk=60),
+    Case("log-sum-exp of empty rows", "-inf", "empty rows", lse=True),
+)  # fmt: skip

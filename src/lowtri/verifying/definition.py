@@ -35,17 +35,6 @@ class Call:
         d_output: (B, Hq, Nq, Dv), the gradient of the output.
 
     The other fields are right by default; another value is a mistake.
-
-        kv_heads: (Hq,), the key/value head of each query head.
-        bias_scale: a factor of the bias.
-        cap_before_scale, cap_after_bias: the cap is applied to the products of q and k, or to the sum of scores and bias.
-        hidden: what hidden scores become: "-inf", "replaced" by -1e9, or -1e9 "added" to them.
-        empty: the output of a query that sees nothing.
-        contained: False multiplies hidden values by a weight of 0, which is NaN if they are.
-        weights_in: the weights are rounded to this dtype; ``normalised``, or before the division.
-        sums_in: the sum over keys is rounded to this dtype after each key.
-        lse_base, lse_scaled: the log-sum-exp in base 2, or of the scores without their scale.
-        group: how the gradients of the query heads of a group become one: "sum", "first", "last", "mean".
     """
 
     case: Any  # a Case, whose file imports this one
@@ -59,19 +48,18 @@ class Call:
     sinks: Any
     slopes: Any
     d_output: Any
-    kv_heads: Any
+    kv_heads: Any  # (Hq,), the key/value head of each query head
     bias_scale: float = 1.0
-    cap_before_scale: bool = False
-    cap_after_bias: bool = False
-    hidden: str = "-inf"
-    empty: float = 0.0
-    contained: bool = True
-    weights_in: torch.dtype | None = None
-    normalised: bool = True
-    sums_in: torch.dtype | None = None
+    cap_of: str = "scores"  # or "products" of q and k without their scale, or "sum" of scores and bias
+    hidden: str = "-inf"  # what hidden scores become; or "replaced" by -1e9, or -1e9 "added" to them
+    empty: float = 0.0  # the output of a query that sees nothing
+    contained: bool = True  # False multiplies hidden values by a weight of 0, which is NaN if they are
+    weights_in: torch.dtype | None = None  # the weights are rounded to this dtype
+    normalised: bool = True  # or they are rounded before the division
+    sums_in: torch.dtype | None = None  # the sum over keys is rounded to this dtype after each key
     lse_base: float = math.e
     lse_scaled: bool = True
-    group: str = "sum"
+    group: str = "sum"  # how the gradients of the query heads of a group become one; or "first", "last", "mean"
 
     @property
     def finite(self) -> bool:
@@ -100,15 +88,11 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         products = q @ k.mT  # (B, Hq, Nq, Nk)
-        scores = products * self.scale
-        if self.softcap and self.cap_before_scale:
-            scores = self.softcap * torch.tanh(products / self.softcap) * self.scale
-        elif self.softcap and not self.cap_after_bias:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = self._cap(products, "products") * self.scale
+        scores = self._cap(scores, "scores")
         if bias is not None:
             scores = scores + self.bias_scale * bias
-        if self.softcap and self.cap_after_bias:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = self._cap(scores, "sum")
         if self.hidden == "added":
             scores = torch.where(self.visible, scores, scores - 1e9)
         elif self.contained:
@@ -120,20 +104,18 @@ class Call:
         nothing = scores.new_full((*scores.shape[:3], 1), -math.inf)
         row_max = torch.cat([scores.detach(), nothing], -1).amax(-1, keepdim=True)  # -inf if there are no keys
         sees = row_max != -math.inf  # (B, Hq, Nq, 1); a NaN counts as seen
-        exps = torch.exp(scores - torch.where(sees, row_max, 0.0))
-        divisor = torch.where(sees, exps.sum(-1, keepdim=True), 1.0)
-        if self.weights_in is None:
-            weights = exps / divisor
-        elif self.normalised:
-            weights = (exps / divisor).to(self.weights_in).to(exps.dtype)
+        weights = torch.exp(scores - torch.where(sees, row_max, 0.0))
+        divisor = torch.where(sees, weights.sum(-1, keepdim=True), 1.0)
+        if self.normalised:
+            weights = _rounded(weights / divisor, self.weights_in)
         else:
-            weights = exps.to(self.weights_in).to(exps.dtype) / divisor
+            weights = _rounded(weights, self.weights_in) / divisor
         weights = weights[..., : k.shape[2]]
         if self.sums_in is not None:
             output = torch.zeros_like(weights @ v)
             for key in range(v.shape[2]):
                 part = torch.where(self.visible[..., key, None], weights[..., key, None] * v[:, :, None, key], 0.0)
-                output = (output + part).to(self.sums_in).to(exps.dtype)
+                output = _rounded(output + part, self.sums_in)
         elif self.contained and not v.isfinite().all():
             output = torch.where(self.visible[..., None], weights[..., None] * v[:, :, None], 0.0).sum(-2)
         else:
@@ -143,9 +125,16 @@ class Call:
         lse = torch.logsumexp(scores, -1) if scores.shape[-1] else nothing[..., 0]
         return torch.where(sees, output, self.empty), lse / math.log(self.lse_base)
 
+    def _cap(self, scores: Tensor, what: str) -> Tensor:
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap and what == self.cap_of else scores
+
     def _reduce_groups(self, gradient: Tensor) -> Tensor:
         """(B, Hq, N, D), of the copies of each key/value head, to (B, Hkv, N, D)."""
         groups = [gradient[:, self.kv_heads == h] for h in range(self.k.shape[1])]  # (B, group, N, D) each
         if self.group in ("first", "last"):
             return torch.stack([x[:, 0 if self.group == "first" else -1] for x in groups], 1)
         return torch.stack([x.sum(1) if self.group == "sum" else x.mean(1) for x in groups], 1)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype).to(x.dtype)

@@ -7,52 +7,75 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowtri.verifying.cases import Case
 from lowtri.verifying.definition import Call, Results
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS, wrong_calls
 from lowtri.verifying.report import Finding
 
 _EPS32 = torch.finfo(torch.float32).eps  # scores are float32 or wider
+drawn = lru_cache(maxsize=256)(Case.draw)  # of all cases in four dtypes, for the next function that is verified
+
+
+class Expected(NamedTuple):
+    """A call, what the definition gives for it, and how far a result may be from that."""
+
+    call: Call
+    clean: Call  # with 0 for NaN and inf that no query sees
+    exact: Results
+    tolerances: dict[str, tuple[float, float]]  # by result, of the greatest error and the root of the mean square
+
+
+@lru_cache(maxsize=256)
+def expected(case: Case, dtype: torch.dtype, top_left: bool, gradients: bool) -> Expected:
+    """``top_left``: of the call whose causal mask is aligned with the first key."""
+    call = drawn(case, dtype)
+    if top_left:
+        call = replace(call, visible=torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape))
+    clean = replace(call, q=torch.where(call.visible.any(-1)[..., None], call.q, 0.0))
+    if case.numbers != "NaN seen late":
+        seen = call.visible.any(2).any(1)[:, None, :, None]
+        clean = replace(clean, k=torch.where(seen, call.k, 0.0), v=torch.where(seen, call.v, 0.0))
+    exact = clean.results(gradients)
+    return Expected(call, clean, exact, _tolerances(clean, exact, dtype))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One call that was made.
+    """One call that was made; ``name`` is that of its case, and of the way to pass the mask where a case has several."""
 
-    Attributes:
-        call: its inputs.
-        clean: the same with 0 for NaN and inf that no query sees.
-        dtype: of its arrays.
-        name: of its case, and of the arguments where a case has several calls.
-        exact: what the definition gives.
-        actual: what the callable returned.
-        tolerances: by result, the greatest error and the root of the mean square.
-    """
-
-    call: Call
-    clean: Call
-    dtype: torch.dtype
+    expected: Expected
+    dtype: str
     name: str
-    exact: Results
-    actual: Results
-    tolerances: dict[str, tuple[float, float]]
+    actual: Results  # what the callable returned
 
-    def findings(self) -> Iterator[Finding]:
+    @property
+    def case(self) -> Case:
+        return self.expected.call.case
+
+    @cached_property
+    def findings(self) -> list[Finding]:
         """The results that differ from the definition by more than rounding."""
-        for what, (most, rms) in self.tolerances.items():
+        findings = []
+        for what, (most, rms) in self.expected.tolerances.items():
             if what not in self.actual:
                 continue
-            error = _error(self.actual[what], self.exact[what])
+            error = _error(self.actual[what], self.expected.exact[what])
             wrong = error > most
             if not wrong.any() and _rms(error) > rms:
                 wrong = error > rms
             if wrong.any():
                 position = tuple(int(i) for i in torch.unravel_index(error.where(wrong, -1.0).argmax(), error.shape))
-                dtype = str(self.dtype).removeprefix("torch.")
-                yield Finding(self.name, dtype, _where(what, wrong), "", float(error.max()), most, position, what=what)
+                size = float(error.max())
+                findings.append(
+                    Finding(self.name, self.dtype, _where(what, wrong), "", size, most, position, what=what)
+                )
+        return findings
 
     def explain(self, with_one_of: Iterable[str] = (), results: Iterable[str] = ()) -> dict[str, float]:
         """The mistakes that reproduce all results, each with the part of the difference that remains (0: rounding alone).
@@ -62,49 +85,39 @@ class Trial:
             results: which are compared; by default all but the gradients of bias and sinks, and none of the gradients where
                 inputs are NaN, since those of the wrong formula are NaN then, too.
         """
+        call, tolerances = self.expected.call, self.expected.tolerances
         compared = [
-            what for what in (results or self.actual) if what in self.tolerances and what[-4:] not in ("bias", "inks")
+            what for what in (results or self.actual) if what in tolerances and what[-4:] not in ("bias", "inks")
         ]
-        if not self.call.finite:
+        if not call.finite:
             compared = [what for what in compared if not what.startswith("gradient")]
         gradients = any(what.startswith("gradient") for what in compared)
         remaining: dict[str, float] = {}
-        for call in [self.call] if self.call.finite else [self.call, self.clean]:
-            for name, wrong in self._wrong_calls(call, set(with_one_of)):
+        for right in [call] if call.finite else [call, self.expected.clean]:
+            for name, wrong in _wrong_calls(right, set(with_one_of)):
                 rest = self._remaining(wrong, wrong.results(gradients), compared)
                 if rest < 0.5:
                     remaining[name] = min(remaining.get(name, 1.0), rest)
         return remaining
 
-    def _wrong_calls(self, call: Call, with_one_of: set[str]) -> Iterator[tuple[str, Call]]:
-        if not with_one_of:
-            for name in MISTAKES:
-                yield from ((name, wrong) for wrong in wrong_calls(name, call))
-            return
-        exact = [name for name in MISTAKES if name not in ROUNDINGS]
-        for one, other in itertools.combinations(exact, 2):
-            if {one, other} & with_one_of:
-                for wrong in wrong_calls(one, call):
-                    yield from ((f"{one} and {other}", both) for both in wrong_calls(other, wrong))
-
     def _remaining(self, wrong: Call, predicted: Results, compared: list[str]) -> float:
         """The part of the differences that a wrong formula does not explain: 0 for rounding alone, 1 for all."""
+        exact, tolerances = self.expected.exact, self.expected.tolerances
         if wrong.weights_in is not None or wrong.sums_in is not None:
-            return self._remaining_of_rounding(wrong, predicted["output"])
+            return self._remaining_of_rounding(wrong, predicted["output"], exact["output"], tolerances["output"][0])
         shows = explains = False
         for what in compared:
-            moved, (most, _) = _error(predicted[what], self.exact[what]), self.tolerances[what]
+            moved, most = _error(predicted[what], exact[what]), tolerances[what][0]
             shows |= bool((moved > most).any())
             allowed = 4 * most + 1e-3 * _max(moved[moved.isfinite()])  # larger scores err more
             if (_error(self.actual[what], predicted[what]) > allowed).any():
                 return 1.0
-            explains |= bool((_error(self.actual[what], self.exact[what]) > allowed).any())
+            explains |= bool((_error(self.actual[what], exact[what]) > allowed).any())
         return 0.0 if shows and explains else 1.0
 
-    def _remaining_of_rounding(self, wrong: Call, predicted: Tensor) -> float:
+    def _remaining_of_rounding(self, wrong: Call, predicted: Tensor, exact: Tensor, most: float) -> float:
         """For mistakes of precision: errors that are small, in most of the numbers, and independent of their sign."""
-        actual, exact, (most, _) = self.actual["output"], self.exact["output"], self.tolerances["output"]
-        error, moved = actual - exact, _error(predicted, exact)
+        error, moved = self.actual["output"] - exact, _error(predicted, exact)
         if not (moved > most).any() or not 0 < _rms(moved) < math.inf:
             return 1.0
         if not error.isfinite().all() or not 0 < _rms(error) < 0.05 * _rms(exact):
@@ -116,11 +129,22 @@ class Trial:
         if (rows < predicted_rows / 10).any():  # a row with one key has no error of the scores, but one of rounding
             return 1.0
         if wrong.sums_in is None:
-            return _rms(_error(actual, predicted)) / _rms(error)
+            return _rms(_error(self.actual["output"], predicted)) / _rms(error)
         return 0.4 if 1 / 3 < _rms(error) / _rms(moved) < 3 else 1.0  # another order of keys errs elsewhere by as much
 
 
-def tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+def _wrong_calls(call: Call, with_one_of: set[str]) -> Iterator[tuple[str, Call]]:
+    """The calls with one mistake, or with two of which one is among the given; and their names."""
+    if not with_one_of:
+        yield from ((name, wrong) for name in MISTAKES for wrong in wrong_calls(name, call))
+        return
+    for one, other in itertools.combinations([name for name in MISTAKES if name not in ROUNDINGS], 2):
+        if {one, other} & with_one_of:
+            for wrong in wrong_calls(one, call):
+                yield from ((f"{one} and {other}", both) for both in wrong_calls(other, wrong))
+
+
+def _tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """For each result twice the plain formula's own greatest error in this dtype, plus two units of the greatest number; and
     1.5 times its root of the mean square, plus one unit.
 

@@ -1,4 +1,4 @@
-"""Well-known mistakes of attention kernels: each is a function of the right call that gives the fields of wrong ones.
+"""Well-known mistakes of attention kernels: each gives the changes of a right call, field by field, that make it wrong.
 
 A mistake that can be made in several ways has several entries; one that a call cannot show changes nothing or gives none. To add
 one, write a line here: its name is what :func:`lowtri.verify` prints.
@@ -69,9 +69,16 @@ def _too_narrow(call: Call) -> Changes:
     return [{"visible": call.visible & keys} for keys in kept]
 
 
-def _forgets(name: str) -> Callable[[Call], Changes]:
-    """A mistake that forgets a part of the mask: the case says which mask is left."""
-    return lambda call: [{"visible": call.case.visible_under(call.case.other[name])}] if name in call.case.other else []
+def _forgets(*parts: str, leaving: str = "full") -> Callable[[Call], Changes]:
+    """A mistake that forgets the parts of the mask that begin so."""
+
+    def changes(call: Call) -> Changes:
+        text = call.case.text
+        terms = [text] if text.startswith("heads") else text.split(" & ")
+        kept = [term for term in terms if not term.startswith(parts)]
+        return [] if kept == terms else [{"visible": call.case.visible_under(" & ".join(kept) or leaving)}]
+
+    return changes
 
 
 def _bias_ignored(call: Call) -> Changes:
@@ -95,9 +102,9 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
     ],
     "mask inverted": lambda call: [{"visible": ~call.visible}],
     "mask ignored": lambda call: [{"visible": torch.ones_like(call.visible)}],
-    "window missing": _forgets("window missing"),
-    "documents leak": _forgets("documents leak"),
-    "padding seen": _forgets("padding seen"),
+    "window missing": _forgets("window(", "band("),
+    "documents leak": _forgets("documents("),
+    "padding seen": _forgets("padding", leaving="causal"),
     "scale missing": lambda call: [{"scale": 1.0}, {"scale": 1 / math.sqrt(call.case.d)}],  # or scale= is ignored
     "scale applied twice": lambda call: [{"scale": call.scale**2}, {"scale": call.scale / math.sqrt(call.case.d)}],
     # Query head h reads key/value head h % Hkv; right is h // group.
@@ -107,10 +114,8 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
         {"kv_heads": heads} for heads in (call.kv_heads.flip(0), call.kv_heads.roll(1), call.kv_heads.roll(-1))
     ],
     "softcap missing": lambda call: [{"softcap": None}],
-    "softcap before the scale": lambda call: [{"cap_before_scale": True}] if call.softcap else [],
-    "softcap after the mask's bias": lambda call: (
-        [{"cap_after_bias": True}] if call.softcap and call.bias is not None else []
-    ),
+    "softcap before the scale": lambda call: [{"cap_of": "products"}] if call.softcap else [],
+    "softcap after the mask's bias": lambda call: [{"cap_of": "sum"}] if call.softcap and call.bias is not None else [],
     "bias ignored": _bias_ignored,
     "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.

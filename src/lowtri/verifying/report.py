@@ -192,18 +192,13 @@ class VerifyReport:
         rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
         for finding in self.findings:
             rows[finding.mistake or finding.where, finding.case].append(finding)
-        table = [
-            (
-                *names,
-                ", ".join(dict.fromkeys(f.dtype for f in each)),
-                f"{max(f.difference or 0.0 for f in each):.2g}",
-                each[0].known,
-            )
-            for names, each in rows.items()
-        ]
         parts = [f"<h1>{html_text(self.message)}</h1>"]
-        if table:
+        if rows:
             head = ("mistake, or where", "case", "dtypes", "difference", "documented")
+            dtypes = [", ".join(dict.fromkeys(f.dtype for f in each)) for each in rows.values()]
+            greatest = [f"{max(f.difference or 0.0 for f in each):.2g}" for each in rows.values()]
+            known = [each[0].known for each in rows.values()]
+            table = [(*names, *more) for names, *more in zip(rows, dtypes, greatest, known, strict=True)]
             parts.append(f'<div class="scroll">{html_table(head, table)}</div>')
         if self.not_offered:
             parts.append(f"<p>Not offered: {html_text(', '.join(sorted(self.not_offered)))}.</p>")

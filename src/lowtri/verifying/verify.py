@@ -6,16 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lowtri.errors import CallError
-from lowtri.verifying.calling import Caller, CallFailed, caller_of, name_of
+from lowtri.verifying.calling import TOP_LEFT, Caller, CallFailed, caller_of, name_of
 from lowtri.verifying.cases import CASES, Case
-from lowtri.verifying.definition import Call, Results
-from lowtri.verifying.judging import Trial, tolerances
+from lowtri.verifying.judging import Trial, drawn, expected
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
 from lowtri.verifying.report import Finding, VerifyReport
 
@@ -75,8 +73,7 @@ def verify(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
     _check(device, seed, differences or {})
-    chosen = [replace(case, seed=seed) for case in _cases(cases)]
-    names = _dtypes(dtypes)
+    chosen, names = [replace(case, seed=seed) for case in _cases(cases)], _dtypes(dtypes)
     run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
     for dtype in names:
         for case in chosen:
@@ -97,23 +94,15 @@ def verify(
 
 
 class _Verification:
-    """The state of one verification.
-
-    Attributes:
-        status: of each case and dtype: "right", "wrong", "documented", "not offered" or "not tried".
-        trials: the calls that gave a wrong result, with their findings.
-        failures: the calls that gave none: case, dtype, and the exception.
-        not_offered: options, and why they are not offered.
-        stopped: why the verification ended early, or None.
-    """
+    """The state of one verification."""
 
     def __init__(self, caller: Caller, known: Mapping[str, str]) -> None:
         self.caller, self.known = caller, known
-        self.status: dict[tuple[Case, str], str] = {}
-        self.trials: list[tuple[Trial, list[Finding]]] = []
-        self.failures: list[tuple[Case, str, CallFailed]] = []
-        self.not_offered = caller.no_gradient
-        self.stopped: str | None = None
+        self.status: dict[tuple[Case, str], str] = {}  # of each case and dtype, as the report has it
+        self.trials: list[Trial] = []  # the calls that gave a wrong result
+        self.failures: list[tuple[Case, str, CallFailed]] = []  # the calls that gave none
+        self.not_offered = caller.no_gradient  # options, and why
+        self.stopped: str | None = None  # why it ended early
         self.has_gradients = False
 
     def try_case(self, case: Case, dtype: str) -> None:
@@ -122,7 +111,9 @@ class _Verification:
             self.status[case, dtype] = "not tried"
             return
         try:
-            trials = [(trial, list(trial.findings())) for trial in self._trials(case, dtype)]
+            wrong = [trial for trial in self._trials(case, dtype) if trial.findings]
+            self.trials += wrong
+            self.status[case, dtype] = "wrong" if wrong else "right"
         except CallFailed as error:
             self.failures.append((case, dtype, error))
             self.status[case, dtype] = {"timeout": "not tried", "not offered": "not offered"}.get(error.status, "wrong")
@@ -130,18 +121,13 @@ class _Verification:
                 self.not_offered[str(error)] = "its signature has no argument for it, or it raises NotImplementedError"
             elif error.status == "timeout":
                 self.stopped = f"{case.name}, {dtype}: {error}; the cases after it were not tried"
-            return
-        wrong = [(trial, findings) for trial, findings in trials if findings]
-        self.trials += wrong
-        self.status[case, dtype] = "wrong" if wrong else "right"
 
     def repeat(self, cases: Sequence[Case], dtype: str) -> None:
         """Check that a repeated call gives the same bits."""
-        case = max(cases, key=lambda one: one.nq * one.nk)
+        case, kind = max(cases, key=lambda one: one.nq * one.nk), getattr(torch, dtype)
         if self.stopped is not None or any(case is failed for failed, _, _ in self.failures):
             return
-        call = _call(case, getattr(torch, dtype))
-        one, other = (self.caller.results(call, getattr(torch, dtype)) for _ in range(2))
+        one, other = (self.caller.results(drawn(case, kind), kind) for _ in range(2))
         for (_, first), (_, second) in zip(one, other, strict=True):
             for what, x in first.items():
                 if not torch.equal(x.nan_to_num(7.0), second[what].nan_to_num(7.0)):
@@ -155,13 +141,9 @@ class _Verification:
 
     def findings(self) -> list[Finding]:
         """What differs, with the mistakes that explain it; afterwards ``status`` and ``not_offered`` are complete."""
-        offered = {
-            feature
-            for (case, dtype), status in self.status.items()
-            if status == "right"
-            for feature in (*case.features, dtype)
-        }
-        offered |= {feature for trial, each in self.trials for feature in (*trial.call.case.features, each[0].dtype)}
+        failed = {(case, dtype) for case, dtype, _ in self.failures}
+        tried = [key for key, status in self.status.items() if status != "not tried" and key not in failed]
+        offered = {feature for case, dtype in tried for feature in (*case.features, dtype)}
         findings = []
         for case, dtype, error in self.failures:
             missing, words = {*case.features, dtype} - offered, str(error)
@@ -170,49 +152,49 @@ class _Verification:
                 self.status[case, dtype] = "not offered"
             elif error.status not in ("timeout", "not offered"):
                 words = f"it raised {words}" if error.status in ("raised", "crashed") else words
-                findings.append(Finding(case.name, dtype, words, known=self._known(case.name)))
-                if findings[-1].known:
-                    self.status[case, dtype] = "documented"
-        for (trial, each), mistake in zip(self.trials, self._mistakes(), strict=True):
-            known = self._known(trial.call.case.name, trial.name, mistake)
-            findings += [replace(one, mistake=mistake, where=mistake or one.where, known=known) for one in each]
-            if known:
-                self.status[trial.call.case, each[0].dtype] = "documented"
+                findings.append(Finding(case.name, dtype, words, known=self._known(case, dtype, case.name)))
+        for trial, mistake in zip(self.trials, self._mistakes(), strict=True):
+            known = self._known(trial.case, trial.dtype, trial.case.name, trial.name, mistake)
+            findings += [
+                replace(one, mistake=mistake, where=mistake or one.where, known=known) for one in trial.findings
+            ]
         for i, one in enumerate(findings):
             if not one.mistake and one.difference is not None and not one.known:
-                trial = min((t for t, _ in self.trials if t.name == one.case), key=lambda t: t.call.visible.numel())
+                trial = min((t for t in self.trials if t.name == one.case), key=_pairs)
                 findings[i] = replace(one, where=f"{one.where}; smallest case: {self._smallest(trial)}")
                 break
         return findings
 
     def _trials(self, case: Case, dtype: str) -> list[Trial]:
-        """The calls of a case."""
+        """The calls of a case; without gradients from the first one on that has no backward pass."""
         kind = getattr(torch, dtype)
-        call = _call(case, kind)
+        call = drawn(case, kind)
         try:
             results = self.caller.results(call, kind)
         except CallFailed as error:
             if error.status != "raised" or self.has_gradients or not (self.caller.gradients and case.gradients):
                 raise
-            self.caller.gradients = False  # perhaps it has no backward pass
+            self.caller.gradients = False
             try:
                 results = self.caller.results(call, kind)
             except CallFailed:
                 self.caller.gradients = True
                 raise
             self.not_offered["gradients"] = str(error)
-        trials = []
-        for arguments, actual in results:
-            gradients = "gradient of q" in actual
-            self.has_gradients |= gradients
-            right, clean, exact, allowed = _expected(case, kind, arguments.top_left, gradients)
-            name = f"{case.name} ({arguments.name})" if arguments.name else case.name
-            trials.append(Trial(right, clean, kind, name, exact, actual, allowed))
-        return trials
+        self.has_gradients |= any("gradient of q" in actual for _, actual in results)
+        return [
+            Trial(
+                expected(case, kind, way == TOP_LEFT, "gradient of q" in actual),
+                dtype,
+                f"{case.name} ({way})" if way else case.name,
+                actual,
+            )
+            for way, actual in results
+        ]
 
     def _mistakes(self) -> list[str]:
         """For each wrong call, of the mistakes that explain it, the one that explains most calls; "" for none."""
-        matches = [trial.explain() for trial, _ in self.trials]
+        matches = [trial.explain() for trial in self.trials]
         chosen: dict[int, str] = {}
         while votes := Counter(name for i, names in enumerate(matches) if i not in chosen for name in names):
             best = max(votes, key=lambda name: (votes[name], -list(MISTAKES).index(name)))
@@ -222,23 +204,26 @@ class _Verification:
             chosen |= {i: best for i, names in enumerate(matches) if i not in chosen and best in names}
         singles = list(dict.fromkeys(chosen.values())) or _FREQUENT
         unexplained = [i for i in range(len(matches)) if i not in chosen]
-        for i in sorted(unexplained, key=lambda i: self.trials[i][0].call.visible.numel())[:_PAIRED]:
-            trial = self.trials[i][0]
-            if pairs := trial.explain(singles) or trial.explain(results=["output"]):
+        for i in sorted(unexplained, key=lambda i: _pairs(self.trials[i]))[:_PAIRED]:
+            if pairs := self.trials[i].explain(singles) or self.trials[i].explain(results=["output"]):
                 chosen[i] = min(pairs, key=pairs.__getitem__)
         return [chosen.get(i, "") for i in range(len(matches))]
 
-    def _known(self, *names: str) -> str:
-        return next((sentence for key, sentence in self.known.items() if key in names), "")
+    def _known(self, case: Case, dtype: str, *names: str) -> str:
+        """The sentence that documents a difference of a case, which then counts as documented; or ""."""
+        known = next((sentence for key, sentence in self.known.items() if key in names), "")
+        if known:
+            self.status[case, dtype] = "documented"
+        return known
 
     def _smallest(self, trial: Trial) -> str:
         """The sizes of the smallest case that still differs."""
-        case, dtype = trial.call.case, str(trial.dtype).removeprefix("torch.")
-        candidates, calls = case.smaller(), 0
+        case, calls = trial.case, 0
+        candidates = case.smaller()
         while candidates and calls < _SMALLER:
             smaller, calls = candidates.pop(0), calls + 1
             try:
-                if any(True for one in self._trials(smaller, dtype) for _ in one.findings()):
+                if any(one.findings for one in self._trials(smaller, trial.dtype)):
                     case, candidates = smaller, smaller.smaller()
             except CallFailed:  # another kind of failure shows less
                 continue
@@ -246,25 +231,8 @@ class _Verification:
         return f"{sizes}, mask {case.text}"
 
 
-@lru_cache(maxsize=256)  # of all cases in four dtypes, for the next function that is verified
-def _call(case: Case, dtype: torch.dtype) -> Call:
-    return case.draw(dtype)
-
-
-@lru_cache(maxsize=256)
-def _expected(
-    case: Case, dtype: torch.dtype, top_left: bool, gradients: bool
-) -> tuple[Call, Call, Results, dict[str, tuple[float, float]]]:
-    """The call, the same with 0 for NaN and inf that no query sees, what the definition gives, and the tolerances."""
-    call = _call(case, dtype)
-    if top_left:
-        call = replace(call, visible=torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape))
-    clean = replace(call, q=torch.where(call.visible.any(-1)[..., None], call.q, 0.0))
-    if case.numbers != "NaN seen late":
-        seen = call.visible.any(2).any(1)[:, None, :, None]
-        clean = replace(clean, k=torch.where(seen, call.k, 0.0), v=torch.where(seen, call.v, 0.0))
-    exact = clean.results(gradients)
-    return call, clean, exact, tolerances(clean, exact, dtype)
+def _pairs(trial: Trial) -> int:
+    return trial.expected.call.visible.numel()
 
 
 def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
@@ -274,9 +242,8 @@ def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         first = str(error).splitlines()[0]
-        raise CallError(
-            f"verify: device={device!r}: {first}.\nFix: a device that this torch has, such as cpu."
-        ) from None
+        fix = "a device that this torch has, such as cpu"
+        raise CallError(f"verify: device={device!r}: {first}.\nFix: {fix}.") from None
     known = {*(case.name for case in CASES), *MISTAKES}
     for name in differences:
         if not any(one in known for one in (name, name.partition(" (")[0], *name.split(" and "))):
@@ -288,9 +255,10 @@ def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
 
 def _cases(cases: str | Iterable[str] | None) -> list[Case]:
     known = {case.name: case for case in CASES}
-    names = (
-        [name for name in known if cases in name] if isinstance(cases, str) else list(known if cases is None else cases)
-    )
+    if isinstance(cases, str):
+        names = [name for name in known if cases in name]
+    else:
+        names = list(known if cases is None else cases)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise CallError(
@@ -305,7 +273,8 @@ def _dtypes(dtypes: Sequence[str] | None) -> list[str]:
     names = [str(one).removeprefix("torch.") for one in given]
     unknown = [name for name in names if name not in DTYPES]
     if unknown or not names:
+        expected_names = ", ".join(DTYPES)
         raise CallError(
-            f"verify: dtypes={(unknown or names)!r}; expected {', '.join(DTYPES)}.\nFix: one or more of these."
+            f"verify: dtypes={(unknown or names)!r}; expected {expected_names}.\nFix: one or more of these."
         )
     return names
