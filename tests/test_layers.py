@@ -87,10 +87,10 @@ MANY_PARAMETERS = {
     # Public functions and commands: each parameter is a user's.
     *(
         "auditing/audit.py:audit",
-        "cli/audit.py:command",
-        "cli/explain.py:command",
-        "cli/generate.py:command",
-        "cli/train.py:command",
+        "cli/checks.py:audit",
+        "cli/learn.py:explain",
+        "cli/models.py:generate",
+        "cli/models.py:train",
     ),
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.

@@ -24,7 +24,7 @@ The packages, in reading order; a package imports only packages above it:
     benching      benchmarks against torch and the CPU's own limits
     integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX
     lesson        masked self-attention as an interactive page, in four languages
-    cli           the command `lowtri`, one file per verb
+    cli           the command `lowtri`, a function per verb
 
 `import lowtri` gives every public name and loads each on first use; it imports neither torch nor Numba.
 lowtri itself needs NumPy alone; what needs another package says which extra installs it.
@@ -48,41 +48,19 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from lowtri.dispatch.backward import attention_backward as attention_backward
     from lowtri.dispatch.merge import merge as merge
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
-    from lowtri.errors import (
-        CallError as CallError,
-        DataError as DataError,
-        EngineError as EngineError,
-        ExtraError as ExtraError,
-        LeakError as LeakError,
-        LowtriError as LowtriError,
-        MaskError as MaskError,
-        RankError as RankError,
-        UndecidedError as UndecidedError,
-        VerifyError as VerifyError,
-    )
+    from lowtri.errors import CallError as CallError, DataError as DataError, EngineError as EngineError
+    from lowtri.errors import ExtraError as ExtraError, LeakError as LeakError, LowtriError as LowtriError
+    from lowtri.errors import MaskError as MaskError, RankError as RankError, UndecidedError as UndecidedError
+    from lowtri.errors import VerifyError as VerifyError
     from lowtri.ops.distance_bias import DistanceBias as DistanceBias, alibi as alibi, distance_bias as distance_bias
     from lowtri.explaining.steps import explain as explain
     from lowtri.showing import show as show
     from lowtri.verifying.report import VerifyReport as VerifyReport
     from lowtri.verifying.verify import verify as verify
-    from lowtri.masks import (
-        Mask as Mask,
-        Tile as Tile,
-        band as band,
-        causal as causal,
-        chunks as chunks,
-        documents as documents,
-        first as first,
-        full as full,
-        heads as heads,
-        hidden as hidden,
-        keys as keys,
-        mask as mask,
-        strided as strided,
-        table as table,
-        where as where,
-        window as window,
-    )
+    from lowtri.masks import Mask as Mask, Tile as Tile, band as band, causal as causal, chunks as chunks
+    from lowtri.masks import documents as documents, first as first, full as full, heads as heads, hidden as hidden
+    from lowtri.masks import keys as keys, mask as mask, strided as strided, table as table, where as where
+    from lowtri.masks import window as window
 
 # Module -> its public names.
 _NAMES = {
@@ -105,19 +83,8 @@ _NAMES = {
     "lowtri.explaining.steps": ("explain",),
     "lowtri.showing": ("show",),
     "lowtri.errors": (
-        *(
-            "LowtriError",
-            "MaskError",
-            "CallError",
-            "EngineError",
-            "ExtraError",
-            "DataError",
-            "ExtraError",
-            "LeakError",
-            "RankError",
-            "UndecidedError",
-            "VerifyError",
-        ),
+        *("LowtriError", "MaskError", "CallError", "EngineError", "ExtraError", "DataError", "LeakError", "RankError"),
+        *("UndecidedError", "VerifyError"),
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

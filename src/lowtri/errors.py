@@ -16,20 +16,6 @@ The command line prints only the message and exits with the class's ``exit_code`
 
 from __future__ import annotations
 
-__all__ = [
-    "LowtriError",
-    "MaskError",
-    "CallError",
-    "EngineError",
-    "ExtraError",
-    "DataError",
-    "LeakError",
-    "VerifyError",
-    "RankError",
-    "UndecidedError",
-    "is_interrupt",
-]
-
 
 class LowtriError(Exception):
     """The base class of all errors of lowtri; never raised itself."""

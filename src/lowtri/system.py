@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,19 @@ def windows_cpu_name() -> str:
         return ""
 
 
-class _MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX of Windows."""
-
-    _fields_ = [
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in ("total", "available", "total_file", "available_file")),
-        *((name, ctypes.c_uint64) for name in ("total_virtual", "available_virtual", "extended")),
-    ]
+def _structure(kind: Any, *names: str, before: Sequence[tuple[str, Any]] = ()) -> Any:
+    """A structure of an operating system: the fields before, and then those of one kind."""
+    fields = [*before, *((name, kind) for name in names)]
+    return type("_Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
 def available_memory() -> int | None:
     """Bytes that new allocations may take without swapping; on macOS half of the memory; None where the system does not say."""
     if sys.platform == "win32":
-        status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+        counts = [("length", ctypes.c_uint32), ("load", ctypes.c_uint32)]
+        names = ("total", "available", "total_file", "available_file", "total_virtual", "available_virtual", "extended")
+        kind = _structure(ctypes.c_uint64, *names, before=counts)  # MEMORYSTATUSEX
+        status = kind(length=ctypes.sizeof(kind))
         windows: Any = ctypes
         known = windows.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
         return int(status.available) if known else None
@@ -118,39 +117,23 @@ def available_memory() -> int | None:
         return None
 
 
-class _MemoryCounters(ctypes.Structure):
-    """PROCESS_MEMORY_COUNTERS of Windows."""
-
-    _fields_ = [
-        ("length", ctypes.c_uint32),
-        ("page_faults", ctypes.c_uint32),
-        *((name, ctypes.c_size_t) for name in ("peak", "now", "peak_paged", "paged", "peak_unpaged", "unpaged")),
-        *((name, ctypes.c_size_t) for name in ("committed", "peak_committed")),
-    ]
-
-
-class _TaskInfo(ctypes.Structure):
-    """mach_task_basic_info of macOS."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("virtual", "now", "peak")),
-        *((name, ctypes.c_int32) for name in ("user_s", "user_us", "system_s", "system_us", "policy", "suspended")),
-    ]
-
-
 def memory_use() -> tuple[int, int] | None:
     """Bytes of memory that this process occupies, and the most that it has occupied; None where the system does not say."""
     try:
         if sys.platform == "win32":
             windows: Any = ctypes
-            counters = _MemoryCounters(length=ctypes.sizeof(_MemoryCounters))
+            counts = [("length", ctypes.c_uint32), ("page_faults", ctypes.c_uint32)]
+            of = ("peak", "now", "peak_paged", "paged", "peak_unpaged", "unpaged", "committed", "peak_committed")
+            kind = _structure(ctypes.c_size_t, *of, before=counts)  # PROCESS_MEMORY_COUNTERS
+            counters = kind(length=ctypes.sizeof(kind))
             process = ctypes.c_void_p(-1)  # the handle of this process
             get = windows.windll.kernel32.K32GetProcessMemoryInfo
             known = get(process, ctypes.byref(counters), ctypes.c_uint32(counters.length))
             return (int(counters.now), int(counters.peak)) if known else None
         if sys.platform == "darwin":
             c_library: Any = ctypes.CDLL(None)
-            info, count = _TaskInfo(), ctypes.c_uint32(ctypes.sizeof(_TaskInfo) // 4)
+            kind = _structure(ctypes.c_int64, "virtual", "now", "peak", "user", "system", "policy_and_count")
+            info, count = kind(), ctypes.c_uint32(ctypes.sizeof(kind) // 4)  # mach_task_basic_info
             failed = c_library.task_info(c_library.mach_task_self(), 20, ctypes.byref(info), ctypes.byref(count))
             return None if failed else (int(info.now), int(info.peak))
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

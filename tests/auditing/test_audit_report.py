@@ -252,7 +252,7 @@ def test_folders_of_ours_and_of_transformers(tmp_path: Path) -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import typer
 
-    from lowtri.cli.audit import command
+    from lowtri.cli.checks import audit as command
 
     def run(target: str, **options: object) -> int:
         given = {"mask": None, "layers": None, "length": None, "vocab": None, "train": False, "redraw": False}

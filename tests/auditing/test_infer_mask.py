@@ -205,7 +205,7 @@ def test_bad_input() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from lowtri.cli.audit import command
+    from lowtri.cli.checks import audit as command
 
     file = tmp_path / "m.py"
     file.write_text(

@@ -30,9 +30,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a function in the place of `lowtri mask`."""
 
     def put(function: Any) -> None:
-        module = ModuleType("lowtri.cli.mask")
-        module.command = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "lowtri.cli.mask", module)
+        module = ModuleType("lowtri.cli.learn")
+        module.mask = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "lowtri.cli.learn", module)
 
     return put
 
@@ -40,7 +40,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_help_lists_every_verb_with_its_line_uncut(capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for verb, line in frame.VERBS.items():
+    for verb, (_, line) in frame.VERBS.items():
         assert f"  {verb} " in shown
         assert line in shown, f"the line of {verb} is cut: keep it under 66 characters"
     assert frame.main([]) == 0
@@ -77,8 +77,8 @@ def test_the_examples_of_every_verb_are_read_by_its_own_options() -> None:
     """Each example line is parsed, not run: an option that was renamed would be refused."""
     import shlex
 
-    for name in frame.VERBS:
-        function = importlib.import_module(f"lowtri.cli.{name}").command
+    for name, (file, _) in frame.VERBS.items():
+        function = getattr(importlib.import_module(f"lowtri.cli.{file}"), name)
         first = (function.__doc__ or "").strip().split("\n\n")[0]
         for line in first.splitlines():
             words = shlex.split(line, comments=True)
@@ -142,7 +142,7 @@ sys.exit(main())
         ("lowtri.extras", "--help"),
         ("typer", "--help"),
         ("lowtri.cli.main", "mask causal"),
-        ("lowtri.cli.mask", "mask causal"),
+        ("lowtri.cli.learn", "mask causal"),
         ("numpy.linalg", "mask causal"),
         ("torch", "audit model.py:make"),
         ("lowtri.training", "train book.txt --out run"),
@@ -208,12 +208,12 @@ def test_the_traceback_is_shown_on_request(verb: Any, monkeypatch: pytest.Monkey
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     program = """
 import sys, types
-module = types.ModuleType("lowtri.cli.mask")
-def command() -> None:
+module = types.ModuleType("lowtri.cli.learn")
+def mask() -> None:
     for line in range(100_000):
         print(line)
-module.command = command
-sys.modules["lowtri.cli.mask"] = module
+module.mask = mask
+sys.modules["lowtri.cli.learn"] = module
 from lowtri.cli.main import main
 sys.exit(main(["mask"]))
 """

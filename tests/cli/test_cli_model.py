@@ -16,8 +16,8 @@ import torch
 
 import lowtri
 from hostile_files import gguf_file
-from lowtri.cli.generate import _until
 from lowtri.cli.main import main
+from lowtri.cli.models import _until
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load

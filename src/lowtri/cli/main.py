@@ -1,29 +1,20 @@
 """The command ``lowtri``: finds the verb, runs it, and turns every error into a message and an exit code.
 
-How to add a verb: write ``cli/<verb>.py`` with ONE function named ``command`` and add its line to ``VERBS`` below.
+To add a verb, write a function of its name in the file of its subject, and its line in ``VERBS``:
 
-    \"\"\"lowtri mask: what a mask shows and hides.\"\"\"
-    from __future__ import annotations
-    from typing import Annotated
-    import typer
-    from lowtri.cli.options import Json                     # options that have the same name in every verb
-
-    def command(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
+    def mask(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
         \"\"\"lowtri mask "causal & window(3)"
         lowtri mask "causal - window(3)" --json
 
         What a mask shows and hides, as a picture.
         \"\"\"
-        from lowtri import mask                              # heavy imports inside: numpy, torch, lowtri's packages
-        print(mask(text).draw(8))
+        from lowtri.masks import mask as mask_of             # heavy imports inside: numpy, torch, lowtri's packages
+        print_result(..., mask_of(text).draw(8), json)
 
-- The docstring is the help. Its first paragraph is two examples, one per line, shown as written; the other paragraphs are wrapped.
-- At the top, the module imports only typer and cli.options. A verb is imported when it is called, never by ``lowtri --help``.
-- The result goes to stdout, everything else to stderr (``cli.options.note``). For bad input, raise ``DataError`` or another
-  ``LowtriError``. For a failed check, print the result, then ``raise typer.Exit(1)``.
-
-Exit codes: 0 good, 1 a check failed, 2 usage or bad input, 3 could not decide, 70 an unforeseen error, 130 interrupted.
-No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.
+The docstring is the help; its first paragraph is two examples, one per line, shown as written. A file is imported when one of its
+verbs is called, never by ``lowtri --help``, and imports only typer and cli.options. The result goes to stdout, everything else to
+stderr (``cli.options.note``). For bad input a verb raises a ``LowtriError``; for a failed check it prints the result, and then
+raises ``typer.Exit(1)``. No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.
 """
 
 from __future__ import annotations
@@ -45,18 +36,18 @@ from lowtri._version import __version__
 from lowtri.errors import ExtraError, LowtriError, is_interrupt
 from lowtri.extras import EXTRAS, missing
 
-# verb -> its line in `lowtri --help`. The module is lowtri.cli.<verb>.
+# verb -> the file lowtri.cli.<file> that has its function, and its line in `lowtri --help`
 VERBS = {
-    "explain": "Every step of masked attention for a sentence, with numbers.",
-    "mask": "What a mask shows and hides: a picture, counts, or a file.",
-    "train": "Train a decoder on text files; the folder loads in transformers.",
-    "generate": "Let a trained model continue a text.",
-    "eval": "Loss on text files, all at once and step by step.",
-    "audit": "Does a model use what its mask hides? Every leak, by position.",
-    "verify": "Does a function compute masked attention? Its mistake, by name.",
-    "bench": "How fast attention is, against torch and the CPU's limit.",
-    "lesson": "Masked self-attention as an interactive page, in four languages.",
-    "doctor": "What this machine has, what is missing, and what follows.",
+    "explain": ("learn", "Every step of masked attention for a sentence, with numbers."),
+    "mask": ("learn", "What a mask shows and hides: a picture, counts, or a file."),
+    "train": ("models", "Train a decoder on text files; the folder loads in transformers."),
+    "generate": ("models", "Let a trained model continue a text."),
+    "eval": ("models", "Loss on text files, all at once and step by step."),
+    "audit": ("checks", "Does a model use what its mask hides? Every leak, by position."),
+    "verify": ("checks", "Does a function compute masked attention? Its mistake, by name."),
+    "bench": ("machine", "How fast attention is, against torch and the CPU's limit."),
+    "lesson": ("learn", "Masked self-attention as an interactive page, in four languages."),
+    "doctor": ("machine", "What this machine has, what is missing, and what follows."),
 }
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name
 
@@ -162,7 +153,7 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     """The real command of a verb, from its module."""
-    function = importlib.import_module(f"lowtri.cli.{verb}").command
+    function = getattr(importlib.import_module(f"lowtri.cli.{VERBS[verb][0]}"), verb)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # \b keeps the lines of the paragraph that follows: the two examples.
     app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
@@ -192,8 +183,8 @@ def _lowtri(
     """
 
 
-for _verb in VERBS:  # for the list in --help; resolve_command replaces them with the real commands
-    _app.command(name=_verb, help=VERBS[_verb])(lambda: None)
+for _verb, (_, _line) in VERBS.items():  # for the list in --help; resolve_command replaces them with the real commands
+    _app.command(name=_verb, help=_line)(lambda: None)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ import typer
 from lowtri.errors import DataError
 
 
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """An option of a verb; without ``names`` it has that of its parameter. A flag names itself, or it would have a --no- form."""
+    return typer.Option(*names, help=help, **settings)
+
+
 def output_file(help: str, *endings: str, names: Sequence[str] = ("--out",)) -> Any:
     """An option that names a file to write: a path that cannot be written is reported before the work.
 
@@ -42,23 +47,15 @@ def output_file(help: str, *endings: str, names: Sequence[str] = ("--out",)) -> 
     return typer.Option(*names, metavar="FILE", help=help, callback=check)
 
 
-def mask_option(help: str, default: str | None = None) -> Any:
-    """The option ``--mask`` of a verb; ``default`` says in its help which mask it has otherwise."""
-    return typer.Option("--mask", metavar="TEXT", help=help, show_default=default or True)
-
-
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, org/name on the Hugging Face hub, or smollm2.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed gives the same result.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=1024, help="Threads to compute with.", show_default="torch's own choice"),
-]
+Seed = Annotated[int, option("The same seed gives the same result.", min=0, max=2**63 - 1)]
+Threads = Annotated[int | None, option("Threads to compute with.", min=1, max=1024, show_default="torch's own choice")]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        help="Store the linear layers' weights as float16, int8, bf16 or float32, for generating.",
+    option(
+        "Store the linear layers' weights as float16, int8, bf16 or float32, for generating.",
         show_default="as they are",
     ),
 ]
@@ -69,7 +66,7 @@ Report = Annotated[
         *(".html", ".json", ".txt", ".svg", ".png", ".pdf"),
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, option("Print the result as JSON.", "--json")]
 
 
 def note(message: str) -> None:
@@ -89,6 +86,11 @@ def many(n: int, thing: str) -> str:
 def print_json(result: Any) -> None:
     """The result on stdout as JSON. Not-a-number and infinity have no JSON spelling: they raise."""
     print(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_result(data: Any, text: str, json: bool) -> None:
+    """The result of a verb on stdout: its data with ``--json``, and else its text."""
+    print_json(data) if json else print(text)
 
 
 def print_report(report: Any, json: bool, out: Path | None) -> None:

@@ -16,12 +16,6 @@ from lowtri.ops.arguments import plain_array
 
 Floats = NDArray[np.float64]
 
-QKV = {
-    "q": "What each token asks for.",
-    "k": "What each token answers to.",
-    "v": "What each token hands on when it is looked at.",
-}
-
 
 @dataclass
 class Captured:
@@ -33,7 +27,8 @@ class Captured:
     head: int | None = None  # the head to show by default; None: all
     tokens: list[str] | None = None
     output: Floats | None = None  # (H, N, Dv), the module's own, to compare with
-    texts: dict[str, tuple[str, str]] = field(default_factory=dict)  # formulas and sentences of its own
+    formulas: dict[str, str] = field(default_factory=lambda: dict.fromkeys("qkv", ""))  # of its own
+    sentences: dict[str, str] = field(default_factory=dict)  # of its own
     rows: int = 1  # of the batch that the arrays were one row of
 
     @property
@@ -57,7 +52,7 @@ def capture_arrays(qkv: Any, batch: int | None = None) -> Captured:
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
     if q.shape[1] > k.shape[1]:
         raise CallError(f"explain: {q.shape[1]} queries and {k.shape[1]} keys: the queries are the last of the tokens.")
-    return Captured({"q": q, "k": k, "v": v}, texts=_qkv_texts("", "", ""), rows=rows)
+    return Captured({"q": q, "k": k, "v": v}, rows=rows)
 
 
 def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
@@ -71,12 +66,9 @@ def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
     for v in rest:
         if v.shape[1] != table.shape[2] or len(table) % len(v):
             raise CallError(f"explain: values are {v.shape} for scores {table.shape}. Fix: a row for each key.")
-    texts = {
-        "scores": ("", "Given. How well each query (row) meets each key (column)."),
-        "masked": ("scores where visible, else {hidden}", "What the mask hides can no longer win any weight."),
-        "v": ("", "Given. A row for each key."),
-    }
-    return Captured(dict(zip(arrays, (table, *rest), strict=True)), texts=texts, rows=rows)
+    formulas = {"scores": "", "masked": "scores where visible, else {hidden}", "v": ""}
+    sentences = {"scores": "Given. A row for each query, a column for each key.", "v": "Given. A row for each key."}
+    return Captured(dict(zip(arrays, (table, *rest), strict=True)), formulas=formulas, sentences=sentences, rows=rows)
 
 
 def capture_module(
@@ -117,7 +109,7 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     cut = {name: np.stack(np.split(w, heads, axis=1)) for name, w in maps.items()}  # (H, d, D)
     arrays |= {f"{name}^T": w for name, w in cut.items()}
     arrays |= {name[-1]: encoding @ w for name, w in cut.items()}  # (H, N, D)
-    return Captured(arrays, mask=getattr(module, "mask", None), rows=rows)
+    return Captured(arrays, mask=getattr(module, "mask", None), formulas={}, rows=rows)
 
 
 def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | None) -> Captured:
@@ -125,7 +117,7 @@ def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | 
     import torch
 
     encoding, rows = _encodings("inputs", inputs, batch)
-    x = torch.as_tensor(encoding, dtype=module.q_proj.weight.dtype, device=module.q_proj.weight.device)
+    x = torch.as_tensor(encoding).to(module.q_proj.weight)
     captured = _hooked(module, lambda: module(x[None], mask=mask), mask)
     captured.rows = rows
     return captured
@@ -146,10 +138,8 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
         raise CallError(f"explain: ids are {tuple(ids.shape)} {ids.dtype}, but one sequence is (N,) whole numbers.")
     captured = _hooked(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
     captured.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **captured.arrays}
-    captured.texts["encoding"] = (
-        "",
-        f"What the attention of layer {layer} reads: the hidden states of that depth, normalised.",
-    )
+    words = f"What the attention of layer {layer} reads: the hidden states of that depth, normalised."
+    captured.sentences["encoding"] = words
     captured.tokens, captured.head, captured.rows = [str(i) for i in ids.tolist()], 0, rows
     return captured
 
@@ -193,15 +183,9 @@ def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Cap
             text = f"RMSNorm({text})"
         return f"rotary({text})" if name != "v" and module.rope_theta is not None else text
 
-    texts = _qkv_texts(formula("q"), formula("k"), formula("v"))
-    return Captured(
-        arrays, mask=module.mask if mask is None else mask, output=_array(heads(seen["output"])), texts=texts
-    )
-
-
-def _qkv_texts(q: str, k: str, v: str) -> dict[str, tuple[str, str]]:
-    """Formulas, each with the sentence of its step."""
-    return {name: (formula, QKV[name]) for name, formula in (("q", q), ("k", k), ("v", v))}
+    own = module.mask if mask is None else mask
+    formulas = {name: formula(name) for name in "qkv"}
+    return Captured(arrays, mask=own, output=_array(heads(seen["output"])), formulas=formulas)
 
 
 def _array(x: Any) -> Floats:

@@ -6,6 +6,7 @@ the results agree with the notebooks' in every printed digit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -35,20 +36,7 @@ def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = No
            [0.3606, 0.6394, 0.    ],
            [0.0722, 0.032 , 0.8959]])
     """
-    encodings = np.array(ENCODINGS)
-    position = _positions(3, 2)
-    module, _ = drawn(2, 0, SEED)
-    explanation = explain(
-        module,
-        encodings - position,
-        tokens=SENTENCE.split(),
-        mask=mask,
-        position=position,
-        heads=heads,
-        head=head,
-        hidden=-1e9,
-    )
-    return replace(explanation, note=_NOTE)
+    return untrained(SENTENCE, mask, heads=heads, head=head)
 
 
 def untrained(
@@ -63,7 +51,7 @@ def untrained(
     """Any sentence, under random weights: the steps are real, what they find is chance, and the note says so.
 
     Args:
-        sentence: cut at spaces, and by characters where its script has none.
+        sentence: cut at spaces, and by characters where its script has none. That of the worked example has its encodings.
         encodings: (N, d_model), a row for each token; random embeddings plus the sinusoidal position if not given.
         seed: draws the weights, and the embeddings.
 
@@ -77,15 +65,20 @@ def untrained(
             f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {shown}\n"
             f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
         )
-    width = 2 * heads if encodings is None else encodings.shape[1]
-    known = list(dict.fromkeys(tokens))
-    module, rows = drawn(width, len(known), seed)
-    position = None
-    if encodings is None:
+    note, hidden, position = f"random weights, seed {seed}: untrained; tokens {how}", -math.inf, None
+    if encodings is not None:
+        module, _ = drawn(encodings.shape[1], 0, seed)
+    elif tokens == SENTENCE.split() and seed == SEED and heads <= 2:  # two numbers a token: one head, or two
+        module, _ = drawn(2, 0, SEED)
+        position, note, hidden = _positions(3, 2), _NOTE, -1e9
+        encodings = np.array(ENCODINGS) - position
+    else:
+        known = list(dict.fromkeys(tokens))
+        module, rows = drawn(2 * heads, len(known), seed)
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
-        position = _positions(len(tokens), width)
-    explanation = explain(module, encodings, tokens=tokens, mask=mask, position=position, heads=heads, head=head)
-    return replace(explanation, note=f"random weights, seed {seed}: untrained; tokens {how}")
+        position = _positions(len(tokens), 2 * heads)
+    options: dict[str, Any] = {"position": position, "heads": heads, "head": head, "hidden": hidden}
+    return replace(explain(module, encodings, tokens=tokens, mask=mask, **options), note=note)
 
 
 def tokens_of(sentence: str) -> tuple[list[str], str]:

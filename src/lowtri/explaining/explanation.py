@@ -105,7 +105,8 @@ class Explanation:
 
     def to_html(self) -> str:
         """One self-contained HTML page: no network, no script."""
-        return _as_html(self)
+        title = f"lowtri: {shortened(' '.join(self.tokens), 80)}"
+        return page("explanation", title, _parts(self, f'<div class="scroll">{self.to_svg()}</div>'), _STYLE)
 
     def to_svg(self) -> str:
         """The first head's matrices as one picture, laid out as the equation reads."""
@@ -121,7 +122,7 @@ class Explanation:
         return save_picture(path, forms)
 
     def _repr_html_(self) -> str:
-        return _as_output(self)
+        return output("explanation", _parts(self, image(self.to_svg())), _STYLE)
 
     _repr_svg_ = to_svg
 
@@ -129,55 +130,50 @@ class Explanation:
 # Tables.
 
 
-class _Cell(NamedTuple):
-    text: str
-    hidden: bool = False
-    weight: float | None = None  # of a visible pair, in the step of weights
-
-
 class _Table(NamedTuple):
-    """What is shown of one head; "…" stands for rows and columns that are left out."""
+    """What is shown of one head of a step; "…" stands for rows and columns that are left out."""
 
     title: str
+    rows: list[str]
     columns: list[str]
-    rows: list[tuple[str, list[_Cell]]]
+    values: NDArray[Any]  # (rows, columns)
+    hidden: NDArray[np.bool_]  # (rows, columns)
+    left_out: NDArray[np.bool_]  # (rows, columns)
+
+    def text(self, i: int, j: int) -> str:
+        x = self.values[i, j]
+        # Exactly 0, so without digits after the point: "0.0000" is what a small visible weight looks like.
+        exact = self.hidden[i, j] and x.dtype != bool and x == 0
+        return "…" if self.left_out[i, j] else "0" if exact else number(x)
+
+
+def _table(step: Step, title: str, values: NDArray[Any], visible: NDArray[np.bool_] | None) -> _Table:
+    down, across = _cut(len(step.rows)), _cut(len(step.columns))
+    left_out = np.array([[i is None or j is None for j in across] for i in down])
+    picked = np.ix_([i or 0 for i in down], [j or 0 for j in across])
+    hidden = left_out & False if visible is None else ~visible[picked] & ~left_out
+    rows, columns = (
+        ["…" if i is None else printable(labels[i]) for i in shown]
+        for labels, shown in ((step.rows, down), (step.columns, across))
+    )
+    return _Table(title, rows, columns, values[picked], hidden, left_out)
+
+
+def _head(values: NDArray[Any], h: int) -> NDArray[Any]:
+    return values[h] if values.ndim == 3 else values
 
 
 def _tables_of(step: Step, visible: NDArray[np.bool_]) -> Iterator[list[_Table]]:
     """What to show of a step: for each head the tables that belong side by side."""
-    values = step.value if step.value.ndim == 3 else step.value[None]
-    for h, value in enumerate(values):
-        title = f"head {h}" if len(values) > 1 else ""
-        allowed = (visible[h] if visible.ndim == 3 else visible) if step.hatched else None
+    heads = len(step.value) if step.value.ndim == 3 else 1
+    for h in range(heads):
+        title, allowed = f"head {h}" if heads > 1 else "", _head(visible, h) if step.hatched else None
         if step.unmasked is None:
-            yield [_table(step, title, value, allowed)]
+            yield [_table(step, title, _head(step.value, h), allowed)]
         else:
-            unmasked = step.unmasked[h] if step.unmasked.ndim == 3 else step.unmasked
-            comma = ", " if title else ""
-            yield [
-                _table(step, f"{title}{comma}with the mask", value, allowed),
-                _table(step, f"{title}{comma}without", unmasked, None),
-            ]
-
-
-def _table(step: Step, title: str, values: NDArray[Any], visible: NDArray[np.bool_] | None) -> _Table:
-    rows, columns = _cut(len(step.rows)), _cut(len(step.columns))
-
-    def cell(i: int | None, j: int | None) -> _Cell:
-        if i is None or j is None:
-            return _Cell("…")
-        x = values[i, j]
-        if visible is not None and not visible[i, j]:
-            # Exactly 0, so without digits after the point: "0.0000" is what a small visible weight looks like.
-            return _Cell("0" if not isinstance(x, bool | np.bool_) and x == 0 else number(x), hidden=True)
-        return _Cell(number(x), weight=float(np.nan_to_num(x)) if step.name == "weights" else None)
-
-    cells = [[cell(i, j) for j in columns] for i in rows]
-    return _Table(title, _chosen(step.columns, columns), list(zip(_chosen(step.rows, rows), cells, strict=True)))
-
-
-def _chosen(labels: tuple[str, ...], which: list[int | None]) -> list[str]:
-    return ["…" if i is None else printable(labels[i]) for i in which]
+            prefix, unmasked = f"{title}, " if title else "", _head(step.unmasked, h)
+            masked = _table(step, f"{prefix}with the mask", _head(step.value, h), allowed)
+            yield [masked, _table(step, f"{prefix}without", unmasked, None)]
 
 
 def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -> str:
@@ -204,9 +200,9 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
 
 
 def _text_table(table: _Table) -> list[str]:
+    marks = np.where(table.hidden, f"{_HATCH} ", "")
     rows = [
-        (label, *(f"{_HATCH} {cell.text}" if cell.hidden else cell.text for cell in cells))
-        for label, cells in table.rows
+        (label, *(f"{mark}{table.text(i, j)}" for j, mark in enumerate(marks[i]))) for i, label in enumerate(table.rows)
     ]
     return [*([table.title] if table.title else []), *ruled([("", *table.columns), *rows])]
 
@@ -278,17 +274,6 @@ _STYLE = """:root { container-type: inline-size;
 _HUES = {"q": " q", "W_q^T": " q", "k": " k", "W_k^T": " k", "v": " v", "W_v^T": " v", "output": " v", "joined": " v"}
 
 
-def _as_html(explained: Explanation) -> str:
-    """The whole page as text."""
-    title = f"lowtri: {shortened(' '.join(explained.tokens), 80)}"
-    return page("explanation", title, _parts(explained, f'<div class="scroll">{as_svg(explained)}</div>'), _STYLE)
-
-
-def _as_output(explained: Explanation) -> str:
-    """What notebooks show: the same, with the picture as an image."""
-    return output("explanation", _parts(explained, image(as_svg(explained))), _STYLE)
-
-
 def _parts(explained: Explanation, picture: str) -> Iterator[str]:
     note = f'<p class="note">{html_text(explained.note, keep=chr(10))}</p>' if explained.note else ""
     yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(explained.mask)}</code></p>{note}"
@@ -299,31 +284,34 @@ def _parts(explained: Explanation, picture: str) -> Iterator[str]:
     yield "the greater the weight, the stronger the colour</p>"
     yield '<div class="steps">'
     for step in explained.steps:
-        shape = " × ".join(str(n) for n in step.shape)
+        shape = _shape(step.value)
         formula = f" = {escape(step.formula)}" if step.formula else ""
         wide = " wide" if step.unmasked is not None or step.value.ndim == 3 else ""
         yield f'<section class="figure{wide}{_HUES.get(step.name, "")}">'
         yield f"<h2>{escape(step.name)}{formula} <small>{shape}</small></h2><p>{escape(step.sentence)}</p>"
         corner = '<th class="axes">queries ↓ keys →</th>' if step.name in PAIRS else "<th></th>"
         for together in _tables_of(step, explained.visible):
-            yield "\n".join(['<div class="pair">', *(_html_table(table, corner) for table in together), "</div>"])
+            tables = [_html_table(table, corner, step.name == "weights") for table in together]
+            yield "\n".join(['<div class="pair">', *tables, "</div>"])
         yield "</section>"
     yield "</div>"
 
 
-def _html_table(table: _Table, corner: str) -> str:
+def _html_table(table: _Table, corner: str, shaded: bool) -> str:
+    def cell(i: int, j: int) -> str:
+        look = ""
+        if table.hidden[i, j]:
+            look = ' class="hidden" title="hidden"'
+        elif shaded and not table.left_out[i, j]:
+            look = f' class="{_weight(float(np.nan_to_num(table.values[i, j])))}'
+        return f"<td{look}>{table.text(i, j)}</td>"
+
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
     caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     lines = [f'<div class="scroll"><table>{caption}<thead><tr>{corner}{head}</tr></thead><tbody>']
-    for label, cells in table.rows:
-        lines.append(f"<tr><th>{escape(label)}</th>{''.join(map(_html_cell, cells))}</tr>")
+    for i, label in enumerate(table.rows):
+        lines.append(f"<tr><th>{escape(label)}</th>{''.join(cell(i, j) for j in range(len(table.columns)))}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
-
-
-def _html_cell(cell: _Cell) -> str:
-    if cell.hidden:
-        return f'<td class="hidden" title="hidden">{cell.text}</td>'
-    return f"<td>{cell.text}</td>" if cell.weight is None else f'<td class="{_weight(cell.weight)}>{cell.text}</td>'
 
 
 def _weight(weight: float) -> str:
@@ -356,40 +344,36 @@ def as_svg(explained: Explanation) -> str:
 
 def _grid(explained: Explanation, step: Step, operator: str, few: bool) -> Grid:
     """One head of a step; keys transposed, so that their columns stand above those of the scores."""
-    name, keys_across = step.name, step.name in ("scores", "masked", "weights")
-    value = np.asarray(step.value if step.value.ndim == 2 else step.value[0], np.float64)
-    visible = explained.visible if explained.visible.ndim == 2 else explained.visible[0]
-    hidden = ~visible if step.hatched else np.zeros(value.shape, bool)
-    rows, columns = step.rows, step.columns if keys_across else ()
-    if name == "k":
-        value, hidden, rows, columns = value.T, hidden.T, (), step.rows
-    down, across = _cut(value.shape[0]), _cut(value.shape[1])
-    left_out = np.array([[i is None or j is None for j in across] for i in down])
-    picked = np.ix_([i or 0 for i in down], [j or 0 for j in across])
-    shown, hidden = np.where(left_out, np.nan, value[picked]), ~left_out & hidden[picked]
+    name, value = step.name, _head(step.value, 0)
+    table = _table(step, "", value, _head(explained.visible, 0) if step.hatched else None)
+    numbers = [[_digits(table, i, j) for j in range(len(table.columns))] for i in range(len(table.rows))]
+    shown = np.where(table.left_out | table.hidden | ~np.isfinite(table.values), 0.0, abs(table.values))
     hue = _COLOURS.get(name, "ink")
     strongest = 1.0 if name == "weights" else 0.3 if hue == "ink" else 0.55
-    finite = np.where(np.isfinite(shown) & ~hidden, abs(shown), 0.0)
-    greatest = 1.0 if name == "weights" else finite.max(initial=0.0) or 1.0
-    cells = levels(finite / greatest * strongest, hidden)
-    numbers = [
-        ["0" if hide and x == 0 else _number(x) for x, hide in zip(*row, strict=True)]
-        for row in zip(shown.tolist(), hidden.tolist(), strict=True)
-    ]
-    labels = [tuple(_chosen(*side)) if side[0] else () for side in ((rows, down), (columns, across))]
+    greatest = 1.0 if name == "weights" else shown.max(initial=0.0) or 1.0
+    cells = levels(shown / greatest * strongest, table.hidden)
+    rows, columns = table.rows, table.columns if name in PAIRS else []
+    if name == "k":
+        value, cells, numbers, rows, columns = value.T, cells.T, [*zip(*numbers, strict=True)], [], rows
     return Grid(
         cells,
         shades(hue),
         *((50.0, 26.0) if few else (15.0, 15.0)),
         title="k^T" if name == "k" else name,
-        shape=" × ".join(str(n) for n in value.shape),
-        rows=labels[0],
-        columns=labels[1],
+        shape=_shape(value),
+        rows=rows,
+        columns=columns,
         numbers=numbers if few else (),
         title_style=f"{BOLD} {fill(hue)}",
         operator=operator,
     )
 
 
-def _number(x: float) -> str:
-    return f"{x:.2f}" if np.isfinite(x) and abs(x) < 1000 else number(x)
+def _digits(table: _Table, i: int, j: int) -> str:
+    x = table.values[i, j]
+    short = np.isfinite(x) and abs(x) < 1000 and not (table.hidden[i, j] and x == 0)
+    return f"{x:.2f}" if short else table.text(i, j)
+
+
+def _shape(value: NDArray[Any]) -> str:
+    return " × ".join(map(str, value.shape))

@@ -14,32 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
-from lowtri.explaining.capture import QKV, Captured, capture_arrays, capture_module, capture_scores
+from lowtri.explaining.capture import Captured, capture_arrays, capture_module, capture_scores
 from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.ops.reference import Steps, attend
 
 _MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
-_MAPS = ("queries", "keys", "values")
 # name -> formula, sentence. The order is the order of computing.
 _TEXTS = {
     "tokens": ("", "The sentence as tokens. Each has a position in the sequence, counted from 0."),
     "embedding": ("", "The numbers of each token by itself, the same at every position."),
     "position": ("", "The numbers of each position, the same for every token."),
     "encoding": ("{sum}", "What attention reads: a row for each token."),
-    **{
-        f"W_{n[0]}^T": ("", f"The weight of the map to {n}, transposed: a row for each number of the encoding.")
-        for n in _MAPS
-    },
-    **{f"b_{n[0]}": ("", f"The bias of the map to {n}, added to each row.") for n in _MAPS},
-    "q": ("encoding W_q^T", QKV["q"]),
-    "k": ("encoding W_k^T", QKV["k"]),
-    "v": ("encoding W_v^T", QKV["v"]),
-    "scores": ("q k^T", "How well each question (row) meets each answer (column)."),
+    "q": ("encoding W_q^T", "What each token asks for."),
+    "k": ("encoding W_k^T", "What each token answers to."),
+    "v": ("encoding W_v^T", "What each token hands on when it is looked at."),
+    "scores": ("q k^T", "The dot product of each query (row) with each key (column)."),
     "scaled": ("scores / sqrt({size})", "Scaled so that a wider head does not make larger scores."),
     "mask": ("", "Who may see whom: a row for each query, a column for each key."),
-    "masked": ("scaled where visible, else {hidden}", "What the mask hides can no longer win any weight."),
+    "masked": ("scaled where visible, else {hidden}", "What the mask hides gets the weight 0."),
     "weights": (
         "softmax(masked) along the row",
         "How much each token looks at each: a row sums to 1 over what it sees.",
@@ -47,6 +41,10 @@ _TEXTS = {
     "output": ("weights v", "What each token takes away: the values it looked at, in these proportions."),
     "joined": ("heads side by side", "The heads' outputs, one after the other in each row."),
 }
+for _name in ("queries", "keys", "values"):
+    _weight = f"The weight of the map to {_name}, transposed: a row for each number of the encoding."
+    _TEXTS[f"W_{_name[0]}^T"] = ("", _weight)
+    _TEXTS[f"b_{_name[0]}"] = ("", f"The bias of the map to {_name}, added to each row.")
 
 
 def explain(
@@ -137,16 +135,23 @@ def explain(
     steps = {"tokens": np.arange(nk)[:, None], **steps}
     words = {"hidden": number(hidden), "sum": "embedding + position" * ("position" in steps)}
     words["size"] = str(steps["q"].shape[-1]) if "q" in steps else ""
-    texts = {
-        name: (formula.format(**words), sentence) for name, (formula, sentence) in {**_TEXTS, **captured.texts}.items()
-    }
-    shown = tuple(_step(name, value, labels, texts[name], unmasked.get(name)) for name, value in steps.items())
+    formulas = {name: formula for name, (formula, _) in _TEXTS.items()} | captured.formulas
+    sentences = {name: sentence for name, (_, sentence) in _TEXTS.items()} | captured.sentences
+    shown = []
+    for name, value in steps.items():
+        if name.startswith("W_"):  # a row for each number of the encoding
+            rows = _numbered(value.shape[-2])
+        else:
+            rows = ("bias",) if name.startswith("b_") else labels[nk - value.shape[-2] :]
+        columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
+        without = _alone(unmasked[name]) if name in unmasked else None
+        shown.append(Step(name, formulas[name].format(**words), sentences[name], _alone(value), rows, columns, without))
     notes = [f"Batch row {batch or 0} of {captured.rows}."] if captured.rows > 1 else []
     if captured.output is not None:
         own = captured.output if head is None else captured.output[head : head + 1]  # (H, Nq, Dv)
         difference = abs(own - steps["output"]).max()
         notes.append(f"Computed anew in float64; the model's own output differs by {difference:.0e}.")
-    return Explanation(labels, repr(allowed), _alone(visible), shown, " ".join(notes))
+    return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes))
 
 
 def _attend(steps: dict[str, NDArray[Any]], visible: NDArray[np.bool_]) -> Steps:
@@ -180,21 +185,6 @@ def _visible(mask: Mask, captured: Captured, row: int) -> NDArray[np.bool_]:
     if mask.batch:
         table = table[row if mask.batch[0] > 1 else 0]
     return np.broadcast_to(table, (count, nq, nk))
-
-
-def _step(
-    name: str,
-    value: NDArray[Any],
-    labels: tuple[str, ...],
-    texts: tuple[str, str],
-    unmasked: NDArray[Any] | None,
-) -> Step:
-    if name.startswith("W_"):  # a row for each number of the encoding
-        rows = _numbered(value.shape[-2])
-    else:
-        rows = ("bias",) if name.startswith("b_") else labels[len(labels) - value.shape[-2] :]
-    columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
-    return Step(name, *texts, _alone(value), rows, columns, None if unmasked is None else _alone(unmasked))
 
 
 def _alone(value: NDArray[Any]) -> NDArray[Any]:

@@ -45,12 +45,12 @@ def computed() -> dict[str, Any]:
 
 def example() -> dict[str, Any]:
     """The worked example, and one sentence under the full and the causal mask."""
-    from lowtri.explaining.example import ENCODINGS, SEED, SENTENCE, drawn
-    from lowtri.explaining.steps import explain
+    import numpy as np
 
-    module, _ = drawn(2, 0, SEED)
-    steps = explain(module, ENCODINGS, tokens=SENTENCE.split(), mask="causal")
-    pair = explain(module, PAIR_ENCODINGS, tokens=PAIR.split(), mask="causal")["weights"]
+    from lowtri.explaining.example import ENCODINGS, SENTENCE, untrained
+
+    steps = untrained(SENTENCE, encodings=np.array(ENCODINGS))
+    pair = untrained(PAIR, encodings=np.array(PAIR_ENCODINGS))["weights"]
     assert pair.unmasked is not None
     names = ("q", "k", "v", "scores", "scaled", "weights", "output")
     return {
@@ -115,40 +115,26 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
 
 def in_texts() -> dict[str, str]:
     """Every number that the texts name, written out."""
-    data = computed()
-    experiment, forms, gallery = data["experiment"], data["forms"], data["gallery"]
-    generators = data["generators"]["measured"]
-    values = {
-        f"{model}_{name}": f"{experiment[model][name]:.3f}"
-        for model in ("masked", "unmasked")
-        for name in ("training", "validation", "stepwise")
-    }
+    data, today = computed(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    experiment, forms = data["experiment"], data["forms"]
+    values = {"unigram": f"{experiment['unigram']:.3f}", "half_ten": "0.00005", "version": __version__}
     for model in ("masked", "unmasked"):
-        values |= {f"{model}_{name}": _percent(experiment[model]["words"][name]) for name in ("words", "pairs")}
-    return {
-        **values,
-        "masked_greatest": f"{experiment['masked']['greatest']:.0e}".replace("e-0", "e−"),
-        "unigram": f"{experiment['unigram']:.3f}",
-        "experiment_date": experiment["measured"]["date"],
-        "experiment_cpu": experiment["measured"]["cpu"],
-        "generators_date": generators["date"],
-        "generators_cpu": generators["cpu"],
-        "gallery_date": gallery["measured"]["date"],
-        "forms_shape": forms["shape"],
-        "forms_date": _today(),
-        "forms_cpu": forms["cpu"],
-        "forms_threads": str(forms["threads"]),
-        "forms_torch": forms["torch"],
-        "forms_difference": f"{forms['difference']:.0e}".replace("e-0", "e−"),
-        "half_ten": "0.00005",
-        "version": __version__,
-        "made_date": _today(),
+        own = experiment[model]
+        values |= {f"{model}_{name}": f"{own[name]:.3f}" for name in ("training", "validation", "stepwise")}
+        values |= {f"{model}_{name}": _percent(own["words"][name]) for name in ("words", "pairs")}
+    for name in ("experiment", "generators", "gallery"):
+        values |= {f"{name}_{what}": data[name]["measured"].get(what, "") for what in ("date", "cpu")}
+    values |= {f"forms_{what}": str(forms[what]) for what in ("shape", "cpu", "threads", "torch")}
+    values |= {
+        "masked_greatest": _tiny(experiment["masked"]["greatest"]),
+        "forms_difference": _tiny(forms["difference"]),
     }
+    return values | {"forms_date": today, "made_date": today}
+
+
+def _tiny(x: float) -> str:
+    return f"{x:.0e}".replace("e-0", "e−")
 
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}"
-
-
-def _today() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d")

@@ -43,13 +43,12 @@ def _options(given: Call, **names: str) -> Keywords:
     case, alibi = given.case, "alibi" in names and given.slopes is not None
     asked = {
         **{"softcap": given.softcap, "bias": None if alibi else given.bias, "sinks": given.sinks},
-        **{"log-sum-exp": case.lse or None, "scale": case.scale, "alibi": given.slopes if alibi else None},
+        **{"lse": case.lse or None, "scale": case.scale, "alibi": given.slopes if alibi else None},
         "heads": True if case.hkv != case.hq and "heads" in names else None,
     }
-    names = {name.replace("lse", "log-sum-exp"): argument for name, argument in names.items()}
     for name, value in asked.items():
         if value is not None and name not in names:
-            raise CallFailed("not offered", name)
+            raise CallFailed("not offered", "log-sum-exp" if name == "lse" else name)
     return {argument: asked[name] for name, argument in names.items() if argument and asked[name] is not None}
 
 

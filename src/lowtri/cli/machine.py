@@ -1,4 +1,4 @@
-"""lowtri bench: how fast attention is on this machine."""
+"""lowtri bench and lowtri doctor: how fast attention is on this machine, and what the machine has."""
 
 from __future__ import annotations
 
@@ -7,41 +7,35 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, note, output_file, print_json
+from lowtri.cli.options import Json, Threads, note, option, output_file, print_result, use_threads
+
+_OPTIONS = {  # of bench, for each thing that is measured
+    "the table": ("--full", "--case", "--threads", "--rounds", "--flex", "--list"),
+    "--plot": ("--dtype", "--quick", "--threads"),
+    "--never-slower": ("--quick",),
+}
 
 
-def command(
-    full: Annotated[
-        bool, typer.Option("--full", help="The whole table, slow implementations as well: half an hour.")
-    ] = False,
+def bench(
+    full: Annotated[bool, option("The whole table, slow implementations as well: half an hour.", "--full")] = False,
     case: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="WORDS", help='Only cases with these words in their names: "window bf16".'),
+        list[str] | None, option('Only cases with these words in their names: "window bf16".', metavar="WORDS")
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads to compute with.")] = 1,
-    rounds: Annotated[int, typer.Option("--rounds", min=7, help="How often each implementation runs, at least.")] = 7,
-    flex: Annotated[
-        bool, typer.Option("--flex", help="Also torch's FlexAttention, compiled; needs a C++ compiler.")
-    ] = False,
-    list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
+    threads: Annotated[int, option("Threads to compute with.", min=1)] = 1,
+    rounds: Annotated[int, option("How often each implementation runs, at least.", min=7)] = 7,
+    flex: Annotated[bool, option("Also torch's FlexAttention, compiled; needs a C++ compiler.", "--flex")] = False,
+    list_cases: Annotated[bool, option("Only list the cases.", "--list")] = False,
     plot: Annotated[
         Path | None,
         output_file(
             "Instead, draw time and memory against length: svg, png or pdf.", ".svg", ".png", ".pdf", names=("--plot",)
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="With --plot: float32, bf16 or float16.", show_default="float32")
-    ] = None,
+    dtype: Annotated[str | None, option("With --plot: float32, bf16 or float16.", show_default="float32")] = None,
     never_slower: Annotated[
-        bool,
-        typer.Option(
-            "--never-slower", help="Instead, a grid of calls by turns with torch; lists those that are slower."
-        ),
+        bool, option("Instead, a grid of calls by turns with torch; lists those that are slower.", "--never-slower")
     ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="With --never-slower or --plot: a few small calls only.")
-    ] = False,
+    quick: Annotated[bool, option("With --never-slower or --plot: a few small calls only.", "--quick")] = False,
     json: Json = False,
 ) -> None:
     """lowtri bench
@@ -66,16 +60,14 @@ def command(
     mode = "--plot" if plot is not None else "--never-slower" if never_slower else "the table"
     given = {"--full": full, "--case": case, "--flex": flex, "--rounds": rounds != 7, "--never-slower": never_slower}
     given |= {"--list": list_cases, "--threads": threads != 1, "--dtype": dtype is not None, "--quick": quick}
-    for option in (name for name, value in given.items() if value and name != mode):
-        if option not in _OPTIONS[mode]:
-            modes = [name for name, options in _OPTIONS.items() if option in options]
-            raise DataError(
-                f"bench: {option} does not go with {mode}. Fix: drop {option}; it is for {' or '.join(modes)}."
-            )
+    for name in (name for name, value in given.items() if value and name != mode):
+        if name not in _OPTIONS[mode]:
+            modes = [one for one, options in _OPTIONS.items() if name in options]
+            raise DataError(f"bench: {name} does not go with {mode}. Fix: drop {name}; it is for {' or '.join(modes)}.")
     cases = choose(full, case or ())
     if list_cases:
         names = [case.name for case in cases]
-        print_json(names) if json else print(*names, sep="\n")
+        print_result(names, "\n".join(names), json)
         return
     if reason := library.unusable():
         raise EngineError(f"bench: there are no kernels: {reason}.")
@@ -100,14 +92,7 @@ def command(
     note(headline(machine))
     longest = 60.0 if full else LONGEST
     rows = list(measure(cases, peers, threads, rounds=rounds, longest=longest, progress=note))
-    print_json(as_json(rows, machine)) if json else print(as_text(rows, machine))
-
-
-_OPTIONS = {  # the options of each thing that is measured
-    "the table": ("--full", "--case", "--threads", "--rounds", "--flex", "--list"),
-    "--plot": ("--dtype", "--quick", "--threads"),
-    "--never-slower": ("--quick",),
-}
+    print_result(as_json(rows, machine), as_text(rows, machine), json)
 
 
 def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bool) -> None:
@@ -122,7 +107,7 @@ def _plot(file: Path, dtype: str, quick: bool, machine: dict[str, Any], json: bo
     lines = list(grow(dtype, machine["threads"], QUICK if quick else LENGTHS, progress=note))
     draw(lines, machine, dtype, file)
     note(f"wrote {file}")
-    print_json(as_json(lines, {**machine, "dtype": dtype})) if json else print(as_text(lines))
+    print_result(as_json(lines, {**machine, "dtype": dtype}), as_text(lines), json)
 
 
 def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
@@ -133,6 +118,26 @@ def _never_slower(quick: bool, machine: dict[str, Any], json: bool) -> None:
 
     note(headline(machine))
     found = compare(grid(quick, (1, 2) if cpus() > 1 else (1,)), progress=note)
-    print_json(as_json(found, machine)) if json else print(as_text(found, headline(machine)))
+    print_result(as_json(found, machine), as_text(found, headline(machine)), json)
     if any(one.is_slower for one in found):
+        raise typer.Exit(1)
+
+
+def doctor(
+    measure: Annotated[bool, option("Measure for a second.")] = True, threads: Threads = None, json: Json = False
+) -> None:
+    """lowtri doctor
+    lowtri doctor --no-measure --json
+
+    What this machine has: the CPU, the kernels that the library holds and those that run, versions, threads, and what one
+    core reaches. Says what is missing and what follows.
+
+    Exit codes: 0 nothing is missing, 1 something is.
+    """
+    use_threads(threads)
+    from lowtri.benching.checkup import as_text, checkup
+
+    report = checkup(measure, progress=note)
+    print_result(report, as_text(report), json)
+    if report["trouble"]:
         raise typer.Exit(1)

@@ -1,0 +1,147 @@
+"""lowtri audit and lowtri verify: what a model depends on, and whether a function computes masked attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from lowtri.cli.options import Json, Report, Seed, Threads, note, option, print_report, print_result, use_threads
+
+
+def audit(
+    target: Annotated[
+        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, org/name, smollm2")
+    ],
+    mask: Annotated[
+        str | None,
+        option("What an output may depend on; default: what the target declares, else causal.", metavar="TEXT"),
+    ] = None,
+    layers: Annotated[
+        int | None, option("The mask is one layer's: widen it to what this many layers reach.", min=1)
+    ] = None,
+    length: Annotated[
+        int | None,
+        option("How many positions the longest example has, drawn or continued; default: 256 or more.", min=2),
+    ] = None,
+    vocab: Annotated[int | None, option("How many ids to draw from.", min=2)] = None,
+    train: Annotated[bool, option("Audit in training mode alone.", "--train")] = False,
+    eval: Annotated[bool, option("Audit in eval mode alone.", "--eval")] = False,
+    probes: Annotated[
+        str | None, option("Run these alone, with commas between: change,prefix,cache.", metavar="NAMES")
+    ] = None,
+    redraw: Annotated[
+        bool, option("Audit a copy with its weights redrawn: fresh ones hide leaks.", "--redraw")
+    ] = False,
+    compile: Annotated[bool, option("Also audit under torch.compile.", "--compile")] = False,
+    infer: Annotated[
+        bool,
+        option("Say which mask the model has, and audit nothing. On a copy with redrawn weights: --redraw.", "--infer"),
+    ] = False,
+    out: Report = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
+    lowtri audit out/model --out audit.html
+    lowtri audit out/model --infer
+
+    Finds what each output depends on and compares it with the mask; names the pair of positions that leaks, and the module
+    where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
+    MASK in its file is the mask it declares.
+
+    Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
+    """
+    use_threads(threads)
+    from lowtri.auditing.audit import audit as run
+    from lowtri.auditing.infer import infer_mask
+    from lowtri.auditing.loading import load_target
+    from lowtri.errors import CallError
+    from lowtri.masks import as_mask
+    from lowtri.nn.names import folder_of
+
+    if train and eval:
+        raise CallError("audit: --train and --eval were given.\nFix: give one of them, or neither for both modes.")
+    if mask is not None:
+        as_mask(mask)  # an error in it is reported before the model is loaded
+    in_a_file = target.endswith(".py") or target.rpartition(":")[0].endswith(".py")
+    path = target if in_a_file else str(folder_of(target, note))
+    loaded = load_target(path, length=length, vocab_size=vocab, seed=seed)
+    arguments = dict(loaded.arguments)
+    if infer:
+        known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
+        arguments = {name: value for name, value in arguments.items() if name in known}
+        arguments |= {} if vocab is None else {"vocab_size": vocab}
+        inferred = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed, **arguments)
+        data = {name: getattr(inferred, name) for name in ("layers", "nearest", "differs")}
+        print_result({"mask": inferred.text, **data}, inferred.message, json)
+        return
+    if mask is not None:
+        arguments.pop("layers", None)  # they belong to the target's own mask
+    mode = True if train else False if eval else None
+    given: dict[str, Any] = {"layers": layers, "length": length, "vocab_size": vocab, "train": mode}
+    given |= {"redraw": redraw or None, "compile": compile or None}
+    given["probes"] = None if probes is None else [name.strip() for name in probes.split(",") if name.strip()]
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
+    if seed or "seed" not in arguments:
+        arguments["seed"] = seed
+    print_report(run(loaded.model, loaded.example, mask=declared, **arguments), json, out)
+
+
+def verify(
+    target: Annotated[str, typer.Argument(metavar="FILE.py:attend", help="The function, in a Python file.")],
+    signature: Annotated[str, option("How it is called: mask, sdpa, flash or flex.")] = "mask",
+    dtypes: Annotated[str | None, option("Which dtypes, with commas; default: float32,bfloat16,float16.")] = None,
+    cases: Annotated[str | None, option("Only the cases whose name contains this text.")] = None,
+    device: Annotated[str, option("Where torch tensors lie.")] = "cpu",
+    gradients: Annotated[bool, option("Whether gradients are compared, too.")] = True,
+    difference: Annotated[
+        list[str] | None,
+        option(
+            'A documented difference: a case or a mistake, and the reason: "mask inverted=True means hidden". May be repeated.',
+            metavar="NAME=WHY",
+        ),
+    ] = None,
+    limit: Annotated[float, option("Seconds that one call may take.", min=0.01)] = 60.0,
+    out: Report = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """lowtri verify my_kernel.py:attend --signature flash
+    lowtri verify my_kernel.py:attend --dtypes float32 --cases window
+
+    Calls the function with masks, sizes, options and garbage of many kinds, and compares what it returns with the definition
+    of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is
+    named; otherwise the places that differ, and the smallest sizes that show it.
+
+    Exit codes: 0 right, 1 wrong, 3 could not decide.
+    """
+    documented = {}
+    for text in difference or []:
+        name, _, why = (part.strip() for part in text.partition("="))
+        if not name or not why:
+            raise typer.BadParameter(f'--difference "{text}"; expected NAME=WHY, a case or a mistake and a sentence')
+        documented[name] = why
+    use_threads(threads)
+    from lowtri.auditing.loading import function_in_file
+    from lowtri.verifying.verify import verify as run
+
+    attend, _ = function_in_file(target, "attend")
+    long = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    report = run(
+        attend,
+        signature=signature,
+        dtypes=None if dtypes is None else [long.get(name.strip(), name.strip()) for name in dtypes.split(",")],
+        device=device,
+        gradients=gradients,
+        cases=cases,
+        differences=documented,
+        limit=limit,
+        seed=seed,
+    )
+    report = replace(report, name=target.rpartition(":")[2])  # of what a decorator returns, the name in the file
+    print_report(report, json, out)
