@@ -354,7 +354,13 @@ def _grid(explained: Explanation, step: Step, operator: str, few: bool) -> Grid:
     cells = levels(shown / greatest * strongest, table.hidden)
     rows, columns = table.rows, table.columns if name in PAIRS else []
     if name == "k":
-        value, cells, numbers, rows, columns = value.T, cells.T, [*zip(*numbers, strict=True)], [], rows
+        value, cells, numbers, rows, columns = (
+            value.T,
+            cells.T,
+            [list(row) for row in zip(*numbers, strict=True)],
+            [],
+            rows,
+        )
     return Grid(
         cells,
         shades(hue),
