@@ -80,8 +80,7 @@ SIZES = {"rnn": 416, "lstm": 224}  # hidden units of two layers, for 0.9 million
 def generators() -> None:
     """Recurrent models trained as the experiment's masked decoder, on the same rows in the same order; what they write."""
     sys.path.insert(0, str(ROOT / "examples"))
-    from lowtri.training.corpus import Packed, encode_document, learn
-    from lowtri.training.recipe import split
+    from lowtri.training.corpus import Packed, encode_document, learn, split
     from lowtri.training.train import train
     from python_text import python_text
     from why_mask.experiment import Setting, _losses, _texts, _whole_rows

@@ -22,8 +22,7 @@ from torch import Tensor
 from lowtri.errors import DataError
 from lowtri.generation.generate import generate
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, encode_document, learn
-from lowtri.training.recipe import Recipe, split
+from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, Recipe, encode_document, learn, split
 from lowtri.training.train import Step, train
 from python_text import python_text
 from why_mask.modes import Differences, all_at_once, differences, first_layers, prefix_anew, with_a_cache

@@ -16,8 +16,7 @@ from demo import tour
 from demo.stage import DEMO, TOUR, Act, Context, Result, Shown, as_html, main
 from demo.tour import ACTS, KIN, TIMES
 from lowtri.cli.main import main as lowtri_main
-from lowtri.training.corpus import Document
-from lowtri.training.recipe import Recipe
+from lowtri.training.corpus import Document, Recipe
 from why_mask.experiment import Setting, why_mask
 
 ROOT = Path(__file__).parents[2]

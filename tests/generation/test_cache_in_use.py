@@ -14,7 +14,7 @@ import torch
 import lowtri
 from lowtri import KVCache, generate
 from lowtri.errors import CallError
-from lowtri.generation.sampling import Sampling, next_token
+from lowtri.generation.generate import Sampling, next_token
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.positions import apply_rotary, rotary_tables
 

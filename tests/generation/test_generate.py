@@ -11,8 +11,8 @@ import torch
 import lowtri
 from lowtri import generate
 from lowtri.errors import CallError
-from lowtri.generation.models import next_logits
-from lowtri.generation.text import Pieces
+from lowtri.generation.generate import Pieces
+from lowtri.generation.models import NextLogits
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
 VOCABULARY = 61
@@ -68,7 +68,7 @@ def test_rows_of_a_ragged_batch_generate_what_they_generate_alone(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_logits_agree_to_rounding_in_ragged_batches(mask):
     model, rows = decoder(mask), prompts(9, 3, 6)
-    ways = [next_logits(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
+    ways = [NextLogits(model, 3, cached=cached, torch_ids=True) for cached in (True, False)]
     new = rows
     for step in range(30):
         with_cache, without = (way(new) for way in ways)

@@ -26,9 +26,8 @@ from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
 from lowtri.training import checkpoints
 from lowtri.training.checkpoints import full_weights
-from lowtri.training.corpus import Packed
-from lowtri.training.processes import Distributed, Processes, reported_once
-from lowtri.training.recipe import Recipe
+from lowtri.training.corpus import Packed, Recipe
+from lowtri.training.processes import Processes, reported_once
 from lowtri.training.train import train
 
 RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
@@ -359,7 +358,7 @@ def changed_saving(case: Training, rank: int) -> Iterator[None]:
 
 def error_of_rank_0(group: Any) -> str:
     """What each rank raises where rank 0 fails in a way that nobody expected."""
-    processes = Distributed(dist.get_world_size(), 1)
+    processes = Processes.of_torch(dist.get_world_size(), 1)
     try:
         processes.on_main(lambda: 1 // 0)
     except Exception as error:
@@ -369,7 +368,7 @@ def error_of_rank_0(group: Any) -> str:
 
 def training_run(group: Any, case: Training) -> dict[str, Any]:
     """Losses, validations and weights of a run, or the error that ended it."""
-    processes = Distributed(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
+    processes = Processes.of_torch(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
     model, watched = case.model(), []
     Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
     Fatal.raises = case.raises

@@ -179,7 +179,7 @@ def test_a_row_keeps_the_window_of_each_shard() -> None:
         x = shards.shard(torch.ones(1, 1, 1024, 8), 2).requires_grad_()
         output = shards.attention(x, x, x)
         layer = shards._step.layers[0]
-        sizes.append(sum(tensor.shape[2] for pair in layer._kept.values() for tensor in pair))
+        sizes.append(sum(tensor.shape[2] for pair in layer.kept.values() for tensor in pair))
         return output.sum()
 
     shards.backward(loss)

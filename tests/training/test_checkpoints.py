@@ -16,8 +16,7 @@ from torch import nn
 
 from lowtri.errors import DataError
 from lowtri.training.checkpoints import Run, newest
-from lowtri.training.corpus import Packed
-from lowtri.training.recipe import Recipe
+from lowtri.training.corpus import Packed, Recipe
 
 RECIPE = Recipe(steps=40, batch=4, context=8)
 

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 
 from lowtri.errors import CallError, DataError
 from lowtri.nn.checkpoint import BEGIN, END
-from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, encode_document, learn, read_files
-from lowtri.training.recipe import Recipe, rows_of_step, split
+from lowtri.training.corpus import (
+    BYTES,
+    IGNORED,
+    Document,
+    Packed,
+    Recipe,
+    encode_document,
+    learn,
+    read_files,
+    rows_of_step,
+    split,
+)
 from python_text import python_text
 
 documents = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)

@@ -78,8 +78,9 @@ def train(
     """
     from lowtri.errors import DataError
     from lowtri.masks import as_mask
+    from lowtri.training.corpus import Recipe
+    from lowtri.training.lock import LOCK
     from lowtri.training.processes import processes_of_torchrun
-    from lowtri.training.recipe import Recipe
     from lowtri.training.run import Plan, read_plan, run
 
     values = {**ctx.params, "mask": repr(as_mask(mask, "--mask"))}
@@ -102,7 +103,7 @@ def train(
         )
     elif resume:
         note(f"nothing was begun in {out}: starting")
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(path.name != LOCK for path in out.iterdir()):
         raise DataError(f"--out: {out} is not empty. Fix: another folder, or --resume to go on with the run in it")
     if not values["files"]:
         raise DataError(
@@ -259,7 +260,7 @@ def generate(
     """
     import lowtri
     from lowtri.errors import DataError
-    from lowtri.generation.text import Pieces
+    from lowtri.generation.generate import Pieces
     from lowtri.nn.chat import chat_text
     from lowtri.nn.files import encode
 

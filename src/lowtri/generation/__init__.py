@@ -1,11 +1,9 @@
 """Generating text: a key/value cache that evicts keys that no later query can see, and the loop from logits to tokens.
 
-missing        rejects appends that leave a query without a key that the mask shows it
+lookahead      rejects appends that leave a query without a key that the mask shows it
 slots          SlotAllocator: which slot holds which position
 cache_picture  which positions a cache holds, as text and SVG
 cache          KVCache: keys and values of all layers
-sampling       from logits to one token: temperature, top-k, top-p
-models         adapters from any model to its next-token logits
-text           token ids to text, never splitting a character
-generate       the loop
+models         from any model to its next-token logits
+generate       the loop; sampling by temperature, top-k and top-p; token ids to text, never splitting a character
 """

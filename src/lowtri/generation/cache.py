@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,6 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end
 from lowtri.ops.arguments import plain_array
-
-if TYPE_CHECKING:
-    import torch
 
 
 class KVCache(CachePicture):
@@ -74,9 +71,8 @@ class KVCache(CachePicture):
         self.mask = with_open_end("KVCache", as_mask(mask))
         lookahead = None if allow_missing else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, capacity, block, rewind, lookahead)
-        self._layers = Layers()
+        self._layers: dict[int, Layer] = {}
         self._positions: NDArray[np.int64] = self._slots.positions[0]  # what the last append returned
-        self.contiguous = False  # whether the last append returned keys at 0 .. S-1 in order, the new ones last
 
     @property
     def capacity(self) -> int:
@@ -96,16 +92,22 @@ class KVCache(CachePicture):
     @property
     def bytes(self) -> int:
         """Memory of all keys and values, free slots included."""
-        return self._layers.bytes
+        return sum(x.nbytes for layer in self._layers.values() for x in (layer.keys, layer.values))
 
     @property
     def length(self) -> int:
         """The position of the next token; the greatest one if the rows of the batch differ."""
         return int(self._slots.next.max())
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether slot i holds position i, for all rows of the batch: attention's default positions."""
+        return self._slots.contiguous
+
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
-        allocated = self._layers.appends(layer) < self._slots.appends  # by another layer of the same append
+        appends = self._layers[layer].appends if layer in self._layers else 0
+        allocated = appends < self._slots.appends  # by another layer of the same append
         positions = self._slots.newest.copy() if allocated else self._slots.upcoming(n)
         return positions[0] if len(positions) == 1 else positions
 
@@ -120,7 +122,7 @@ class KVCache(CachePicture):
 
         Returns:
             keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and at padding. All three
-            are views, valid until the next append, and in no particular order of positions; the positions are read-only.
+            are views, valid until the next append, in the order in which they were appended; the positions are read-only.
 
         Raises:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
@@ -137,8 +139,14 @@ class KVCache(CachePicture):
                     f"append: layer {layer} comes late: the other layers have seen {slots.appends} appends."
                 )
         n = k.shape[-2]
-        if self._layers.appends(layer) == slots.appends:
-            self._allocate(n, batch_of(k), positions, layer)
+        if (0 if buffers is None else buffers.appends) == slots.appends:  # the first layer of this append
+            late = self._late()
+            if late is not None:
+                raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
+            slots.allocate(n, batch_of(k), positions)
+            used = slots.positions[:, : slots.top]
+            self._positions = used[0] if len(used) == 1 else used
+            self._positions.flags.writeable = False  # a view of the allocator's own array
         elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
@@ -149,7 +157,7 @@ class KVCache(CachePicture):
         elif slots.moved is not None:
             buffers.move(slots.moved, slots.capacity)
         buffers.appends = slots.appends
-        buffers.write(slots.slots, k, v)
+        buffers.write(slots.top - n, k, v)
         return (*buffers.front(slots.top), self._positions)
 
     def attend(
@@ -186,7 +194,11 @@ class KVCache(CachePicture):
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
                 shape, say) the tokens are in the cache: ``crop`` removes them.
         """
-        check_query(q, k)
+        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+            raise CallError(
+                f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
+                "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
+            )
         keys, values, k_positions = self.append(k, v, positions, layer)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "engine": engine}
         if not self.contiguous:  # otherwise attention's default positions are right, and cheaper
@@ -200,7 +212,7 @@ class KVCache(CachePicture):
         Raises:
             CallError: if a row does not exist, or would change its mask.
         """
-        rows = rows_of(index, self._layers.batch, self.mask)
+        rows = rows_of(index, self._batch, self.mask)
         self._check_complete("reorder")
         for buffers in self._layers.values():
             if buffers.keys.ndim == 4:
@@ -218,7 +230,7 @@ class KVCache(CachePicture):
         Raises:
             CallError: if ``n`` is negative, or if keys that those queries can see have been evicted.
         """
-        ends = ends_of(n, self._layers.batch)
+        ends = ends_of(n, self._batch)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
 
@@ -234,7 +246,7 @@ class KVCache(CachePicture):
         >>> cache.shift(2)
         >>> keys, _, positions = cache.append(np.full((1, 1), 10), np.full((1, 1), 10))
         >>> [(int(position), int(keys[slot, 0])) for slot, position in enumerate(positions)]
-        [(0, 0), (1, 1), (5, 10), (2, 7), (3, 8), (4, 9)]
+        [(0, 0), (1, 1), (2, 7), (3, 8), (4, 9), (5, 10)]
 
         Args:
             keep: the number of leading positions that do not change (the sinks).
@@ -257,23 +269,17 @@ class KVCache(CachePicture):
             keys, _ = buffers.front(self._slots.top)
             keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, layer)
 
-    def _allocate(self, n: int, rows: int, positions: Any, layer: int) -> None:
-        """Slots and positions of new tokens, for all layers of this append; ``layer`` is the first of them."""
-        slots, late = self._slots, self._layers.late(self._slots.appends)
-        if late is not None:
-            raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
-        slots.allocate(n, rows, positions)
-        self.contiguous = slots.contiguous()
-        used = slots.positions[:, : slots.top]
-        self._positions = used[0] if len(used) == 1 else used
-        self._positions.flags.writeable = False  # a view of the allocator's own array
+    def _late(self) -> int | None:
+        """The first layer that has not seen the newest tokens; None if all have."""
+        return min((number for number, x in self._layers.items() if x.appends < self._slots.appends), default=None)
+
+    @property
+    def _batch(self) -> int:
+        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
 
     def _check_complete(self, method: str) -> None:
-        if self._layers.late(self._slots.appends) is not None:
+        if self._late() is not None:
             raise CallError(f"{method}: some layers have not seen the newest tokens yet; finish the append first.")
-
-
-# The arrays of the layers.
 
 
 class Layer:
@@ -298,13 +304,20 @@ class Layer:
             )
         self.signature = signature
 
-    def write(self, slots: Slots, k: Any, v: Any) -> None:
+    def write(self, start: int, k: Any, v: Any) -> None:
+        """Write new tokens to the slots from ``start`` on."""
         for buffer, new in ((self.keys, k), (self.values, v)):
-            _write(buffer, slots, new.detach() if getattr(new, "requires_grad", False) else new)
+            new = new.detach() if getattr(new, "requires_grad", False) else new
+            if isinstance(buffer, np.ndarray):
+                buffer[..., start : start + new.shape[-2], :] = new
+            else:  # in half the time of an index
+                buffer.narrow(-2, start, new.shape[-2]).copy_(new)
 
     def move(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
-        self.keys, self.values = _moved(self.keys, slots, capacity), _moved(self.values, slots, capacity)
+        k, v = self.keys[..., slots, :], self.values[..., slots, :]
+        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
+        self.write(0, k, v)
 
     def pick(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
@@ -315,26 +328,6 @@ class Layer:
         if isinstance(self.keys, np.ndarray):
             return self.keys[..., :n, :], self.values[..., :n, :]
         return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
-
-
-class Layers(dict[int, Layer]):
-    """The layers of a cache, by number."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for layer in self.values() for x in (layer.keys, layer.values))
-
-    @property
-    def batch(self) -> int:
-        return max((batch_of(layer.keys) for layer in self.values()), default=1)
-
-    def appends(self, number: int) -> int:
-        """How many appends a layer has received."""
-        return self[number].appends if number in self else 0
-
-    def late(self, appends: int) -> int | None:
-        """The first layer that has received fewer appends; None if there is none."""
-        return min((number for number, layer in self.items() if layer.appends < appends), default=None)
 
 
 def check_new(k: Any, v: Any, mask: Mask) -> None:
@@ -352,17 +345,13 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
         raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
 
 
-def check_query(q: Any, k: Any) -> None:
-    """Raise unless queries and keys of the same new tokens fit together."""
-    if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
-        raise CallError(
-            f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
-            "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
-        )
-
-
 def _signature(k: Any, v: Any) -> tuple[Any, ...]:
     return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What must not change from append to append."""
+    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
 
 
 def _empty(like: Any, capacity: int) -> Any:
@@ -390,37 +379,6 @@ def _guard_of_tensors() -> Callable[[Any], bool]:
     from lowtri.ops.guards import is_plain
 
     return is_plain
-
-
-def _write(buffer: Any, slots: Slots, new: Any) -> None:
-    if isinstance(buffer, np.ndarray):
-        buffer[..., slots, :] = new
-    elif isinstance(slots, slice):  # in half the time of an index
-        buffer.narrow(-2, slots.start, slots.stop - slots.start).copy_(new)
-    else:
-        buffer.index_copy_(-2, _index(slots, buffer), new)
-
-
-def _moved(buffer: Any, slots: Slots, capacity: int) -> Any:
-    """A new buffer with the old slots at its front."""
-    out = _empty(buffer, capacity)
-    if isinstance(buffer, np.ndarray) or isinstance(slots, slice):
-        tokens = buffer[..., slots, :]
-    else:
-        tokens = buffer.index_select(-2, _index(slots, buffer))
-    _write(out, slice(0, tokens.shape[-2]), tokens)
-    return out
-
-
-def _index(slots: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(slots).to(like.device)
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    """What must not change from append to append."""
-    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
 
 
 def batch_of(x: Any) -> int:

@@ -1,22 +1,21 @@
-"""The generation loop: from a prompt and a model, with or without a cache, to new tokens."""
+"""The generation loop: from a prompt and a model, with or without a cache, to new tokens, as ids or as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.generation.models import NextLogits, context_of, next_logits
-from lowtri.generation.sampling import Sampling, next_token
-from lowtri.generation.text import Pieces, encode, own_stop, stop_ids
+from lowtri.generation.models import NextLogits, context_of
 from lowtri.masks.arrays import in_numpy, is_tensor
 
 if TYPE_CHECKING:
     from typing import TypedDict
 
-    from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import Unpack
 
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
         stop: int | str | Iterable[int | str] | None
         tokenizer: Any
         cached: bool
+
+
+_END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
 # The kind of result depends on the prompt: one text, several texts, one row of ids, several rows, an array of either.
@@ -112,7 +115,7 @@ def generate(
     limit = _limit(rows, max_new_tokens, context_of(model))
     ends = own_stop(model, tokenizer) if stop is None else stop_ids(stop, tokenizer)
     generators = _generators(seed, len(rows))
-    step = next_logits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
+    step = NextLogits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
     steps = _steps(step, rows, limit, sampling, ends, generators)
     if texts is not None:
         steps = _as_text(steps, [Pieces(tokenizer, row) for row in rows])
@@ -213,3 +216,165 @@ def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generato
     if any(row_seed < 0 for row_seed, _ in pairs):
         raise CallError(f"generate: seed is {seed}; it is an integer, at least 0.")
     return [np.random.default_rng(pair) for pair in pairs]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The checked sampling options of :func:`lowtri.generate`.
+
+    Raises:
+        CallError: if an option is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise CallError(
+                f"temperature is {self.temperature}; expected a number, at least 0. "
+                "Fix: 0 for greedy decoding, 1 for the model's own probabilities."
+            )
+        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+            raise CallError(f"top_k is {self.top_k}; it counts tokens, at least 1. Fix: top_k=None keeps all.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise CallError(
+                f"top_p is {self.top_p}; expected a probability above 0, at most 1. Fix: top_p=None keeps all."
+            )
+
+
+# From the logits (V,) of one row to one token. In NumPy float64: the cost is small compared with a model's step, and a seed gives the
+# same samples on every device.
+
+
+def keep_top_k(logits: NDArray[np.floating], k: int) -> NDArray[np.floating]:
+    """Keep the ``k`` greatest logits; ties go to the smaller ids.
+
+    >>> keep_top_k(np.array([1.0, 3.0, 2.0, 3.0]), 2).tolist()
+    [-inf, 3.0, -inf, 3.0]
+
+    Source: Fan, Lewis and Dauphin 2018.
+    """
+    if k >= len(logits):
+        return logits
+    least = np.partition(logits, -k)[-k]  # the k-th greatest
+    keep = logits > least
+    equal = np.flatnonzero(logits == least)
+    keep[equal[: k - np.count_nonzero(keep)]] = True
+    return np.where(keep, logits, -np.inf)
+
+
+def keep_top_p(logits: NDArray[np.floating], p: float) -> NDArray[np.floating]:
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least ``p``.
+
+    >>> keep_top_p(np.log([0.5, 0.3, 0.2]), 0.7).round(2).tolist()
+    [-0.69, -1.2, -inf]
+
+    Source: nucleus sampling, Holtzman et al. 2020.
+    """
+    order = np.argsort(-logits, kind="stable")
+    sums = np.cumsum(softmax(logits)[order])
+    count = int(np.searchsorted(sums, p * sums[-1] * (1 - 1e-12))) + 1  # rounding must not add a token
+    out = np.full_like(logits, -np.inf)
+    out[order[:count]] = logits[order[:count]]
+    return out
+
+
+def softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Probabilities (V,), float64, computed stably."""
+    weights = np.exp(np.asarray(logits, np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def sample(probabilities: NDArray[np.float64], rng: np.random.Generator) -> int:
+    """Sample one token by inverting the cumulative distribution; a token of probability 0 is never sampled."""
+    sums = np.cumsum(probabilities)
+    return int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
+
+
+def next_token(logits: NDArray[np.floating], sampling: Sampling, rng: np.random.Generator) -> int:
+    """The next token of one row: at temperature 0 the most probable (the first of ties), else a sample.
+
+    Raises:
+        CallError: if the logits hold NaN or +inf, or hide every token.
+    """
+    best = int(np.argmax(logits))  # NumPy's argmax finds NaN first
+    if not np.isfinite(logits[best]):
+        what = "hide every token (all are -inf)" if logits[best] == -np.inf else f"hold {logits[best]} at token {best}"
+        raise CallError(f"generate: the model's logits {what}, so no token can be chosen.")
+    if sampling.temperature == 0:
+        return best
+    filtered = (np.asarray(logits, np.float64) - logits[best]) / sampling.temperature
+    if sampling.top_k is not None:
+        filtered = keep_top_k(filtered, sampling.top_k)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        filtered = keep_top_p(filtered, sampling.top_p)
+    return sample(softmax(filtered), rng)
+
+
+# Text, by a tokenizer of ``tokenizers`` or transformers.
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Token ids of a text, by a ``tokenizers.Tokenizer`` or a tokenizer of transformers."""
+    encoding = tokenizer.encode(text, **options)
+    return [int(i) for i in getattr(encoding, "ids", encoding)]
+
+
+class Pieces:
+    """Streams the tokens of one row as pieces of text that concatenate to the decoded whole.
+
+    A token may end within a character; its text is buffered until the character is complete, and dropped if it never is. Each
+    token is decoded together with the tokens before it, since some tokenizers decode a token differently at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Any, before: list[int]) -> None:
+        self._decode = tokenizer.decode
+        self._ids = list(before[-_CONTEXT:])
+        self._emitted = self._decode(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text completed by this token; "" within a character."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        return self._take(text)
+
+    def rest(self) -> str:
+        """The text still buffered, without the bytes of a character that has not been completed."""
+        return self._take(self._decode(self._ids).rstrip("\ufffd"))
+
+    def _take(self, text: str) -> str:
+        piece = text[len(self._emitted) :]
+        self._ids = self._ids[-_CONTEXT:] if piece else self._ids
+        self._emitted = self._decode(self._ids) if piece else self._emitted
+        return piece
+
+
+def stop_ids(stop: Any, tokenizer: Any) -> frozenset[int]:
+    """Stop tokens as ids, from ids or texts of one token each."""
+    stops = [stop] if isinstance(stop, int | str) else stop
+    return frozenset(_one_token(tokenizer, token) if isinstance(token, str) else int(token) for token in stops)
+
+
+def own_stop(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The model's own end-of-sequence ids, or else its tokenizer's."""
+    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        token = getattr(owner, "eos_token_id", None)
+        if token is not None:
+            return stop_ids(token, None)
+    token = tokenizer.token_to_id(_END) if hasattr(tokenizer, "token_to_id") else None
+    return frozenset() if token is None else frozenset([token])
+
+
+def _one_token(tokenizer: Any, text: str) -> int:
+    if tokenizer is None:
+        raise CallError(f"generate: stop has the text {text!r}, but there is no tokenizer. Fix: tokenizer=, or its id.")
+    ids = encode(tokenizer, text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise CallError(
+            f"generate: stop has the text {text!r}, which is {len(ids)} tokens: {ids}. Fix: one token each."
+        )
+    return ids[0]

@@ -1,14 +1,11 @@
 """Rejects appends that leave a query without a key that the mask shows it. NumPy only.
 
-With a cache, each query is computed once. Under a causal mask, all its keys exist by then. A mask that shows later positions (a
-prefix, a band, ``full``) may show it a key of a later append, which would be missing from its output. Two checks use tile answers:
+With a cache, each query is computed once. Under a causal mask, all its keys exist by then; a mask that shows later positions (a
+prefix, a band, ``full``) may show it a key of a later append. One tile answer proves that no query before ``end`` can:
+``mask.tile(0, end, end, POSITION_MAX)`` is EMPTY. One vectorised call proves it for thousands of ends.
 
-    when a query is appended   ``mask.tile(q, q + 1, end, POSITION_MAX)``, ``end``: the next position of its row. EMPTY: no key can be
-                               missing. FULL in any part of this range: a key is missing, and the append raises
-    when a key is appended     the answer may have been PARTIAL although no pair is visible (tables, custom formulas). Such queries
-                               stay pending and are compared with the keys of every later append, pair by pair if needed
-
-A query that sees no later key needs neither check; one vectorised tile call shows this for thousands of queries.
+Where it is not proven, a new query that certainly sees a later key raises (a FULL tile), and so does a new key that an earlier query
+sees, pair by pair if needed: tables and custom formulas have PARTIAL tiles without a visible pair.
 """
 
 from __future__ import annotations
@@ -21,8 +18,11 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 
-_AHEAD, _MOST_AHEAD = 64, 4096  # number of future queries per vectorised tile call
-_LAST = 128  # queries of an append checked for a certain key; the keys' own check covers the others
+_AHEAD, _MOST_AHEAD = (
+    256,
+    2**16,
+)  # number of ends in one vectorised tile call, for rows of about equal lengths and for others
+_LAST = 128  # queries of an append that are checked for a certain later key; the check of new keys covers the others
 _FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most at a time
 _EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
 
@@ -32,39 +32,25 @@ class LookaheadCheck:
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
-        self._pending: NDArray[np.int64] | None = None  # (R,) queries from here on may lack a key; None: no query does
-        # Ranges of queries, for any row and head; they depend on the mask only, not on what was appended.
-        self._no_later = range(0)  # each sees no later key
-        self._uncertain = range(0)  # for none of them the tiles prove a visible later key
-        self._ahead = _AHEAD  # length of the next ranges
+        self._proven = range(0)  # no query before one of these ends sees a key from that end on
 
     def check(self, positions: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Before tokens are appended at ``positions`` (R, N) to rows whose next position is ``coming`` (R,)."""
-        if positions.size == 1:  # the usual case; saves two reductions
-            low = high = positions.item()
+        if positions.size == 1:  # the usual case; saves the reductions
+            low, high = coming.item(), max(coming.item(), positions.item() + 1)
         else:
-            low, high = int(positions.min(initial=POSITION_MAX)), int(positions.max(initial=-1))
-        if high < 0:
-            return
-        low = low if low >= 0 else int(positions[positions >= 0].min())
-        if self._pending is None and low in self._no_later and high in self._no_later:
+            low, high = int(coming.min()), max(int(coming.max()), int(positions.max(initial=-1)) + 1)
+        if low in self._proven and high in self._proven:
             return
         coming = np.broadcast_to(coming, len(positions))
-        pending = coming if self._pending is None else np.broadcast_to(self._pending, len(positions))
-        if self._pending is not None:
-            self._check_keys(positions, pending, coming)
-        first = np.where(positions >= 0, positions, POSITION_MAX).min(1)  # (R,)
-        first = np.where(pending < coming, pending, first)
-        if low in self._uncertain and high in self._uncertain:
-            self._pending = first
-            return
-        end = np.maximum(coming, positions.max(1) + 1)  # (R,)
-        if np.all(seen(self.mask, first, end, end, POSITION_MAX) == EMPTY):
-            self._pending = None
+        end = np.maximum(coming, positions.max(1, initial=-1) + 1)  # (R,)
+        self._check_keys(positions, coming)
+        if np.all(self._none_seen_after(end)):
+            ends = int(end.min()) + np.arange(min(_AHEAD + high - low, _MOST_AHEAD))
+            proven = self._none_seen_after(ends[None])[0]
+            self._proven = range(int(ends[0]), int(ends[0]) + (len(ends) if proven.all() else int(proven.argmin())))
         else:
-            first = np.where(pending < coming, pending, end)
-            self._pending = np.minimum(first, self._check_queries(positions, end))
-        self._look_ahead(int(end.min()), int(end.max()))
+            self._check_queries(positions[:, -_LAST:], end)
 
     def crop(self, n: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Before the tokens from ``n`` to before ``coming`` (R,) are removed: no query that stays may have seen one."""
@@ -77,59 +63,27 @@ class LookaheadCheck:
                         f"crop: n is {n.tolist()}, but {self.mask!r} shows the query at {pair[0]}, which stays, the key at "
                         f"{pair[1]}.\nFix: crop to {pair[0]} or earlier, and append from there again."
                     )
-        if self._pending is not None:
-            self._pending = np.minimum(self._pending, n)
 
-    def reorder(self, index: NDArray[np.int64]) -> None:
-        if self._pending is not None and len(self._pending) > 1:
-            self._pending = self._pending[index]
+    def _none_seen_after(self, end: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether it is proven that no query before an end (R, ...) sees a key from that end on."""
+        return seen(self.mask, 0 * end, end, end, POSITION_MAX) == EMPTY
 
-    def shift(self, keep: int, back: NDArray[np.int64]) -> None:
-        """After the tokens from ``keep`` on have moved by ``back`` (R,) positions."""
-        if self._pending is not None:
-            self._pending = np.maximum(self._pending - back, np.minimum(self._pending, keep))
-
-    def _look_ahead(self, start: int, furthest: int) -> None:
-        """Extend the ranges from ``start`` on, to cover rows whose next positions are between ``start`` and ``furthest``."""
-        ahead = self._ahead + min(furthest - start, 16 * _MOST_AHEAD)
-        q = start + np.arange(ahead)[None]  # (1, A)
-        no_later = _first_false(seen(self.mask, q, q + 1, q + 1, POSITION_MAX)[0] == EMPTY)
-        self._no_later = self._uncertain = range(start, start + no_later)
-        if no_later == ahead:
-            self._ahead = min(2 * self._ahead, _MOST_AHEAD)
-            return
-        self._ahead = _AHEAD
-        certain = np.asarray(self._later_keys(q[:, :_AHEAD], q[:, :_AHEAD] + 1)[0][0].any(-1))  # (A,)
-        self._uncertain = range(start, start + _first_false(~certain))
-
-    def _later_keys(self, q: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """The proof by tiles that queries (R, A) see a later key: for ranges from ``end`` (R, A or 1) on, whether one is FULL.
-
-        Returns:
-            (R, A, S) bool, and where the ranges begin and end, (R, A or 1, S + 1).
-        """
-        k = np.minimum(end[..., None] + _EDGES, POSITION_MAX)
-        return seen(self.mask, q[..., None], q[..., None] + 1, k[..., :-1], k[..., 1:]) == FULL, k
-
-    def _check_queries(self, positions: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Raise if a new query certainly sees a key from ``end`` (R,) on; return from where on they may see one, (R,)."""
-        q = positions[:, -_LAST:]
-        certain, k = self._later_keys(q, end[:, None])
-        for b, i, s in np.argwhere(certain)[:1].tolist():
-            masks = row_masks(self.mask, b, len(positions))
-            self._raise(int(q[b, i]), int(k[b, 0, s]), masks, "is not in the cache yet")
-        may = seen(self.mask, positions, positions + 1, end[:, None], POSITION_MAX) != EMPTY  # (R, N)
-        return np.where(may, positions, POSITION_MAX).min(1, initial=POSITION_MAX)
-
-    def _check_keys(self, positions: NDArray[np.int64], pending: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
-        """Raise if a query from ``pending`` to before ``coming`` (R,) sees one of the new keys at ``positions`` (R, N)."""
-        for b in np.flatnonzero(pending < coming).tolist():
-            low, high = int(pending[b]), int(coming[b])
+    def _check_keys(self, positions: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
+        """Raise if a query before ``coming`` (R,) sees one of the new keys."""
+        for b in np.flatnonzero(~self._none_seen_after(coming)).tolist():
             k = positions[b][positions[b] >= 0]
             for mask in row_masks(self.mask, b, len(positions)):
-                pair = visible_pair(mask, low, high, k)
+                pair = visible_pair(mask, 0, int(coming[b]), k)
                 if pair is not None:
                     self._raise(*pair, [mask], "comes only after it")
+
+    def _check_queries(self, q: NDArray[np.int64], end: NDArray[np.int64]) -> None:
+        """Raise if the tiles prove that a new query sees a key from ``end`` (R,) on."""
+        k = np.minimum(end[:, None, None] + _EDGES, POSITION_MAX)  # (R, 1, S + 1)
+        certain = seen(self.mask, q[..., None], q[..., None] + 1, k[..., :-1], k[..., 1:]) == FULL
+        for b, i, s in np.argwhere(certain)[:1].tolist():
+            masks = row_masks(self.mask, b, len(q))
+            self._raise(int(q[b, i]), int(k[b, 0, s]), masks, "is not in the cache yet")
 
     def _raise(self, q: int, k: int, masks: list[Mask], what: str) -> NoReturn:
         last = max((_last_seen(mask, q, k) for mask in masks), default=k)
@@ -164,10 +118,6 @@ def visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple
             i, j = np.argwhere(shown)[0].tolist()
             return start + i, int(k[j])
     return None
-
-
-def _first_false(facts: NDArray[np.bool_]) -> int:
-    return len(facts) if facts.all() else int(facts.argmin())
 
 
 def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:

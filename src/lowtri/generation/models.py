@@ -1,9 +1,9 @@
-"""Adapters that give every language model one interface: new tokens of each row in, next-token logits of each row out.
+"""Gives every language model one interface: new tokens of each row in, next-token logits of each row out.
 
-    PositionedModel     model(ids, positions=..., cache=...)       lowtri's models, anything with make_cache(batch_size)
-                        model(ids, positions=...)                  without a cache: the whole row at every step
-    TransformersModel   model(input_ids=..., past_key_values=...)  a causal language model of transformers
-    PlainModel          model(ids)                                 any callable; rows of equal length form one batch
+    model(input_ids=..., past_key_values=...)  a causal language model of transformers
+    model(ids, positions=..., cache=...)       lowtri's models, anything with make_cache(batch_size)
+    model(ids, positions=...)                  without a cache: the whole row at every step
+    model(ids)                                 any callable; rows of equal length form one batch
 
 Rows of different lengths share a batch by left padding, with position -1 (transformers: attention mask 0). A plain callable
 cannot mark padding, so rows of each length are a separate call.
@@ -23,24 +23,6 @@ from lowtri.errors import CallError
 
 Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
 Logits: TypeAlias = NDArray[np.floating]  # (B, V); undefined where a row has ended
-NextLogits: TypeAlias = "TransformersModel | PositionedModel | PlainModel"
-
-
-def next_logits(model: Any, rows: int, *, cached: bool, torch_ids: bool) -> NextLogits:
-    """The adapter for a model.
-
-    Args:
-        rows: the batch size.
-        cached: whether to use the model's cache, if it has one.
-        torch_ids: whether a callable that is not a torch module takes tensors; otherwise it gets NumPy arrays.
-    """
-    parameters = _parameters(model)
-    if "past_key_values" in parameters:
-        return TransformersModel(model, parameters, cached)
-    has_cache = cached and hasattr(model, "make_cache") and "cache" in parameters
-    if has_cache or "positions" in parameters:
-        return PositionedModel(model, parameters, rows, has_cache)
-    return PlainModel(model, torch_ids or _is_module(model))
 
 
 def context_of(model: Any) -> int | None:
@@ -56,109 +38,83 @@ def stepwise_cache(model: Any, rows: int, **options: Any) -> Any:
     return model.make_cache(rows, **options)
 
 
-class PositionedModel:
-    """A model that takes positions: only the new tokens and a cache, or whole rows at every step."""
+class NextLogits:
+    """A model, called with the new tokens of each row; it holds what the model needs of the tokens before them.
 
-    def __init__(self, model: Any, parameters: frozenset[str], rows: int, cached: bool) -> None:
-        self.model, self.options = model, _last_only(parameters)
-        self.rows: list[list[int]] = []
-        self.lengths = np.zeros(rows, np.int64)  # (B,) of what the cache holds
-        self.cached = cached
-        if cached:
-            self.options["cache"] = stepwise_cache(model, rows)
+    Args:
+        rows: the batch size.
+        cached: whether to use the model's cache, if it has one.
+        torch_ids: whether a callable that is not a torch module takes tensors; otherwise it gets NumPy arrays.
+    """
 
-    def __call__(self, new: Rows) -> Logits:
-        if not self.cached:
-            new = self.rows = _extended(self.rows, new)  # a row that has ended is computed again and ignored
-        ids, positions = _padded(new, self.lengths)
-        if self.cached:
-            self.lengths += [len(row) for row in new]
-        with _inference(self.model):
-            out = self.model(_tensor(ids, self.model), positions=positions, **self.options)
-        return _last(out, ids.shape)
-
-
-class TransformersModel:
-    """A causal language model of transformers, with or without its own cache."""
-
-    def __init__(self, model: Any, parameters: frozenset[str], cached: bool) -> None:
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    def __init__(self, model: Any, rows: int, *, cached: bool, torch_ids: bool) -> None:
+        self.model, self._names = model, _parameters(model)
+        self._of_transformers = "past_key_values" in self._names
+        if self._of_transformers and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise CallError(
                 f"generate: {type(model).__name__} is an encoder-decoder, which needs an input besides the prompt.\n"
                 "Fix: a function ids -> logits that calls it with the encoder's output."
             )
-        self.model, self.parameters, self.cached = model, parameters, cached
-        self.cache: Any = None
-        self.rows: list[list[int]] = []
-        self.lengths: Any = None  # (B,)
-        self.valid: Any = None  # (B, tokens so far), 1 = real
+        own_cache = cached and not self._of_transformers and hasattr(model, "make_cache") and "cache" in self._names
+        self._cached = own_cache or (cached and self._of_transformers)
+        self._pads = own_cache or self._of_transformers or "positions" in self._names
+        self._torch_ids = torch_ids or self._pads or _is_module(model)
+        # Of a long prompt, the logits of other tokens than the last are large and unused.
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._names else {}
+        if own_cache:
+            self._options["cache"] = stepwise_cache(model, rows)
+        self._rows: list[list[int]] = [[] for _ in range(rows)]  # without a cache: all tokens
+        self._lengths = np.zeros(rows, np.int64)  # (B,) of what the cache holds
+        self._valid = np.zeros((rows, 0), np.int64)  # (B, tokens in transformers' cache), 1 = real
 
     def __call__(self, new: Rows) -> Logits:
-        if not self.cached:
-            new = self.rows = _extended(self.rows, new)
-            self.lengths = None
-        if self.lengths is None:
-            self.lengths, self.valid = np.zeros(len(new), np.int64), np.zeros((len(new), 0), np.int64)
-        ids, positions = _padded(new, self.lengths)
-        if positions is None:
-            positions = self.lengths[:, None] + np.arange(ids.shape[1])
-        self.lengths = self.lengths + [len(row) for row in new]
-        self.valid = np.concatenate([self.valid, (positions >= 0).astype(np.int64)], 1)
-        options: dict[str, Any] = {
-            "attention_mask": _tensor(self.valid, self.model),
-            "position_ids": _tensor(np.maximum(positions, 0), self.model),
-            "use_cache": self.cached,
-        }
-        if self.cache is not None:
-            options["past_key_values"] = self.cache
-        options = {name: value for name, value in options.items() if name in self.parameters}
-        with _inference(self.model):
-            out = self.model(input_ids=_tensor(ids, self.model), **options, **_last_only(self.parameters))
-        self.cache = out.past_key_values if self.cached else None
-        return _last(out, ids.shape)
-
-
-class PlainModel:
-    """Any callable ids -> logits, (B, N) to (B, N, V), or to (B, V) for the last token."""
-
-    def __init__(self, model: Any, torch_ids: bool) -> None:
-        self.model, self.torch_ids = model, torch_ids
-        self.rows: list[list[int]] = []
-
-    def __call__(self, new: Rows) -> Logits:
-        self.rows = _extended(self.rows, new)
+        if self._cached:
+            return self._batch(new)
+        self._rows = [old + list(row) for old, row in zip(self._rows, new, strict=True)]
+        if self._pads:
+            return self._batch(self._rows)  # a row that has ended is computed again and ignored
         by_length: dict[int, list[int]] = {}
-        for b, row in enumerate(self.rows):
+        for b, row in enumerate(self._rows):
             if new[b]:
                 by_length.setdefault(len(row), []).append(b)
-        out: Logits | None = None
+        parts: dict[int, Logits] = {}
         for group in by_length.values():
-            ids = np.array([self.rows[b] for b in group], np.int64)
-            with _inference(self.model):
-                logits = _last(self.model(_tensor(ids, self.model) if self.torch_ids else ids), ids.shape)
-            out = np.zeros((len(new), logits.shape[1]), logits.dtype) if out is None else out
-            out[group] = logits
-        assert out is not None, "at least one row has new tokens"
-        return out
+            ids = np.array([self._rows[b] for b in group], np.int64)
+            parts.update(zip(group, self._run(ids), strict=True))
+        ended = np.zeros_like(next(iter(parts.values())))
+        return np.stack([parts.get(b, ended) for b in range(len(new))])
 
-
-def _extended(rows: list[list[int]], new: Rows) -> list[list[int]]:
-    return [old + list(row) for old, row in zip(rows or [[]] * len(new), new, strict=True)]
-
-
-def _padded(rows: Rows, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Left-padded ids (B, N) and their positions, -1 at padding; None if nothing is padded and all rows are equally long."""
-    sizes = np.array([len(row) for row in rows])
-    n = int(sizes.max())
-    ids = np.zeros((len(rows), n), np.int64)
-    for b, row in enumerate(rows):
-        if row:
+    def _batch(self, rows: Rows) -> Logits:
+        """All rows, left-padded."""
+        sizes = np.array([len(row) for row in rows])
+        n = int(sizes.max())
+        ids = np.zeros((len(rows), n), np.int64)
+        for b, row in enumerate(rows):
             ids[b, n - len(row) :] = row
-    ends = lengths + sizes
-    if sizes.min() == n and ends.min() == ends.max():
-        return ids, None
-    positions = ends[:, None] - n + np.arange(n)
-    return ids, np.where(np.arange(n) >= n - sizes[:, None], positions, -1)
+        positions = (self._lengths + sizes - n)[:, None] + np.arange(n)
+        positions[np.arange(n) < n - sizes[:, None]] = -1  # (B, N)
+        valid = np.concatenate([self._valid, (positions >= 0).astype(np.int64)], 1)
+        if self._cached:
+            self._lengths, self._valid = self._lengths + sizes, valid
+        if not self._of_transformers:
+            differ = positions[0, 0] < 0 or (positions != positions[:1]).any()
+            return self._run(ids, positions=positions if differ else None)
+        options = {
+            "attention_mask": _tensor(valid, self.model),
+            "position_ids": _tensor(np.maximum(positions, 0), self.model),
+            "use_cache": self._cached,
+        }
+        return self._run(ids, **{name: value for name, value in options.items() if name in self._names})
+
+    def _run(self, ids: NDArray[np.int64], **options: Any) -> Logits:
+        given: Any = _tensor(ids, self.model) if self._torch_ids else ids
+        with _inference(self.model):
+            if not self._of_transformers:
+                return _last(self.model(given, **options, **self._options), ids.shape)
+            out = self.model(input_ids=given, **options, **self._options)
+        if self._cached:
+            self._options["past_key_values"] = out.past_key_values
+        return _last(out, ids.shape)
 
 
 def _parameters(model: Any) -> frozenset[str]:
@@ -166,11 +122,6 @@ def _parameters(model: Any) -> frozenset[str]:
         return frozenset(inspect.signature(model.forward if _is_module(model) else model).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
         return frozenset()
-
-
-def _last_only(parameters: frozenset[str]) -> dict[str, Any]:
-    """Compute the last logits only, where the model can: the others of a long prompt are large and unused."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
 
 def _is_module(model: Any) -> bool:

@@ -1,11 +1,11 @@
-"""The slot allocator of a cache: which slot holds the token at which position, and which slots are free. NumPy only.
+"""The slot allocator of a cache: which slot holds the token at which position. NumPy only.
 
-A token keeps its slot until it is evicted, that is until no query from position ``t`` on can see it in any row of the batch:
-``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. Eviction runs in blocks, with one vectorised tile call for all keys, so its cost
-per token is small:
+Tokens stand in the order in which they came. A token keeps its slot until it is evicted, that is until no query from position ``t``
+on can see it in any row of the batch: ``mask.tile(t, POSITION_MAX, k, k + 1)`` is EMPTY. Eviction runs in blocks, with one vectorised
+tile call for all keys, and the tokens that are left then move to the front, so that the cost per token is small:
 
-    full              one FULL answer for the whole range: nothing is evicted
-    windows, chunks   slots of evicted keys are reused, oldest first: a ring buffer of constant size
+    full              one FULL answer for the whole range: nothing is evicted, and the capacity doubles when it is full
+    windows, chunks   the capacity stays at the keys that are seen and one block
     sinks, prefixes   their keys are never EMPTY, so they stay
 """
 
@@ -24,7 +24,6 @@ from lowtri.masks.arrays import positions_in_numpy
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 _INT64 = np.dtype(np.int64)
-_UNKNOWN, _NEVER = -1, -2
 _AHEAD = 64  # number of future queries for which `shift` compares the mask before and after
 
 
@@ -42,15 +41,11 @@ class SlotAllocator:
         self.top = 0  # all used slots are below
         self.appends = 0
         self.evicted = 0
-        self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append
-        self.slots: Slots = slice(0, 0)  # its slots
+        self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append, in the last slots
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
-        self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
-        # How many slots were in use when each had the position of its own number; or that an eviction rules it out.
-        self._ordered = _UNKNOWN
-        self._free = np.arange(capacity)
-        self._taken = 0  # how many of _free are in use
+        self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
+        self._gaps = False  # whether a slot below `top` may be free in some row
         self._since_sweep = 0  # tokens appended since the last sweep
         self._interval = block  # tokens between two sweeps
         self._most_live = 0  # the largest number of tokens left after a sweep
@@ -64,22 +59,10 @@ class SlotAllocator:
         """Slots that hold a token of any row, ascending."""
         return np.flatnonzero((self.positions[:, : self.top] >= 0).any(0))
 
+    @property
     def contiguous(self) -> bool:
         """Whether slot i holds position i in all rows: attention's default positions."""
-        slots, new = self.slots, self.newest
-        if len(self.positions) > 1:
-            return False
-        if new.size == 1 and isinstance(slots, slice):  # the usual case: a token after those that were in order
-            if new.item() != slots.start:
-                return False
-            if self._ordered == slots.start == self.top - 1:
-                self._ordered = self.top
-                return True
-            if self._ordered == _NEVER:
-                return False
-        ordered = np.array_equal(self.positions[0, : self.top], np.arange(self.top))
-        self._ordered = self.top if ordered else _NEVER
-        return ordered
+        return not self._gaps and len(self.next) == 1 and self.next.item() == self.top
 
     def upcoming(self, n: int) -> NDArray[np.int64]:
         """Default positions of the next ``n`` tokens, (R, n)."""
@@ -104,14 +87,15 @@ class SlotAllocator:
         if len(new) > len(self.positions):
             self._widen(len(new))
         self.moved = None
-        if self._since_sweep >= self._interval or len(self._free) - self._taken < n:
+        if self._since_sweep >= self._interval or self.top + n > self.capacity:
             earliest = np.where(new >= 0, new, POSITION_MAX).min(1, initial=POSITION_MAX)
             earliest = np.where(earliest < POSITION_MAX, earliest, self.next)  # (R,) no query comes before it
             self._sweep(np.maximum(earliest - self.rewind, 0), n)
-        self.slots = self._take(n)
-        self.positions[:, self.slots] = new
+        self.positions[:, self.top : self.top + n] = new
+        self.top += n
         self.newest = new
         if n:
+            self._gaps = self._gaps or not follows
             self.next = new[:, -1] + 1 if follows else np.maximum(self.next, new.max(1) + 1)
         self._since_sweep += n
         self.appends += 1
@@ -129,16 +113,13 @@ class SlotAllocator:
             self.lookahead.crop(n, self.next)
         self.positions[self.positions >= n[:, None]] = -1
         self.next = np.minimum(self.next, n)
-        newest = int(self.positions.max(0, initial=-1).argmax()) if self.capacity else 0
-        self.slots = slice(newest, newest + int(self.next.max() > 0))  # continue after the newest token left
-        self._list_free()
+        used = self.used
+        self.top = int(used[-1]) + 1 if len(used) else 0
 
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
             self.positions, self.next = self.positions[index], self.next[index]
             self._complete_from = self._complete_from[index]
-        if self.lookahead is not None:
-            self.lookahead.reorder(index)
 
     def shift(self, keep: int) -> NDArray[np.int64]:
         """Close the gap of evicted tokens after position ``keep``; return by how much each slot's token moved, (R, top).
@@ -160,11 +141,9 @@ class SlotAllocator:
         self.evicted += int(np.count_nonzero((before < 0).all(0)))
         self.positions[:, used] = after
         self.next = self.next - back
-        if self.lookahead is not None:
-            self.lookahead.shift(keep, back)
         self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
-        self._list_free()
-        return moved[:, : self.top]
+        self._gaps = True
+        return moved
 
     def _check_shift(self, before: NDArray[np.int64], after: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Raise if the mask would show other pairs after the shift."""
@@ -185,32 +164,41 @@ class SlotAllocator:
         self.next, self._complete_from = np.repeat(self.next, rows), np.repeat(self._complete_from, rows)
 
     def _sweep(self, first: NDArray[np.int64], n: int) -> None:
-        """Evict what no query from ``first`` (R,) on can see; then resize for ``n`` tokens and the next interval."""
-        full = len(self._free) - self._taken < n
+        """Evict what no query from ``first`` (R,) on can see; then make room for ``n`` tokens and the next interval."""
         used = self.used
-        evicted = used[self._invisible(self.positions[:, used], first)]
-        if len(evicted):
-            self.positions[:, evicted] = -1
-            self.evicted += len(evicted)
+        live = used[~self._invisible(self.positions[:, used], first)]
+        evicted = len(used) - len(live)
+        if evicted:
+            self.evicted += evicted
             self._complete_from = first.copy()
-        live = len(used) - len(evicted)
-        self._since_sweep, self._interval = 0, max(self.block, live // 8)
-        self._most_live = max(self._most_live, live)
-        needed = live + n
-        if full and self.capacity - needed < self._interval // 2:
-            self._resize(self._grown(first, n, needed))
-        elif self.capacity > 2 * (small := max(self._round(max(self._most_live, needed) + self._interval), self.floor)):
-            self._resize(small)  # after a long prompt, a window needs less
-        else:
-            self._list_free()
+        self._since_sweep, self._interval = 0, max(self.block, len(live) // 8)
+        self._most_live = max(self._most_live, len(live))
+        capacity, needed = self.capacity, len(live) + n
+        enough = max(self._round(max(self._most_live, needed) + self._interval), self.floor)
+        if self.top + n > capacity and capacity - needed < self._interval // 2:
+            capacity = enough if evicted or not len(used) else self._round(2 * needed)
+        elif evicted and capacity > enough + enough // 4:
+            capacity = enough  # after a long prompt, a window needs less
+        if len(live) < self.top or capacity != self.capacity:
+            self._move(live, capacity)
+
+    def _move(self, live: NDArray[np.int64], capacity: int) -> None:
+        """New buffers of this capacity, with the tokens in these slots at their front."""
+        top = len(live)
+        positions = np.full((len(self.positions), capacity), -1, np.int64)
+        positions[:, :top] = self.positions[:, live]
+        self.positions, self.top = positions, top
+        self._gaps = bool((positions[:, :top] < 0).any())
+        consecutive = top and live[-1] - live[0] == top - 1
+        self.moved = slice(int(live[0]), int(live[-1]) + 1) if consecutive else live
 
     def _invisible(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the keys ``k`` (R, S) no query from ``first`` (R,) on can see in any row and head, (S,)."""
         tokens = k[k >= 0]
         if not len(tokens):
             return np.ones(k.shape[1], bool)
-        whole = np.asarray(self.mask.tile(int(first.min()), POSITION_MAX, int(tokens.min()), int(tokens.max()) + 1))
-        if np.all(whole == FULL):
+        whole = self.mask.tile(int(first.min()), POSITION_MAX, int(tokens.min()), int(tokens.max()) + 1)
+        if np.all(np.asarray(whole) == FULL):
             return np.zeros(k.shape[1], bool)
         return np.asarray(self._invisible_by_row(k, first).all(0))
 
@@ -218,63 +206,8 @@ class SlotAllocator:
         """Which of the keys ``k`` (R, S) no query of their own row can see any more, (R, S)."""
         return np.asarray(seen(self.mask, first[:, None], POSITION_MAX, k, k + 1) == EMPTY)
 
-    def _grown(self, first: NDArray[np.int64], n: int, needed: int) -> int:
-        """The new capacity when ``needed`` slots are too many for the present one.
-
-        It doubles, unless enough of the present tokens will be evicted before a smaller one is full, as under a window.
-        """
-        if needed == n:  # the first tokens
-            return max(self._round(needed + max(self.block, needed // 8)), self.floor)
-        k = np.concatenate([self.positions[:, self.used], first[:, None] + np.arange(n)], 1)
-        for part in (8, 4, 2):
-            more = max(self.block, needed // part)
-            if np.count_nonzero(self._invisible(k, first + n + more)) >= max(self.block, needed // 8):
-                return self._round(needed + more)
-        return self._round(2 * needed)
-
     def _round(self, slots: int) -> int:
         return -(-slots // self.block) * self.block
-
-    def _resize(self, capacity: int) -> None:
-        """New buffers, the tokens at their front in the order of their positions."""
-        used = self.used
-        used = used[np.argsort(self.positions[:, used].max(0), kind="stable")]
-        positions = np.full((len(self.positions), capacity), -1, np.int64)
-        positions[:, : len(used)] = self.positions[:, used]
-        self.moved = as_slots(used)
-        self.positions, self.slots = positions, slice(0, len(used))
-        self._list_free()
-
-    def _list_free(self) -> None:
-        """List free slots in order of use: after the newest token, then from the front, so that runs stay long."""
-        self._ordered = _UNKNOWN
-        taken = (self.positions >= 0).any(0)
-        used = np.flatnonzero(taken)
-        self.top = int(used[-1]) + 1 if len(used) else 0
-        free = np.flatnonzero(~taken)
-        newest = self.slots.stop - 1 if isinstance(self.slots, slice) else self.slots[-1]
-        on = int(np.searchsorted(free, newest))
-        self._free, self._taken = np.concatenate([free[on:], free[:on]]), 0
-
-    def _take(self, n: int) -> Slots:
-        slots = as_slots(self._free[self._taken : self._taken + n])
-        self._taken += n
-        end = slots.stop if isinstance(slots, slice) else int(slots.max()) + 1
-        if n and end > self.top:
-            self.top = end
-        return slots
-
-
-def as_slots(slots: NDArray[np.int64]) -> Slots:
-    """The slots as a slice where they are consecutive: slices are copied without an index."""
-    n = len(slots)
-    if n == 0:
-        return slice(0, 0)
-    start = int(slots[0])
-    # Free slots ascend in at most two runs, so comparing the ends nearly suffices; moved ones may be in any order.
-    if int(slots[-1]) - start == n - 1 and (n <= 2 or bool(np.all(np.diff(slots) == 1))):
-        return slice(start, start + n)
-    return slots
 
 
 # Positions as users pass them (lists, NumPy arrays or tensors), checked and converted to int64.

@@ -2,14 +2,12 @@
 
 Each file imports only from the files above it:
 
-runs        runs of key blocks: which blocks the queries of a rank see
-shards      ShardPlan: which rank holds which tokens, and which keys each rank needs; its pictures
-planning    plan_shards: layouts of tokens over ranks, and the choice among them
-collectives collectives with errors that say what failed; all ranks agree on the arguments of a call, or all of them raise
-exchange    keys and values from rank to rank, and their gradients back
-attend      attention of a rank's queries over the whole sequence, with gradients
-context     ContextParallel
-sequential  SequentialShards: the shards one after the other in one process
+shards       ShardPlan: which rank holds which tokens, and which keys each rank needs; its pictures
+planning     plan_shards: layouts of tokens over ranks, and the choice among them
+attend       what the two classes below have in common
+collectives  collectives with errors that say what failed, the agreement of the ranks, and the exchange of keys and their gradients
+context      ContextParallel
+sequential   SequentialShards: the shards one after the other in one process
 
 Plans need neither torch nor processes.
 """

@@ -1,4 +1,4 @@
-"""Collectives of a group, whose failures say what was being done, and the agreement of its ranks before data moves.
+"""Collectives of a group, whose failures say what was being done; the agreement of its ranks; the exchange of keys and values.
 
 An error of one rank, or arguments that differ, are raised on every rank. A process that ends closes its connections, so that a
 collective of the others fails; one that hangs lets them wait until the time-out of the group. torchrun ends the other processes when
@@ -8,16 +8,18 @@ one has ended, and reports which one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowtri.errors import CallError, LowtriError, RankError
+from lowtri.parallel.shards import Ints, ShardPlan
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any, *, async_op: bool = False) -> Any:
@@ -58,15 +60,6 @@ def barrier(what: str, group: Any, timeout: float) -> None:
     if dist.get_backend(group) == "gloo":
         with guard(what):
             dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
-
-
-def describe_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> list[str]:
-    """Everything about a call that all ranks must have in common, as texts."""
-    facts = [f"{name} {[*x.shape[:2], x.shape[3]]} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v))]
-    facts.append(f"sinks {None if sinks is None else tuple(sinks.shape)}")
-    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    facts.append(f"gradients {records}")
-    return facts + [f"{name} {value}" for name, value in options.items()]
 
 
 def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: float | None = None) -> None:
@@ -112,3 +105,95 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: f
 
 def _short(text: str) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+class Exchange:
+    """The exchange of keys and values of one rank with the others, under one mask, and of their gradients back.
+
+    Rows are (tokens, B, Hkv, D + Dv): the keys and values of a token stand together, so that one message carries both. Each rank
+    receives the tokens that its queries see, in an all-to-all of unequal parts; or, where the plan gathers, all tokens, in an
+    all-gather of equal parts into one buffer. Gradients go back in an all-to-all, at least in float32, and are added in the order of
+    the ranks, so that the sum is the same in each run.
+
+    Attributes:
+        whole: the positions of the rows of :meth:`join`, -1 where there is no token.
+        others: the positions of the rows of :meth:`fetch`, -1 for rows that are not another rank's token.
+    """
+
+    def __init__(self, plan: ShardPlan, mask: int, rank: int, group: Any) -> None:
+        self.rank, self.group, self.gathers = rank, group, plan.gathers[mask]
+        own = plan.positions(rank)
+        self.tokens, self.most = len(own), int(plan.tokens.max())
+        if self.gathers:
+            parts = np.full((2, plan.ranks, self.most), -1)
+            for other in range(plan.ranks):
+                parts[:, other, : plan.tokens[other]] = plan.positions(other)
+            parts[1, rank] = -1
+            self.whole: Ints = parts[0].ravel()
+            self.others: Ints = parts[1].ravel()
+            self.sent = self.received = [self.most] * plan.ranks
+        else:
+            self.others = plan.fetched(rank, mask)
+            self.whole = np.concatenate([own, self.others])
+            sent = [np.searchsorted(own, plan.fetched(other, mask, rank)) for other in range(plan.ranks)]
+            self.sent, self.received = [len(part) for part in sent], plan.received_from(rank, mask).tolist()
+            self._sent_tokens = torch.from_numpy(
+                np.concatenate(sent)
+            )  # those for rank 0 first; one may go to several ranks
+
+    def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Begin to fetch the rows of others, where ``rows`` are this rank's own; the function that waits for them."""
+        fetched = rows.new_empty((len(self.others), *rows.shape[1:]))
+        if self.gathers:
+            sent = rows.new_zeros((self.most, *rows.shape[1:]))
+            sent[: len(rows)] = rows
+            return _waiting("gathering keys and values", all_gather, fetched, sent, self.group, async_op=True)
+        sent = rows.index_select(0, self._index(rows.device))
+        return _waiting("fetching keys and values", all_to_all, fetched, sent, self.received, self.sent, self.group)
+
+    def join(self, rows: Tensor, fetched: Tensor) -> Tensor:
+        """This rank's own rows and the fetched ones in one tensor."""
+        return fetched if self.gathers else torch.cat([rows, fetched])
+
+    def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of :meth:`join`, for gradients: those of this rank's own rows, and those of fetched ones."""
+        start = self.rank * self.most if self.gathers else 0
+        return joined[start : start + self.tokens], joined if self.gathers else joined[self.tokens :]
+
+    def give_back(self, d_fetched: Tensor) -> Callable[[], Tensor]:
+        """Begin to send the gradients of fetched rows to their owners; the function that waits for those of this rank's rows."""
+        d_fetched = d_fetched.contiguous()
+        returned = d_fetched.new_empty((sum(self.sent), *d_fetched.shape[1:]))
+        return _waiting("returning gradients", all_to_all, returned, d_fetched, self.sent, self.received, self.group)
+
+    def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
+        """The gradients of this rank's own rows: its own part and those that other ranks returned, rank by rank."""
+        total, start = d_own.clone(memory_format=torch.contiguous_format), 0
+        for rank, part in enumerate(returned.split(self.sent)):
+            if self.gathers and rank != self.rank:  # its own part needs no message
+                total += part[: self.tokens]
+            elif not self.gathers:
+                total.index_add_(0, self._index(d_own.device)[start : start + len(part)], part)
+                start += len(part)
+        return total
+
+    def _index(self, device: torch.device) -> Tensor:
+        self._sent_tokens = self._sent_tokens.to(device)
+        return self._sent_tokens
+
+
+def _waiting(
+    what: str, collective: Callable[..., Any], out: Tensor, sent: Tensor, *arguments: Any, **options: Any
+) -> Callable[[], Tensor]:
+    """Begin a collective; the function that waits for its result."""
+    with guard(what):
+        begun = [(collective(out, sent, *arguments, **options), sent)]
+
+    def wait() -> Tensor:
+        with guard(what):
+            for work, _ in begun:
+                work.wait()
+        begun.clear()  # what was sent can be freed now
+        return out
+
+    return wait

@@ -1,28 +1,36 @@
-"""ContextParallel: one rank's view of a sequence that is spread over the processes of a group."""
+"""ContextParallel: one rank's view of a sequence that is spread over the processes of a group.
+
+The forward keeps q, k, v, the output and its log-sum-exp of this rank's own tokens. The backward fetches the keys and values of other
+ranks again, and starts from the known output and log-sum-exp (:func:`lowtri.attention_backward`).
+
+With ``overlap`` the own keys are attended while those of others arrive, and the two results are merged by their log-sum-exp; without it
+all keys are joined in one tensor and attended in one call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lowtri.dispatch.attend import attention
+from lowtri.dispatch.backward import attention_backward
+from lowtri.dispatch.merge import merge
 from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
-from lowtri.masks import Mask, as_mask
+from lowtri.masks import Mask
 from lowtri.parallel import collectives
-from lowtri.parallel.attend import Bias, Setting, attend, module_options, take, wrong_tensors
-from lowtri.parallel.collectives import agree, barrier, describe_call, guard
-from lowtri.parallel.exchange import Exchange, exchange_of
-from lowtri.parallel.runs import Ints
-from lowtri.parallel.shards import ShardPlan
+from lowtri.parallel.attend import Bias, ShardedSequence, bias_of_positions
+from lowtri.parallel.collectives import Exchange, agree, barrier, guard
+from lowtri.parallel.shards import Ints, ShardPlan
 
 
-class ContextParallel:
+class ContextParallel(ShardedSequence):
     """A sequence that is spread over processes by a plan, and its exact attention, with gradients.
 
     In every process::
@@ -57,6 +65,8 @@ class ContextParallel:
 
     Source: ring attention, Liu et al. 2023; context parallelism, Dubey et al. 2024 (Llama 3), section 3.3.2.
     """
+
+    _variable = "context"
 
     def __init__(
         self,
@@ -94,15 +104,6 @@ class ContextParallel:
         agree("ContextParallel", None, what, group)
         self._exchanges: dict[int, Exchange] = {}
         self._positions = plan.positions(self.rank)
-
-    @property
-    def positions(self) -> Ints:
-        """The positions of this rank's tokens in the sequence, increasing."""
-        return self._positions
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence. Every rank passes the same ``x``."""
-        return take(x, dim, self.positions, self.plan.n)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence from the tokens ``x`` of each rank, on every rank, without gradients.
@@ -163,58 +164,39 @@ class ContextParallel:
             CallError: on every rank, if a rank's tensors do not hold its tokens, or its mask is not one of the plan's.
             RankError: if the ranks' arguments differ, or a process of the group has ended.
         """
-        given = q, k, v, mask, scale, softcap, bias, sinks, engine
-        result: tuple[Tensor, Tensor] = torch.compiler.disable(self._attention)(*given)
-        return result if return_lse else result[0]
+        options = {"scale": scale, "softcap": softcap, "engine": engine}
+        output, lse = torch.compiler.disable(self._attention)(q, k, v, mask, bias, sinks, options)
+        return (output, lse) if return_lse else output
 
     def _attention(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask: Any,
-        scale: float | None,
-        softcap: float | None,
-        bias: Bias | None,
-        sinks: Any,
-        engine: str,
+        self, q: Any, k: Any, v: Any, mask: Any, bias: Bias | None, sinks: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         device, q, k, v = cast_for_autocast(q, k, v) if isinstance(q, Tensor) else (None, q, k, v)
-        options = {"scale": scale, "softcap": softcap, "engine": engine}
-        index, error = 0, wrong_tensors("ContextParallel.attention", len(self.positions), q, k, v, bias, sinks)
-        if error is None:
-            try:
-                index = self.plan.index(None if mask is None else as_mask(mask, "ContextParallel.attention: mask"))
-            except LowtriError as wrong:
-                error = str(wrong)
-        facts = []
-        if self.check and error is None:
-            facts = describe_call(q, k, v, sinks, {**options, "bias": bias is not None, "mask": index})
+        index, error, facts = 0, None, []
+        try:
+            index = self._mask_index(q, k, v, mask, bias, sinks)
+        except LowtriError as wrong:
+            error = str(wrong)
+        if self.check and error is None:  # everything that all ranks must have in common
+            facts = [f"{name} {[*x.shape[:2], x.shape[3]]} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v))]
+            records = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+            facts += [f"sinks {None if sinks is None else tuple(sinks.shape)}"]
+            facts += [f"gradients {records and torch.is_grad_enabled()}"]
+            facts += [f"{name} {value}" for name, value in options.items()]
+            facts += [f"bias {bias is not None}", f"mask {index}"]
         self.agree("ContextParallel.attention", error, facts)
         if index not in self._exchanges:
-            self._exchanges[index] = exchange_of(self.plan, index, self.rank, self.group)
-        overlap = self.overlap
-        if overlap is None:
-            overlap = q.dtype in (torch.float32, torch.float64)
-        setting = Setting(
-            self._exchanges[index],
-            self.plan.masks[index],
-            self.positions,
-            bias,
-            options,
-            overlap,
-            self.keep,
-        )
+            self._exchanges[index] = Exchange(self.plan, index, self.rank, self.group)
+        overlap = q.dtype in (torch.float32, torch.float64) if self.overlap is None else self.overlap
+        call = _Call(self._exchanges[index], self.plan.masks[index], self.positions, bias, options, overlap, self.keep)
+        biases: list[Tensor | None] = []
+        if bias is not None and torch.is_grad_enabled():
+            biases = [bias_of_positions(bias, self.positions, keys, q.device) for keys in call.key_positions()]
+            if not any(part is not None and part.requires_grad for part in biases):
+                biases = []  # computed again when it is needed, since it has a number for each pair
         with without_autocast(device or autocast_device(q)):
-            return attend(setting, q, k, v, sinks)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | str, **options: Any) -> Any:
-        """:meth:`attention` with the arguments of :func:`lowtri.attention`, for modules that take a function in its place.
-
-        Raises:
-            CallError: if the module asks for weights, or its positions are not this rank's.
-        """
-        return self.attention(q, k, v, mask, **module_options("ContextParallel.attend", options, self.positions))
+            output, lse = _Attend.apply(call, q, k, v, sinks, *biases)
+        return output, lse
 
     def agree(self, what: str, error: str | None, facts: Sequence[str] = ()) -> None:
         """Raise a CallError on every rank if a rank has an error, or they differ in ``facts``; without ``check`` on that rank only."""
@@ -235,3 +217,110 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.plan.ranks}, {len(self.positions)} of {self.plan.n} tokens)"
+
+
+class _Part(NamedTuple):
+    """Some keys and values, and the options of attention over them, the same forward and backward."""
+
+    k: Tensor  # (B, Hkv, Nk, D)
+    v: Tensor  # (B, Hkv, Nk, Dv)
+    options: dict[str, Any]
+
+
+class _Call(NamedTuple):
+    """Everything about a call but its tensors."""
+
+    exchange: Exchange
+    mask: Mask
+    positions: Ints  # of the queries
+    bias: Bias | None
+    options: dict[str, Any]  # scale, softcap, engine
+    overlap: bool
+    keep: bool  # keep what was fetched for the backward
+
+    def key_positions(self) -> list[Ints]:
+        """The positions of the keys of each part: this rank's own, then those of others; or all of them at once."""
+        if not self.overlap:
+            return [self.exchange.whole]
+        return [self.positions, self.exchange.others] if len(self.exchange.others) else [self.positions]
+
+    def parts(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        fetched: Callable[[], Tensor],
+        sinks: Tensor | None,
+        biases: Sequence[Tensor | None],
+    ) -> Iterator[_Part]:
+        """The parts of the keys, each when it has arrived."""
+        q, k, v = tensors
+        for number, positions in enumerate(self.key_positions()):
+            keys, values = k, v
+            if not self.overlap:
+                keys, values = _keys_and_values(self.exchange.join(_rows(k, v), fetched()), k.shape[3])
+            elif number == 1:
+                keys, values = _keys_and_values(fetched(), k.shape[3])
+            bias = biases[number] if biases else bias_of_positions(self.bias, self.positions, positions, k.device)
+            options = {"bias": bias, "sinks": sinks if number == 0 else None}  # sinks take part in the softmax once
+            options |= {"q_positions": self.positions, "k_positions": positions, **self.options}
+            if not (q.numel() and keys.numel()):
+                options["engine"] = (
+                    "auto"  # one that was given by name is not asked where a rank has no queries or no keys
+                )
+            yield _Part(keys, values, options)
+
+
+class _Attend(torch.autograd.Function):
+    """Output (B, Hq, my tokens, Dv) and log-sum-exp (B, Hq, my tokens)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor | None
+    ) -> Any:
+        fetched = call.exchange.fetch(_rows(k, v))
+        results = [
+            attention(q, part.k, part.v, call.mask, return_lse=True, **part.options)
+            for part in call.parts((q, k, v), fetched, sinks, biases)
+        ]
+        output, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.biases = call, len(biases)
+        ctx.save_for_backward(q, k, v, sinks, output, lse, *biases, *([fetched()] if call.keep else []))
+        return output, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: Tensor | None, d_lse: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        q, k, v, sinks, output, lse, *rest = ctx.saved_tensors
+        biases, kept = rest[: ctx.biases], rest[ctx.biases :]
+        exchange = call.exchange
+        fetched = (lambda: kept[0]) if kept else exchange.fetch(_rows(k, v))
+        d_output = torch.zeros_like(output) if d_output is None else d_output
+        gradients = [
+            attention_backward(d_output, d_lse, output, lse, q, part.k, part.v, call.mask, wide=True, **part.options)
+            for part in call.parts((q, k, v), fetched, sinks, biases)
+        ]
+        d_rows = [_rows(part.k, part.v) for part in gradients]
+        if not call.overlap:
+            d_rows = list(exchange.split(d_rows[0]))
+        elif len(d_rows) == 1:  # this rank fetched nothing; others may return gradients to it
+            d_rows.append(d_rows[0].new_empty((0, *d_rows[0].shape[1:])))
+        d_own, d_fetched = d_rows
+        returned = exchange.give_back(d_fetched)
+        d_q = sum((part.q for part in gradients[1:]), gradients[0].q).to(q.dtype)
+        d_biases = [
+            None if part.bias is None else part.bias.to(bias.dtype)
+            for part, bias in zip(gradients, biases, strict=False)
+        ]
+        d_k, d_v = _keys_and_values(exchange.add(d_own, returned()), k.shape[3])
+        d_sinks = None if gradients[0].sinks is None else gradients[0].sinks.to(sinks.dtype)
+        return None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, *d_biases
+
+
+def _rows(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k, v], -1).permute(2, 0, 1, 3)  # (tokens, B, Hkv, D + Dv)
+
+
+def _keys_and_values(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    columns = rows.permute(1, 2, 0, 3)  # (B, Hkv, tokens, D + Dv)
+    return columns[..., :size], columns[..., size:]

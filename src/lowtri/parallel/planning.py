@@ -6,8 +6,8 @@ token. A layout without neighbouring blocks balances better; one with long stret
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,26 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.plan import TILE_Q, Plan, plan
+from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.tile import check_count
-from lowtri.parallel.runs import Ints, Runs, block_pairs, block_runs, first_tokens, runs_of_ranks
-from lowtri.parallel.shards import LayoutCost, ShardPlan, imbalance_of
+from lowtri.parallel.shards import (
+    Ints,
+    LayoutCost,
+    Runs,
+    ShardPlan,
+    block_pairs,
+    block_runs,
+    first_tokens,
+    imbalance_of,
+    runs_of_ranks,
+)
 
 _BLOCKS_OF_A_RANK = 16  # from there on, longer blocks cost little balance
 _MOST_BLOCKS = 2**16
 _EVEN = 1.15  # imbalance
+_MOST_PIECES = 64
+_MOST_PARTNERS = 16  # that are tried for the rank with the most pairs
+_EVENED = (1.02, 1.1, 1.4)  # the most visible pairs of a rank over the mean, at which exchanges end
 _LITTLE_MORE = 1.2  # costs are estimates: a fifth more is paid for an even way
 
 
@@ -74,40 +86,47 @@ def plan_shards(
 
     Source: zig-zag, Brandon et al. 2023 (striped attention) and Dubey et al. 2024 (Llama 3); by visible pairs, MagiAttention 2025.
     """
-    masks = _masks(mask)
+    given = [mask] if isinstance(mask, Mask | str) or hasattr(mask, "dtype") or mask is None else list(mask)
+    if not given:
+        raise MaskError("plan_shards: mask is an empty list. Fix: one mask for each layer.")
+    masks = tuple(dict.fromkeys(as_mask(one, "plan_shards: mask") for one in given))
     n, ranks = check_count("plan_shards", "n", n, least=1), check_count("plan_shards", "ranks", ranks, least=1)
     block = _block(n, ranks) if block is None else check_count("plan_shards", "block", block, least=1)
     if block % TILE_Q:
         raise CallError(
             f"plan_shards: block is {block}, but blocks are multiples of {TILE_Q} tokens. Fix: block={TILE_Q}."
         )
+    positions, blocks = np.arange(n), -(-n // block)
+    seen, total, mean = [], np.zeros(blocks, np.int64), np.zeros(blocks)  # `mean` is of one batch row and head
     for one in masks:
         check_row_lengths("plan_shards", one, n)
-    positions = np.arange(n)
-    sight = [
-        _visible_blocks(plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64), block) for one in masks
-    ]
-    blocks = -(-n // block)
-    total = np.sum([each.pairs for each in sight], axis=0)
-    mean = np.sum([each.pairs / each.tables for each in sight], axis=0)  # of one batch row and head
-    if owner is not None:
-        ways = {"given": _given(owner, blocks, ranks)}
-    else:
+        planned = plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64)
+        pairs = block_pairs(planned, block)
+        seen.append(block_runs(planned, block))
+        total += pairs
+        mean += pairs / planned.mask_index.size
+    if owner is None:
         ways = candidate_layouts(total, ranks, last_is_short=n % block > 0)
+    else:
+        array = np.asarray(owner)
+        if array.shape != (blocks,) or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= ranks:
+            raise CallError(
+                f"plan_shards: owner is {array.dtype} {array.shape}, but it names a rank 0 .. {ranks - 1} for each of "
+                f"{blocks} blocks."
+            )
+        ways = {"given": array.astype(np.int64)}
     if way is not None and way not in ways:
         raise CallError(f"plan_shards: way is {way!r}, but the ways are {', '.join(ways)}.")
     tried: dict[str, LayoutCost] = {}
-    plans: dict[str, ShardPlan] = {}
+    shards: dict[str, ShardPlan] = {}
     for name, to in ways.items():
-        needed = tuple(runs_of_ranks(each.runs, to) for each in sight)
+        needed = tuple(runs_of_ranks(runs, to) for runs in seen)
         tokens, gathers = _received(needed, to, n, ranks, block)
-        pairs = np.bincount(to, total, ranks)
+        pairs = np.bincount(to, total, ranks).astype(np.int64)
         cost = float((np.bincount(to, mean, ranks) + token_cost * tokens).max())
         tried[name] = LayoutCost(imbalance_of(pairs), int(tokens.max()), cost)
-        plans[name] = ShardPlan(
-            masks, n, ranks, block, to, pairs.astype(np.int64), tokens, gathers, name, tried, needed
-        )
-    return plans[_chosen(tried) if way is None else way]
+        shards[name] = ShardPlan(masks, n, ranks, block, to, pairs, tokens, gathers, name, tried, needed)
+    return shards[_chosen(tried) if way is None else way]
 
 
 def _chosen(ways: dict[str, LayoutCost]) -> str:
@@ -120,25 +139,6 @@ def _chosen(ways: dict[str, LayoutCost]) -> str:
     limit = max(_EVEN, 1.05 * min(way.imbalance for way in ways.values()))
     best = min((name for name in ways if ways[name].imbalance <= limit), key=lambda name: ways[name].cost)
     return best if ways[best].cost <= _LITTLE_MORE * ways[cheapest].cost else cheapest
-
-
-class _VisibleBlocks(NamedTuple):
-    """What the blocks of queries see under one mask."""
-
-    pairs: Ints  # (blocks,)
-    runs: Runs
-    tables: int  # batch rows times heads that the pairs are summed over
-
-
-def _visible_blocks(planned: Plan, block: int) -> _VisibleBlocks:
-    return _VisibleBlocks(block_pairs(planned, block), block_runs(planned, block), planned.mask_index.size)
-
-
-def _masks(mask: Any) -> tuple[Mask, ...]:
-    given = [mask] if isinstance(mask, Mask | str) or hasattr(mask, "dtype") or mask is None else list(mask)
-    if not given:
-        raise MaskError("plan_shards: mask is an empty list. Fix: one mask for each layer.")
-    return tuple(dict.fromkeys(as_mask(one, "plan_shards: mask") for one in given))
 
 
 def _block(n: int, ranks: int) -> int:
@@ -161,20 +161,6 @@ def _received(needed: tuple[Runs, ...], owner: Ints, n: int, ranks: int, block: 
         gathers.append(2 * int(fetched.sum()) > int(others.sum()))
         received += others if gathers[-1] else fetched
     return received, tuple(gathers)
-
-
-def _given(owner: Any, blocks: int, ranks: int) -> Ints:
-    array = np.asarray(owner)
-    if array.shape != (blocks,) or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= ranks:
-        raise CallError(
-            f"plan_shards: owner is {array.dtype} {array.shape}, but it names a rank 0 .. {ranks - 1} for each of {blocks} blocks."
-        )
-    return array.astype(np.int64)
-
-
-_MOST_PIECES = 64
-_MOST_PARTNERS = 16  # that are tried for the rank with the most pairs
-_EVENED = (1.02, 1.1, 1.4)  # the most visible pairs of a rank over the mean, at which exchanges end
 
 
 def candidate_layouts(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[str, Ints]:
@@ -264,18 +250,15 @@ def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: b
     blocks_of = np.split(order, np.cumsum(np.bincount(owner[:movable], minlength=ranks))[:-1])
     exchanged = False
     for _ in range(blocks):
-        busy, idle = int(load.argmax()), int(load.argmin())
+        busy = int(load.argmax())
         if load[busy] <= most:
             break
-        best = _best_exchange(pairs, blocks_of[busy], blocks_of[idle], load[busy] - load[idle])
-        if best is None:  # blocks are coarse here: other partners may fit
-            partners = np.argsort(load, kind="stable")[1:_MOST_PARTNERS].tolist()
-            for idle in partners:
-                best = _best_exchange(pairs, blocks_of[busy], blocks_of[idle], load[busy] - load[idle])
-                if best is not None:
-                    break
-            else:
+        for idle in _partners(load):
+            best = _best_exchange(pairs, blocks_of[busy], blocks_of[idle], load[busy] - load[idle])
+            if best is not None:
                 break
+        else:
+            break
         a, b = best
         given, taken = blocks_of[busy][a], blocks_of[idle][b]
         owner[given], owner[taken] = idle, busy
@@ -285,6 +268,12 @@ def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: b
         load[idle] += moved
         exchanged = True
     return owner if exchanged else None
+
+
+def _partners(load: Ints) -> Iterator[int]:
+    """The ranks with the fewest pairs; more than the first where blocks are coarse."""
+    yield int(load.argmin())
+    yield from np.argsort(load, kind="stable")[1:_MOST_PARTNERS].tolist()
 
 
 def _best_exchange(pairs: Ints, given: Ints, taken: Ints, gap: float) -> tuple[int, int] | None:

@@ -23,31 +23,38 @@ _BUSY = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK, errno.EACCES)
 
 @contextmanager
 def only_training(folder: Path) -> Iterator[None]:
-    """Lock a folder that exists, for the time of the context.
+    """Lock a folder for the time of the context; it is made where it does not exist, and removed again if nothing was written.
 
     A folder that cannot be written, or a file system without locks, is not locked: in the first nothing can be lost.
 
     Raises:
         DataError: if another training, of this process or another, has locked it.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
-    descriptor = _open(path)
-    while descriptor is not None and not _locked(descriptor, folder):
-        os.close(descriptor)
-        descriptor = _open(path)  # the file was removed between opening and locking: lock the one that is there now
     try:
-        if descriptor is not None:
-            with suppress(OSError):  # the number is only for another process's message
-                os.write(descriptor, f"{os.getpid():<20}".encode())
-        yield
+        descriptor = _open(path)
+        while descriptor is not None and not _locked(descriptor, path):
+            os.close(descriptor)
+            descriptor = _open(path)  # the file was removed between opening and locking: lock the one that is there now
+        try:
+            if descriptor is not None:
+                with suppress(OSError):  # the number is only for another process's message
+                    os.write(descriptor, f"{os.getpid():<20}".encode())
+            yield
+        finally:
+            if descriptor is not None:
+                if sys.platform == "win32":  # it does not remove an open file; one that another process opens now stays
+                    os.close(descriptor)
+                with suppress(OSError):
+                    path.unlink()
+                if sys.platform != "win32":
+                    os.close(descriptor)
     finally:
-        if descriptor is not None:
-            if sys.platform == "win32":  # it does not remove an open file; one that another process opens now stays
-                os.close(descriptor)
+        for empty in made:
             with suppress(OSError):
-                path.unlink()
-            if sys.platform != "win32":
-                os.close(descriptor)
+                empty.rmdir()
 
 
 def _open(path: Path) -> int | None:
@@ -59,7 +66,7 @@ def _open(path: Path) -> int | None:
         raise
 
 
-def _locked(descriptor: int, folder: Path) -> bool:
+def _locked(descriptor: int, path: Path) -> bool:
     """Lock an open file; False if it is no longer in the folder."""
     try:
         if sys.platform == "win32":
@@ -74,10 +81,10 @@ def _locked(descriptor: int, folder: Path) -> bool:
             number = os.read(descriptor, 20).decode(errors="replace").strip()
             os.close(descriptor)
             raise DataError(
-                f"{folder} is in use by another training{f' (process {number})' if number else ''}.\n"
+                f"{path.parent} is in use by another training{f' (process {number})' if number else ''}.\n"
                 "Fix: another folder, or wait until it has ended"
             ) from None
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK))
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False

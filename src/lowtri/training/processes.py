@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowtri.errors import CallError, LowtriError, RankError
 from lowtri.masks import Mask, as_mask
@@ -29,74 +29,34 @@ T = TypeVar("T")
 
 _STEP = timedelta(minutes=10)  # for a process that hangs in a step; one that has ended is noticed at once
 _FILES = timedelta(days=1)  # rank 0 may read texts and learn a tokenizer for hours
+_OF_MAIN = "a file operation of rank 0"
 
 
 class Processes:
-    """One process that trains alone: the base of :class:`Distributed`.
+    """The processes that train together; by default this one alone.
 
     Attributes:
         rank, world: this process's number, and how many there are.
         dp, sp: groups that share the rows of a batch, and processes that share the tokens of a row.
+        is_main: whether this process writes files and reports.
     """
 
     rank, world, dp, sp = 0, 1, 1, 1
+    is_main = True
+    _row_group = 0  # of those that share the rows of a batch
+    _sequence_group: Any = None  # of those that share the tokens of a row
+    _files: Any = None  # for what follows from the work of one process, which may take hours
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and reports."""
-        return self.rank == 0
+    @classmethod
+    def of_torch(cls, dp: int | None, sp: int | None) -> Processes:
+        """The processes of torch.distributed, which has begun.
 
-    def on_main(self, function: Callable[[], T]) -> T:
-        """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
-        return function()
-
-    def run_on_all(self, function: Callable[[], T], what: str) -> T:
-        """The result of a function that every rank runs by itself, ``what`` in words; an error of one rank is raised on every rank."""
-        return function()
-
-    def share(self, rows: Rows) -> Rows:
-        """The rows of this process's group."""
-        return rows
-
-    def sum(self, value: float) -> float:
-        """The sum over all processes."""
-        return value
-
-    def shard(self, model: nn.Module, dtype: str) -> nn.Module:
-        """The model with its weights sharded over all processes, and drawn if it was made on the meta device."""
-        initialise(model)
-        return model
-
-    def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
-        """Logits, and their targets; with several processes to a row those of this process's tokens."""
-        return (model(ids) if mask is None else model(ids, mask=mask)), targets
-
-    @contextmanager
-    def accumulating(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Around a part of a batch: gradients are summed over processes in the last part only."""
-        yield
-
-    @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Around work in which all processes take part: if one has ended, the others raise a RankError."""
-        yield
-
-    def new_group(self) -> Any:
-        """A group of all processes for collectives of another thread."""
-        return None
-
-
-class Distributed(Processes):
-    """The processes of torch.distributed, which has begun.
-
-    Raises:
-        CallError: if ``dp * sp`` is not the number of processes.
-    """
-
-    def __init__(self, dp: int | None, sp: int | None) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
+        Raises:
+            CallError: if ``dp * sp`` is not the number of processes.
+        """
+        self = cls()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.is_main = self.rank == 0
         self.sp = sp or self.world // (dp or self.world) or 1
         self.dp = dp or self.world // self.sp
         if self.dp * self.sp != self.world:
@@ -104,100 +64,103 @@ class Distributed(Processes):
                 f"--dp {self.dp} x --sp {self.sp}: torchrun started {self.world} processes.\n"
                 f"Fix: torchrun --nproc-per-node {max(1, self.dp * self.sp)}, or other numbers."
             )
-        self.mesh = init_device_mesh("cpu", (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
-        self.sequence_group = self.mesh["sp"].get_group()
-        self.group = int(self.mesh.get_local_rank("dp"))
+        mesh = init_device_mesh("cpu", (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
+        self._sequence_group, self._row_group = mesh["sp"].get_group(), mesh.get_local_rank("dp")
         self._files = dist.new_group(backend="gloo", timeout=_FILES)
+        return self
 
     def on_main(self, function: Callable[[], T]) -> T:
-        box: list[Any] = [self.run_on_all(lambda: function() if self.is_main else None, "a file operation of rank 0")]
-        with self.guard("a file operation of rank 0"):
-            dist.broadcast_object_list(box, group=self._files)
+        """The result of a function that rank 0 alone runs, on every rank; its errors are raised on every rank."""
+        box: list[Any] = [self.run_on_all(lambda: function() if self.is_main else None, _OF_MAIN)]
+        if self.world > 1:
+            with self.guard(_OF_MAIN):
+                dist.broadcast_object_list(box, group=self._files)
         result: T = box[0]
         return result
 
     def run_on_all(self, function: Callable[[], T], what: str) -> T:
+        """The result of a function that every rank runs by itself, ``what`` in words; an error of one rank is raised on every rank."""
+        if self.world == 1:
+            return function()
         error: Exception | None = None
         try:
             result = function()
         except Exception as raised:
             error = raised
+        shown = error
+        if not (error is None or isinstance(error, LowtriError | OSError)):
+            text = f"rank {self.rank} of {self.world} ended ({type(error).__name__}: {error})".splitlines()[0]
+            shown = RankError(f"{text}\nFix: start it again with --resume.")
         errors: list[Exception | None] = [None] * self.world
         with self.guard(what):
-            dist.all_gather_object(errors, self._shown(error), group=self._files)
+            dist.all_gather_object(errors, shown, group=self._files)
         for one in (error, *errors):
             if one is not None:
                 raise one
         return result
 
-    def _shown(self, error: Exception | None) -> Exception | None:
-        """What the other processes raise for an error of this one."""
-        if error is None or isinstance(error, LowtriError | OSError):
-            return error
-        text = f"rank {self.rank} of {self.world} ended ({type(error).__name__}: {error})".splitlines()[0]
-        return RankError(f"{text}\nFix: start it again with --resume.")
-
     def share(self, rows: Rows) -> Rows:
-        mine = Rows(*(part[self.group :: self.dp] for part in rows))
+        """The rows of this process's group."""
+        mine = Rows(*(part[self._row_group :: self.dp] for part in rows))
         if len(mine.inputs):
             return mine
         # Every process takes part in the collectives of a forward: a group without rows computes one that counts for nothing.
         return Rows(rows.inputs[:1], np.full_like(rows.targets[:1], IGNORED), rows.documents[:1])
 
     def sum(self, value: float) -> float:
+        """The sum over all processes."""
+        if self.world == 1:
+            return value
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
         return float(total)
 
+    def shard(self, model: nn.Module, dtype: str) -> nn.Module:
+        """The model with its weights sharded over all processes, and drawn if it was made on the meta device."""
+        if self.world > 1:
+            if self.sp > 1 and not isinstance(model, Decoder):
+                raise CallError(
+                    f"--sp {self.sp}: {type(model).__name__} cannot share a row between processes. Fix: --sp 1."
+                )
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            mesh = init_device_mesh("cpu", (self.world,), mesh_dim_names=("all",))
+            policy = MixedPrecisionPolicy()
+            if dtype != "float32":
+                policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+            for part in (*getattr(getattr(model, "model", None), "layers", ()), model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        with self.guard("drawing the weights"):
+            initialise(model)
+        return model
+
     def forward(self, model: nn.Module, ids: Tensor, targets: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
+        """Logits, and their targets; with several processes to a row those of this process's tokens."""
         if self.sp == 1:
-            return super().forward(model, ids, targets, mask)
+            return (model(ids) if mask is None else model(ids, mask=mask)), targets
         seen = as_mask(model.config.mask) if mask is None else mask  # type: ignore[union-attr]
-        context = ContextParallel(plan_shards(seen, ids.shape[1], self.sp, block=TILE_Q), self.sequence_group)
+        context = ContextParallel(plan_shards(seen, ids.shape[1], self.sp, block=TILE_Q), self._sequence_group)
         logits = model(context.shard(ids), mask=seen, positions=context.positions, attend=context.attend)
         return logits, context.shard(targets)
 
-    @contextmanager
-    def accumulating(self, model: Any, last: bool) -> Iterator[None]:
-        model.set_requires_gradient_sync(last)
-        yield
-
-    def shard(self, model: nn.Module, dtype: str) -> nn.Module:
-        if self.sp > 1 and not isinstance(model, Decoder):
-            raise CallError(
-                f"--sp {self.sp}: {type(model).__name__} cannot share a row between processes. Fix: --sp 1."
-            )
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        policy = MixedPrecisionPolicy()
-        if dtype != "float32":
-            policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-        for layer in getattr(getattr(model, "model", None), "layers", ()):
-            fully_shard(layer, mesh=self._all, mp_policy=policy)
-        sharded: Any = fully_shard(model, mesh=self._all, mp_policy=policy)
-        with self.guard("drawing the weights"):
-            initialise(sharded)
-        return sharded
-
-    @cached_property
-    def _all(self) -> Any:
-        """One dimension of all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh("cpu", (self.world,), mesh_dim_names=("all",))
+    def sync_gradients(self, model: Any, wanted: bool) -> None:
+        """Whether the next backward sums gradients over processes: in the last part of a batch only."""
+        if self.world > 1:
+            model.set_requires_gradient_sync(wanted)
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
+        """Around work in which all processes take part: if one has ended, the others raise a RankError."""
         try:
-            with guard(what):
+            with guard(what) if self.world > 1 else nullcontext():
                 yield
         except RankError as error:
-            lines = [line for line in str(error).removeprefix(f"{what}: ").splitlines() if not line.startswith("Fix: ")]
-            text = "\n".join([*lines, "Fix: start it again with --resume."])
-            raise RankError(f"{what}: {text}") from error
+            text = str(error).removeprefix(f"{what}: ").rsplit("\nFix: ", 1)[0]
+            raise RankError(f"{what}: {text}\nFix: start it again with --resume.") from error
 
     def new_group(self) -> Any:
-        return dist.new_group(backend="gloo", timeout=_STEP)
+        """A group of all processes for collectives of another thread."""
+        return dist.new_group(backend="gloo", timeout=_STEP) if self.world > 1 else None
 
 
 @contextmanager
@@ -221,7 +184,7 @@ def processes_of_torchrun(dp: int | None = None, sp: int | None = None) -> Itera
         return
     try:
         with reported_once(_begin()):
-            yield Distributed(dp, sp)
+            yield Processes.of_torch(dp, sp)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -259,7 +222,7 @@ def reported_once(store: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, device: str = "cpu") -> None:
+def initialise(model: nn.Module) -> None:
     """Allocate and draw the weights of a :class:`Decoder` that was made on the meta device; other models stay as they are.
 
     Every process draws the same numbers, one weight after the other, and keeps its shard. So the weights do not depend on the number of
@@ -267,18 +230,14 @@ def initialise(model: nn.Module, device: str = "cpu") -> None:
     """
     if not isinstance(model, Decoder) or not any(weight.is_meta for weight in model.parameters()):
         return
-    model.to_empty(device=device)
+    model.to_empty(device="cpu")
     model.tie_weights()
     for name, weight in model.named_parameters():
-        if not hasattr(weight, "placements"):
-            model.init_weight(name, weight)
-            continue
-        whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        whole = torch.empty(weight.shape, dtype=weight.dtype)
         model.init_weight(name, whole)
-        weight.copy_(_sharded_like(weight, whole))
+        if hasattr(weight, "placements"):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _sharded_like(weight: Any, whole: torch.Tensor) -> Any:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, weight.device_mesh, weight.placements)
+            sharded: Any = weight
+            whole = distribute_tensor(whole, sharded.device_mesh, sharded.placements)
+        weight.copy_(whole)

@@ -6,7 +6,7 @@
     config.json, model.safetensors, tokenizer_config.json        written at the end
 
 So a plan that cannot work leaves nothing behind, a run can be resumed from any moment, and while a finished run goes on, its
-model stays in the folder until the next one replaces it. During a run the folder is locked.
+model stays in the folder until the next one replaces it. The folder is locked from the beginning of a run to its end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import math
 import shlex
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,9 @@ from lowtri.nn.decoder import Decoder
 from lowtri.nn.files import load_tokenizer
 from lowtri.nn.recurrent import RecurrentLM
 from lowtri.training.checkpoints import History, full_weights, newest
-from lowtri.training.corpus import Packed, check_vocabulary, encode_document, learn, read_files
-from lowtri.training.lock import LOCK, only_training
+from lowtri.training.corpus import Packed, Recipe, check_vocabulary, encode_document, learn, read_files
+from lowtri.training.lock import only_training
 from lowtri.training.processes import Processes
-from lowtri.training.recipe import Recipe
 from lowtri.training.train import Step, first_loss, train
 
 PLAN, STATE, WEIGHTS = "training.json", "training-state", "model.safetensors"
@@ -122,9 +121,11 @@ def run(
         DataError: if a file cannot be used or written, the text is too short, or the folder holds another run or is in use
             by one.
     """
+    processes = processes or Processes()
     with ExitStack() as stack:
         try:
-            return _run(plan, folder, device, progress, on_step, processes or Processes(), stack)
+            processes.on_main(lambda: stack.enter_context(only_training(folder)))
+            return _run(plan, folder, device, progress, on_step, processes)
         except OSError as error:
             if error.filename is None or not Path(error.filename).is_relative_to(folder):
                 raise  # raised by on_step, or for a file that is only read
@@ -141,30 +142,42 @@ def _run(
     progress: Callable[[str], object],
     on_step: Callable[[Step], object] | None,
     processes: Processes,
-    stack: ExitStack,
 ) -> Outcome:
-    begun = processes.on_main(lambda: _begin(plan, folder, progress, stack))
+    begun = processes.on_main(lambda: _begin(plan, folder, progress))
     if isinstance(begun, Outcome):
         return begun
     from tokenizers import Tokenizer
 
-    tokenizer, corpus = Tokenizer.from_str(begun.tokenizer), begun.corpus
+    tokenizer, corpus = Tokenizer.from_str(begun[0]), begun[1]
+    vocabulary = tokenizer.get_vocab_size()
     torch.manual_seed(plan.recipe.seed)
-    model = _model(plan, tokenizer.get_vocab_size(), device, processes.world)
+    without_weights = plan.cell is None and processes.world > 1  # each process draws its shards only
+    with torch.device("meta") if without_weights else nullcontext():
+        model = plan.model(vocabulary)
+    if not without_weights:
+        model = model.to(device)
+        if isinstance(model, Decoder):
+            torch.manual_seed(plan.recipe.seed)
+            model.init_weights()  # the numbers that several processes draw
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if processes.is_main:
         progress(f"{len(corpus):,} tokens; {parameters:,} parameters, mask {model.config.mask}")
-    processes.on_main(lambda: _claim(plan, folder, tokenizer, stack, begun.locked))
+
+    def claim() -> None:  # once the plan is known to work
+        write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
+        _write(folder / PLAN, {"plan": asdict(plan)})
+
+    processes.on_main(claim)
     if not (folder / STATE).exists() and processes.world == 1:
-        guess = math.log(tokenizer.get_vocab_size())
         progress(
-            f"loss {first_loss(model, corpus, plan.recipe):.4f} before the first step; {guess:.4f} is a guess among all tokens"
+            f"loss {first_loss(model, corpus, plan.recipe):.4f} before the first step; "
+            f"{math.log(vocabulary):.4f} is a guess among all tokens"
         )
     history = train(model, corpus, plan.recipe, state=folder / STATE, on_step=on_step, processes=processes)
     if processes.world > 1:
         weights = full_weights(model)
         if processes.is_main:
-            model = plan.model(tokenizer.get_vocab_size())
+            model = plan.model(vocabulary)
             model.load_state_dict(weights)
     result = {"parameters": parameters, "tokens": len(corpus), "history": asdict(history)}
 
@@ -176,48 +189,24 @@ def _run(
     return Outcome(folder, parameters, len(corpus), history)
 
 
-def _model(plan: Plan, vocabulary: int, device: str, processes: int) -> Decoder | RecurrentLM:
-    """The model with its first weights; on several processes without them, since each draws its shards only."""
-    if plan.cell is None and processes > 1:
-        with torch.device("meta"):
-            return plan.model(vocabulary)
-    model = plan.model(vocabulary).to(device)
-    if isinstance(model, Decoder):
-        torch.manual_seed(plan.recipe.seed)
-        model.init_weights()  # the numbers that several processes draw
-    return model
-
-
-class _Begun(NamedTuple):
-    """What every process needs of the files."""
-
-    tokenizer: str  # as JSON
-    corpus: Packed
-    locked: bool
-
-
-def _begin(plan: Plan, folder: Path, progress: Callable[[str], object], stack: ExitStack) -> Outcome | _Begun:
-    """Check the folder, read the texts, and learn the tokenizer; or the outcome of a finished run."""
-    locked = folder.is_dir()
-    if locked:
-        stack.enter_context(only_training(folder))
+def _begin(plan: Plan, folder: Path, progress: Callable[[str], object]) -> Outcome | tuple[str, Packed]:
+    """Check the folder, read the texts, and learn the tokenizer (returned as JSON); or the outcome of a finished run."""
     begun = read_plan(folder)
-    if begun is not None and not _goes_on(begun, plan):
-        raise DataError(f"{folder} holds another run: {', '.join(_differences(begun, plan))}.\nFix: another folder")
+    if begun is not None and (differences := _differences(begun, plan)):
+        raise DataError(f"{folder} holds another run: {', '.join(differences)}.\nFix: another folder")
     if begun is None and (folder / WEIGHTS).exists():
         raise DataError(f"{folder} holds a model that no run here made.\nFix: another folder")
     for temporary in folder.glob(".*.[0-9]*.part"):  # left by a kill
         temporary.unlink()
     content = _read(folder / PLAN) or {}
-    if begun is not None and "history" in content and begun != plan:
+    if "history" in content and begun == plan:
+        progress(f"{folder} is finished: {plan.recipe.steps} steps")
+        return Outcome(folder, content["parameters"], content["tokens"], History.of(content["history"]))
+    if "history" in content:
         if newest(folder / STATE) is None:
             raise DataError(f"{folder} is finished, and its {STATE} is gone: it cannot go on.\nFix: another folder")
-        progress(f"{folder} goes on: {begun.recipe.steps} steps are done, {plan.recipe.steps} will be")
-    elif begun is not None and "history" in content:
-        progress(f"{folder} is finished: {plan.recipe.steps} steps")
-        history = content["history"]
-        history["validations"] = [(step, loss) for step, loss in history["validations"]]
-        return Outcome(folder, content["parameters"], content["tokens"], History(**history))
+        done = content["plan"]["recipe"]["steps"]
+        progress(f"{folder} goes on: {done} steps are done, {plan.recipe.steps} will be")
     plan.config(plan.vocabulary)  # before the texts are read
     check_row_lengths("train", as_mask(plan.mask), plan.recipe.context)
     documents = read_files(plan.files)
@@ -227,32 +216,14 @@ def _begin(plan: Plan, folder: Path, progress: Callable[[str], object], stack: E
         tokenizer = learn((document.text for document in documents), plan.vocabulary)
     corpus = Packed.of(encode_document(tokenizer, document.text) for document in documents)
     corpus.require(plan.recipe.context)
-    return _Begun(tokenizer.to_str(), corpus, locked)
-
-
-def _claim(plan: Plan, folder: Path, tokenizer: Any, stack: ExitStack, locked: bool) -> None:
-    """Write the plan and the tokenizer, once the plan is known to work."""
-    if not locked:
-        folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(only_training(folder))
-        if any(path.name != LOCK for path in folder.iterdir()):
-            raise DataError(f"{folder} was written by another program since this run began.\nFix: another folder")
-    write_atomically(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    _write(folder / PLAN, {"plan": asdict(plan)})
-
-
-def _goes_on(begun: Plan, plan: Plan) -> bool:
-    """Whether a plan is the one that began, with as many steps or more."""
-    same = replace(begun, recipe=replace(begun.recipe, steps=plan.recipe.steps))
-    return same == plan and plan.recipe.steps >= begun.recipe.steps
+    return tokenizer.to_str(), corpus
 
 
 def _differences(begun: Plan, plan: Plan) -> list[str]:
+    """What differs from the plan that began, except for more steps."""
     before, now = ({**asdict(each), **asdict(each.recipe)} for each in (begun, plan))
-    differ = [key for key in now if key != "recipe" and before[key] != now[key]]
-    if now["steps"] > before["steps"]:
-        differ.remove("steps")  # more are allowed
-    return [f"{key} {before[key]} there, {now[key]} here" for key in differ]
+    now["steps"] = before["steps"] if now["steps"] > before["steps"] else now["steps"]
+    return [f"{key} {before[key]} there, {now[key]} here" for key in now if key != "recipe" and before[key] != now[key]]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """The training loop: AdamW, gradient clipping, and checkpoints from which it resumes after any kill.
 
 A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
-Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in recipe.py.
+Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in corpus.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from lowtri.errors import CallError, RankError
-from lowtri.masks import Mask, as_mask, documents
+from lowtri.masks import as_mask, documents
 from lowtri.training.checkpoints import History, Run
-from lowtri.training.corpus import IGNORED, Packed, Rows
+from lowtri.training.corpus import IGNORED, Packed, Recipe, Rows, rows_of_step, split
 from lowtri.training.processes import Processes
-from lowtri.training.recipe import Recipe, rows_of_step, split
 
 
 class Step(NamedTuple):
@@ -158,9 +157,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     parts = np.array_split(np.arange(len(mine.inputs)), min(recipe.accumulate, len(mine.inputs)))
     for number, part in enumerate(parts):
-        with processes.accumulating(model, number == len(parts) - 1):
-            loss = _loss(model, Rows(*(x[part] for x in mine)), "sum", processes, recipe.dtype) * scale
-            loss.backward()
+        processes.sync_gradients(model, number == len(parts) - 1)
+        loss = _loss(model, Rows(*(x[part] for x in mine)), "sum", processes, recipe.dtype) * scale
+        loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     optimizer.step()
@@ -182,20 +181,13 @@ def _loss(
     device = next(model.parameters()).device
     ids = torch.from_numpy(rows.inputs).to(device)  # (B, N)
     targets = torch.from_numpy(rows.targets).to(device)  # (B, N)
-    mask = _own_mask(model)
+    own, mask = getattr(getattr(model, "config", None), "mask", None), None
     # Rows of one document each need only the model's own mask, and run faster with it.
-    if mask is None or (rows.documents == rows.documents[:, :1]).all():
-        mask = None
-    else:
-        mask = mask & documents(rows.documents)
+    if own is not None and not (rows.documents == rows.documents[:, :1]).all():
+        mask = as_mask(own) & documents(rows.documents)
     with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
         logits, targets = processes.forward(model, ids, targets, mask)  # (B, N, V), (B, N)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
-
-
-def _own_mask(model: torch.nn.Module) -> Mask | None:
-    text = getattr(getattr(model, "config", None), "mask", None)
-    return None if text is None else as_mask(text)
 
 
 @torch.no_grad()
