@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,11 @@ from lowtri.parallel.shards import Ints, ShardPlan
 Bias = Callable[[Tensor, Tensor], Tensor]
 
 
-class ShardedSequence(ABC):
+class ShardedSequence:
     """A sequence that is split by a plan, and the shard whose tokens a model computes now."""
 
     plan: ShardPlan
+    attention: Callable[..., Any]  # lowtri.attention of the shard's queries over the whole sequence
     _positions: Ints
     _variable: str  # what the documentation calls an instance
 
@@ -36,10 +36,6 @@ class ShardedSequence(ABC):
                 f"shard: x is {_shape(x)}, but its dimension {dim} must be the {self.plan.n} tokens of the plan."
             )
         return x.index_select(dim, torch.from_numpy(self.positions).to(x.device))
-
-    @abstractmethod
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | str | None = None, **options: Any) -> Any:
-        """:func:`lowtri.attention` of the shard's queries over the whole sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | str, **options: Any) -> Any:
         """:meth:`attention` with the arguments of :func:`lowtri.attention`, for modules that take a function in its place.

@@ -260,7 +260,10 @@ class _Call(NamedTuple):
             elif number == 1:
                 keys, values = _keys_and_values(fetched(), k.shape[3])
             bias = biases[number] if biases else bias_of_positions(self.bias, self.positions, positions, k.device)
-            options = {"bias": bias, "sinks": sinks if number == 0 else None}  # sinks take part in the softmax once
+            options: dict[str, Any] = {
+                "bias": bias,
+                "sinks": sinks if number == 0 else None,
+            }  # sinks take part in the softmax once
             options |= {"q_positions": self.positions, "k_positions": positions, **self.options}
             if not (q.numel() and keys.numel()):
                 options["engine"] = (
