@@ -24,11 +24,10 @@ from lowtri import masks as lt
 from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
-from lowtri.training import checkpoints
-from lowtri.training.checkpoints import full_weights
+from lowtri.training import train as training
 from lowtri.training.corpus import Packed, Recipe
 from lowtri.training.processes import Processes, reported_once
-from lowtri.training.train import train
+from lowtri.training.train import full_weights, train
 
 RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
 
@@ -352,7 +351,7 @@ def changed_saving(case: Training, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FileSystemWriter, "write_data", slow))
         if case.broken_save and rank == 0:
-            stack.enter_context(mock.patch.object(checkpoints, "write_text", side_effect=TypeError("no text")))
+            stack.enter_context(mock.patch.object(training, "write_text", side_effect=TypeError("no text")))
         yield
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lowtri.errors import DataError
-from lowtri.training.checkpoints import Run, newest
 from lowtri.training.corpus import Packed, Recipe
+from lowtri.training.train import Run, newest
 
 RECIPE = Recipe(steps=40, batch=4, context=8)
 

@@ -24,11 +24,10 @@ from lowtri.errors import CallError, DataError, MaskError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.checkpoint import load
 from lowtri.training import run as runs
-from lowtri.training.checkpoints import newest
 from lowtri.training.corpus import Packed, Recipe
 from lowtri.training.lock import only_training
 from lowtri.training.run import Plan, read_plan, run
-from lowtri.training.train import Step, _loss, train
+from lowtri.training.train import Step, _loss, newest, train
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = "".join(

@@ -1,7 +1,6 @@
 """Generating text: a key/value cache that evicts keys that no later query can see, and the loop from logits to tokens.
 
-lookahead      rejects appends that leave a query without a key that the mask shows it
-slots          SlotAllocator: which slot holds which position
+slots          SlotAllocator: which slot holds which position; LookaheadCheck: no query lacks a key that the mask shows it
 cache_picture  which positions a cache holds, as text and SVG
 cache          KVCache: keys and values of all layers
 models         from any model to its next-token logits

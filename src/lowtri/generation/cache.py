@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.generation.cache_picture import CachePicture
-from lowtri.generation.lookahead import LookaheadCheck
-from lowtri.generation.slots import SlotAllocator, Slots, ends_of, rows_of
+from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, rows_of
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.generation.lookahead import row_masks
+from lowtri.generation.slots import row_masks
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card

@@ -48,20 +48,6 @@ def guard(what: str) -> Iterator[None]:
         ) from error
 
 
-def barrier(what: str, group: Any, timeout: float) -> None:
-    """Wait until every process of the group is here; only gloo has a barrier that notices which one is not.
-
-    Args:
-        timeout: in seconds.
-
-    Raises:
-        RankError: on every process that is here, if one is not; on rank 0 the message has the numbers of those missing.
-    """
-    if dist.get_backend(group) == "gloo":
-        with guard(what):
-            dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
-
-
 def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: float | None = None) -> None:
     """Compare facts between all ranks: one all-gather of 33 bytes from each, and one of the texts if they differ.
 

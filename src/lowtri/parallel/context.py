@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask
 from lowtri.parallel import collectives
 from lowtri.parallel.attend import Bias, ShardedSequence, bias_of_positions
-from lowtri.parallel.collectives import Exchange, agree, barrier, guard
+from lowtri.parallel.collectives import Exchange, agree, guard
 from lowtri.parallel.shards import Ints, ShardPlan
 
 
@@ -99,7 +100,9 @@ class ContextParallel(ShardedSequence):
                 "Fix: plan_shards(mask, n, dist.get_world_size(group))."
             )
         self._timeout = timeout
-        barrier("ContextParallel", group, timeout)
+        if dist.get_backend(group) == "gloo":  # the only one whose barrier notices who is missing
+            with guard("ContextParallel"):
+                dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
         what = [f"n {plan.n}", f"block {plan.block}", f"masks {plan.masks!r}", f"plan {plan.digest}"]
         agree("ContextParallel", None, what, group)
         self._exchanges: dict[int, Exchange] = {}
@@ -219,14 +222,6 @@ class ContextParallel(ShardedSequence):
         return f"ContextParallel(rank {self.rank} of {self.plan.ranks}, {len(self.positions)} of {self.plan.n} tokens)"
 
 
-class _Part(NamedTuple):
-    """Some keys and values, and the options of attention over them, the same forward and backward."""
-
-    k: Tensor  # (B, Hkv, Nk, D)
-    v: Tensor  # (B, Hkv, Nk, Dv)
-    options: dict[str, Any]
-
-
 class _Call(NamedTuple):
     """Everything about a call but its tensors."""
 
@@ -250,8 +245,8 @@ class _Call(NamedTuple):
         fetched: Callable[[], Tensor],
         sinks: Tensor | None,
         biases: Sequence[Tensor | None],
-    ) -> Iterator[_Part]:
-        """The parts of the keys, each when it has arrived."""
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """Keys, values and the options of attention over each part of them, when it has arrived; forward and backward alike."""
         q, k, v = tensors
         for number, positions in enumerate(self.key_positions()):
             keys, values = k, v
@@ -269,7 +264,7 @@ class _Call(NamedTuple):
                 options["engine"] = (
                     "auto"  # one that was given by name is not asked where a rank has no queries or no keys
                 )
-            yield _Part(keys, values, options)
+            yield keys, values, options
 
 
 class _Attend(torch.autograd.Function):
@@ -281,8 +276,8 @@ class _Attend(torch.autograd.Function):
     ) -> Any:
         fetched = call.exchange.fetch(_rows(k, v))
         results = [
-            attention(q, part.k, part.v, call.mask, return_lse=True, **part.options)
-            for part in call.parts((q, k, v), fetched, sinks, biases)
+            attention(q, keys, values, call.mask, return_lse=True, **options)
+            for keys, values, options in call.parts((q, k, v), fetched, sinks, biases)
         ]
         output, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
         ctx.set_materialize_grads(False)
@@ -300,8 +295,8 @@ class _Attend(torch.autograd.Function):
         fetched = (lambda: kept[0]) if kept else exchange.fetch(_rows(k, v))
         d_output = torch.zeros_like(output) if d_output is None else d_output
         gradients = [
-            attention_backward(d_output, d_lse, output, lse, q, part.k, part.v, call.mask, wide=True, **part.options)
-            for part in call.parts((q, k, v), fetched, sinks, biases)
+            attention_backward(d_output, d_lse, output, lse, q, keys, values, call.mask, wide=True, **options)
+            for keys, values, options in call.parts((q, k, v), fetched, sinks, biases)
         ]
         d_rows = [_rows(part.k, part.v) for part in gradients]
         if not call.overlap:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,23 +203,19 @@ def order_of_shards(plan: ShardPlan) -> list[int]:
     Raises:
         CallError: if some need each other's keys.
     """
-    needs: dict[int, set[int]] = {shard: set() for shard in np.unique(plan.owner).tolist()}
-    for runs in plan.needed:
-        for shard, needed in needs.items():
-            needed.update(np.unique(plan.owner[runs.blocks(shard)]).tolist())
-    order: list[int] = []
-    while needs:
-        done = set(order)
-        ready = next((shard for shard, needed in needs.items() if needed <= done | {shard}), None)
-        if ready is None:
-            names = ", ".join(map(str, list(needs)[:4])) + (" and more" if len(needs) > 4 else "")
-            raise CallError(
-                f"SequentialShards: the shards {names} of {plan.way!r} need each other's keys, so none of them can come first.\n"
-                'Fix: plan_shards(..., way="contiguous"), and a mask under which no query sees a later key.'
-            )
-        order.append(ready)
-        del needs[ready]
-    return order
+    order: TopologicalSorter[int] = TopologicalSorter()
+    for shard in np.unique(plan.owner).tolist():
+        order.add(shard)
+        for runs in plan.needed:
+            order.add(shard, *set(plan.owner[runs.blocks(shard)].tolist()) - {shard})
+    try:
+        return list(order.static_order())
+    except CycleError as error:
+        names = ", ".join(map(str, sorted(set(error.args[1]))[:4]))
+        raise CallError(
+            f"SequentialShards: the shards {names} of {plan.way!r} need each other's keys, so none of them can come first.\n"
+            'Fix: plan_shards(..., way="contiguous"), and a mask under which no query sees a later key.'
+        ) from None
 
 
 class EarlierKeys(NamedTuple):

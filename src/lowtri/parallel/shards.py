@@ -35,15 +35,10 @@ class Runs(NamedTuple):
     first: Ints  # (R,), the first block of the run
     last: Ints  # (R,), one past the last
 
-    def of(self, owner: int) -> tuple[Ints, Ints]:
-        """The runs of one owner: first blocks, and one past the last ones."""
-        start, stop = np.searchsorted(self.owner, [owner, owner + 1])
-        return self.first[start:stop], self.last[start:stop]
-
     def blocks(self, owner: int) -> Ints:
         """The blocks in the runs of one owner, increasing."""
-        first, last = self.of(owner)
-        size = last - first
+        start, stop = np.searchsorted(self.owner, [owner, owner + 1])
+        first, size = self.first[start:stop], (self.last - self.first)[start:stop]
         return np.repeat(first - np.cumsum(size) + size, size) + np.arange(int(size.sum()))
 
     def hold(self, owner: Ints, blocks: int) -> NDArray[np.bool_]:

@@ -31,11 +31,10 @@ from lowtri.nn.config import DecoderConfig, RecurrentConfig
 from lowtri.nn.decoder import Decoder
 from lowtri.nn.files import load_tokenizer
 from lowtri.nn.recurrent import RecurrentLM
-from lowtri.training.checkpoints import History, full_weights, newest
 from lowtri.training.corpus import Packed, Recipe, check_vocabulary, encode_document, learn, read_files
 from lowtri.training.lock import only_training
 from lowtri.training.processes import Processes
-from lowtri.training.train import Step, first_loss, train
+from lowtri.training.train import History, Step, first_loss, full_weights, newest, train
 
 PLAN, STATE, WEIGHTS = "training.json", "training-state", "model.safetensors"
 

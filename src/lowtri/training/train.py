@@ -1,27 +1,46 @@
 """The training loop: AdamW, gradient clipping, and checkpoints from which it resumes after any kill.
 
-A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads.
-Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping); the schedule is in corpus.py.
+A resumed run repeats the uninterrupted one bit for bit on the same machine with the same number of threads. Checkpoints are torch's
+distributed ones, written while training goes on, and renamed when they are complete:
+
+    training-state/step-120/          shards of weights and moments, and run.json
+    training-state/.step-140.part/    one that is being written, or was when a process was killed
+
+Any number of processes, one among them, reads what any number has written. Neither the order of the data nor the state of random
+numbers (dropout) is stored: both follow from the seed and the step (corpus.py).
+
+Sources: Loshchilov and Hutter 2019 (AdamW); Pascanu et al. 2013 (clipping).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
+import re
+import shutil
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lowtri.errors import CallError, RankError
+from lowtri.errors import CallError, DataError, RankError
+from lowtri.files import os_error, write_text
 from lowtri.masks import as_mask, documents
-from lowtri.training.checkpoints import History, Run
+from lowtri.system import replace
 from lowtri.training.corpus import IGNORED, Packed, Recipe, Rows, rows_of_step, split
 from lowtri.training.processes import Processes
+
+_ALONE = "torch.distributed is disabled"  # the beginning of torch's warning where one process saves or loads
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 
 
 class Step(NamedTuple):
@@ -32,6 +51,20 @@ class Step(NamedTuple):
     lr: float
     validation: float | None  # loss on the held-out rows, when it was measured
     tokens_per_second: float  # of training alone, since this process began
+
+
+@dataclass
+class History:
+    """Losses in nats a token."""
+
+    losses: list[float] = field(default_factory=list)  # one a step, measured before it
+    validations: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss on the held-out rows)
+    tokens_per_second: float = 0.0  # of training alone, in the process that ended the run
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> History:
+        """From JSON, which has no tuples."""
+        return cls(**{**content, "validations": [(int(step), float(loss)) for step, loss in content["validations"]]})
 
 
 def train(
@@ -45,8 +78,7 @@ def train(
 ) -> History:
     """Train a model on packed documents, in place.
 
-    torch's random numbers are seeded at each step, from the recipe's seed, the step and the rank, so dropout is the same in a resumed
-    run.
+    torch's random numbers are seeded at each step, from the recipe's seed, the step and the rank: dropout is the same in a resumed run.
 
     Args:
         model: ids (B, N) -> logits (B, N, V). If it has a mask of its own (``model.config.mask``), a batch in which a row
@@ -84,12 +116,24 @@ def train(
         )
     model = processes.shard(model, recipe.dtype)
     train_rows, held_out = split(corpus.count(recipe.context), recipe.held_out)
-    run = Run(model, _optimizer(model, recipe), recipe, corpus, processes=processes)
+    run = Run(model, _optimizer(model, recipe), recipe, corpus, processes)
     if state is not None:
         run.resume(state)
+    begun, seconds = run.done, 0.0
     model.train()
     try:
-        _steps(run, train_rows, held_out, state, on_step)
+        while run.done < recipe.steps:
+            started, lr = time.perf_counter(), recipe.lr_at(run.done)
+            loss = run.step(rows_of_step(train_rows, run.done, recipe), lr)
+            seconds += time.perf_counter() - started
+            run.history.tokens_per_second = (run.done - begun) * recipe.batch * recipe.context / seconds
+            validation, is_last = None, run.done == recipe.steps
+            if len(held_out) and (is_last or run.done % recipe.validate_every == 0):
+                validation = run.validate(held_out)
+            if state is not None and (is_last or run.done % recipe.save_every == 0):
+                run.save(state)
+            if on_step is not None and processes.is_main:
+                on_step(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
         run.wait()
     except RankError:
         raise
@@ -99,74 +143,197 @@ def train(
     return run.history
 
 
-def _steps(
-    run: Run,
-    train_rows: npt.NDArray[np.int64],
-    held_out: npt.NDArray[np.int64],
-    state: Path | None,
-    on_step: Callable[[Step], object] | None,
-) -> None:
-    """The steps that are left."""
-    model, recipe, corpus, processes = run.model, run.recipe, run.corpus, run.processes
-    begun, seconds = run.done, 0.0
-    while run.done < recipe.steps:
-        started = time.perf_counter()
-        rows = corpus.rows(rows_of_step(train_rows, run.done, recipe), recipe.context)
-        lr = recipe.lr_at(run.done)
-        torch.manual_seed(recipe.random_seed(run.done, processes.rank))
-        with processes.guard(f"step {run.done + 1}"):
-            loss = _step(model, run.optimizer, rows, lr, recipe, processes)
-        seconds += time.perf_counter() - started
-        run.done += 1
-        if not math.isfinite(loss):
-            raise CallError(f"train: the loss is {loss} at step {run.done}. Fix: an lr below {recipe.lr}")
-        run.history.losses.append(loss)
-        run.history.tokens_per_second = (run.done - begun) * rows.inputs.size / seconds
-        validation = None
-        if len(held_out) and _due(run.done, recipe.validate_every, recipe.steps):
-            with processes.guard(f"validation after step {run.done}"):
-                validation = _validate(model, corpus, held_out, recipe, processes)
-            run.history.validations.append((run.done, validation))
-        if state is not None and _due(run.done, recipe.save_every, recipe.steps):
-            run.save(state)
-        if on_step is not None and processes.is_main:
-            on_step(Step(run.done, loss, lr, validation, run.history.tokens_per_second))
+@dataclass
+class Run:
+    """The state that steps change, and the recipe and corpus that they do not; all processes call the methods together.
 
-
-def _due(done: int, every: int, steps: int) -> bool:
-    return done % every == 0 or done == steps
-
-
-def _step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rows: Rows,
-    lr: float,
-    recipe: Recipe,
-    processes: Processes,
-) -> float:
-    """One update; the mean loss of all targets in the batch.
-
-    Processes and parts have different numbers of targets, so a mean of their means would weight targets differently: losses are summed
-    and divided by the number of all targets. FSDP divides gradients by the number of processes, hence the factor.
+    Checkpoints are written in the background, one at a time. The weights and moments are copied before :meth:`save` returns. A thread
+    of each process writes its shards, with collectives in a group of their own, and then that of rank 0 renames the folder. Until
+    then, the checkpoint before it is the newest.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    scale = processes.world / max(1, int((rows.targets != IGNORED).sum()))
-    mine, total = processes.share(rows), 0.0
-    optimizer.zero_grad(set_to_none=True)
-    parts = np.array_split(np.arange(len(mine.inputs)), min(recipe.accumulate, len(mine.inputs)))
-    for number, part in enumerate(parts):
-        processes.sync_gradients(model, number == len(parts) - 1)
-        loss = _loss(model, Rows(*(x[part] for x in mine)), "sum", processes, recipe.dtype) * scale
-        loss.backward()
-        total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-    optimizer.step()
-    return processes.sum(total) / processes.world
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    corpus: Packed
+    processes: Processes = field(default_factory=Processes)
+    history: History = field(default_factory=History)
+    done: int = 0  # steps
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), init=False)
+    _writing: Future[None] | None = field(default=None, init=False)  # the newest checkpoint
+    _folder: Path = field(default=Path(), init=False)
+    _group: Any = field(default=None, init=False)  # for the collectives of the thread
+
+    def step(self, numbers: npt.NDArray[np.int64], lr: float) -> float:
+        """One update with the rows of these numbers; the mean loss of all their targets.
+
+        Processes and parts have different numbers of targets, so a mean of their means would weight targets differently: losses are
+        summed and divided by the number of all targets. FSDP divides gradients by the number of processes, hence the factor.
+        """
+        model, recipe, processes = self.model, self.recipe, self.processes
+        rows = self.corpus.rows(numbers, recipe.context)
+        torch.manual_seed(recipe.random_seed(self.done, processes.rank))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        scale = processes.world / max(1, int((rows.targets != IGNORED).sum()))
+        with processes.guard(f"step {self.done + 1}"):
+            mine, total = processes.share(rows), 0.0
+            self.optimizer.zero_grad(set_to_none=True)
+            parts = np.array_split(np.arange(len(mine.inputs)), min(recipe.accumulate, len(mine.inputs)))
+            for number, part in enumerate(parts):
+                processes.sync_gradients(model, number == len(parts) - 1)
+                loss = _loss(model, Rows(*(x[part] for x in mine)), "sum", processes, recipe.dtype) * scale
+                loss.backward()
+                total += loss.item()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+            self.optimizer.step()
+            mean = processes.sum(total) / processes.world
+        self.done += 1
+        if not math.isfinite(mean):
+            raise CallError(f"train: the loss is {mean} at step {self.done}. Fix: an lr below {recipe.lr}")
+        self.history.losses.append(mean)
+        return mean
+
+    @torch.no_grad()
+    def validate(self, held_out: npt.NDArray[np.int64]) -> float:
+        """The mean loss on the held-out rows."""
+        recipe, total, count = self.recipe, 0.0, 0
+        self.model.eval()
+        with self.processes.guard(f"validation after step {self.done}"):
+            for start in range(0, len(held_out), recipe.batch):
+                rows = self.corpus.rows(held_out[start : start + recipe.batch], recipe.context)
+                total += _loss(self.model, self.processes.share(rows), "sum", self.processes, recipe.dtype).item()
+                count += int((rows.targets != IGNORED).sum())
+            mean = self.processes.sum(total) / max(1, count)
+        self.model.train()
+        self.history.validations.append((self.done, mean))
+        return mean
+
+    def save(self, folder: Path) -> None:
+        """Begin to write the state; training goes on meanwhile. Raises what :meth:`wait` raises for the checkpoint before."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        self.wait()
+        self._folder = folder
+        self.processes.on_main(lambda: [shutil.rmtree(part) for part in folder.glob(".step-*.part")])  # left by a kill
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        state = _copied({"model": weights, "optimizer": moments})
+        content = {"done": self.done, "history": asdict(self.history)}
+        content |= {"recipe": asdict(self.recipe), "corpus": self.corpus.digest()}
+        if self.processes.world == 1:  # in this thread, since filters are those of the whole process
+            warnings.filterwarnings("ignore", _ALONE)
+        if self._group is None:
+            self._group = self.processes.new_group()
+        self._writing = self._thread.submit(self._write, state, content, folder)
+
+    def _write(self, state: dict[str, Any], content: dict[str, Any], folder: Path) -> None:
+        """In a thread: write a checkpoint, rename it, and remove those before it."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        part, target = (folder / name.format(content["done"]) for name in (".step-{}.part", "step-{}"))
+        try:
+            save(state, checkpoint_id=part, process_group=self._group, no_dist=self.processes.world == 1)
+            if self.processes.is_main:
+                write_text(part / "run.json", json.dumps(content))
+                replace(part, target)
+                for old in folder.glob("step-*"):
+                    if old != target:
+                        shutil.rmtree(old)
+        except BaseException:
+            if self.processes.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            OSError, DataError: on every rank, if it could not be written; the one before is complete.
+        """
+        if self._writing is not None:
+            error = self._writing.exception()  # a user may interrupt here: settle() then waits again
+            self._writing = None
+            self.processes.run_on_all(lambda: _raise(error, self._folder), "saving")
+
+    def settle(self) -> None:
+        """Let the checkpoint that is being written become complete, if it can, while an error ends this process."""
+        if self._writing is not None:
+            self._writing.exception()
+
+    def resume(self, folder: Path) -> None:
+        """Put everything back as :meth:`save` has written it, on any number of processes, if there is anything.
+
+        Raises:
+            DataError: on every rank, if it is damaged, or belongs to a run with another recipe, text or model.
+        """
+        path = self.processes.on_main(lambda: newest(folder))
+        if path is None:
+            return
+        content = self.processes.run_on_all(lambda: self._check(path), "reading a checkpoint")
+        self._restore(path)
+        self.history = History.of(content["history"])
+        self.done = int(content["done"])
+
+    def _check(self, path: Path) -> dict[str, Any]:
+        """What run.json has, if the state belongs to this run, or to one of fewer steps; else a DataError."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        try:
+            content: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        except _UNREADABLE as error:
+            raise _unreadable(path, error) from None
+        now = asdict(self.recipe)
+        now["steps"] = min(now["steps"], content["recipe"]["steps"])
+        changed = [
+            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now.get(key)
+        ]
+        if changed:
+            raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
+        if content["corpus"] != self.corpus.digest():
+            raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
+        for name, weight in get_model_state_dict(self.model).items():  # its names are those of the checkpoint
+            there = getattr(saved.get(f"model.{name}"), "size", None)
+            if isinstance(weight, torch.Tensor) and there != weight.shape:
+                there = "nothing" if there is None else tuple(there)
+                raise DataError(
+                    f"{path} belongs to a model of other sizes: {name} is {there} there, {tuple(weight.shape)} here"
+                )
+        return content
+
+    def _restore(self, path: Path) -> None:
+        """Load the weights and moments."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", _ALONE)
+                planner = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
+                load(state, checkpoint_id=path, planner=planner, no_dist=self.processes.world == 1)
+        except (*_UNREADABLE, CheckpointException) as error:
+            raise _unreadable(path, error) from None
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-_ALONE = Processes()
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint.
+
+    Raises:
+        DataError: if ``folder`` is a file, which the first save would notice only after many steps.
+    """
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, but checkpoints lie in a folder.\nFix: another path.")
+    steps = {int(match[1]): path for path in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    return steps[max(steps)] if steps else None
+
+
+_ONE = Processes()
 
 
 @torch.no_grad()
@@ -176,7 +343,7 @@ def first_loss(model: torch.nn.Module, corpus: Packed, recipe: Recipe) -> float:
 
 
 def _loss(
-    model: torch.nn.Module, rows: Rows, reduction: str, processes: Processes = _ALONE, dtype: str = "float32"
+    model: torch.nn.Module, rows: Rows, reduction: str, processes: Processes = _ONE, dtype: str = "float32"
 ) -> torch.Tensor:
     device = next(model.parameters()).device
     ids = torch.from_numpy(rows.inputs).to(device)  # (B, N)
@@ -190,24 +357,6 @@ def _loss(
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-@torch.no_grad()
-def _validate(
-    model: torch.nn.Module,
-    corpus: Packed,
-    held_out: npt.NDArray[np.int64],
-    recipe: Recipe,
-    processes: Processes,
-) -> float:
-    model.eval()
-    total, count = 0.0, 0
-    for start in range(0, len(held_out), recipe.batch):
-        rows = corpus.rows(held_out[start : start + recipe.batch], recipe.context)
-        total += _loss(model, processes.share(rows), "sum", processes, recipe.dtype).item()
-        count += int((rows.targets != IGNORED).sum())
-    model.train()
-    return processes.sum(total) / max(1, count)
-
-
 def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -215,3 +364,40 @@ def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _copied(state: Any) -> Any:
+    """A state with copies of its tensors, on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
+
+
+def full_weights(model: Any) -> dict[str, Any]:
+    """The whole weights of a sharded model, on the CPU of rank 0; empty on the others."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _unreadable(path: Path, error: BaseException) -> DataError:
+    return DataError(f"{path} cannot be read: {_text(error)}.\nFix: remove it, and begin again.")
+
+
+def _raise(error: BaseException | None, folder: Path) -> None:
+    """Raise what is behind an error of saving, with the folder's name."""
+    if error is None:
+        return
+    if reason := os_error(error):
+        raise OSError(reason.errno, reason.strerror, str(folder)) from error
+    raise DataError(
+        f"{folder}: a checkpoint could not be written: {_text(error)}.\nFix: the cause; the checkpoint before is complete."
+    ) from error
+
+
+def _text(error: BaseException) -> str:
+    """One line that says what is behind torch's exception."""
+    cause = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    return (str(cause) or type(cause).__name__).splitlines()[0]

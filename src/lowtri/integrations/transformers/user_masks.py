@@ -29,7 +29,7 @@ from torch.nn import Module
 from lowtri.compat.torch_private import inside_compiled, outside_graph
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
-from lowtri.generation.lookahead import row_masks, visible_pair
+from lowtri.generation.slots import row_masks, visible_pair
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
 from lowtri.masks.formulas import first
